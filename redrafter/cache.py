@@ -1,0 +1,162 @@
+"""A key/value cache whose rows have their own lengths and whose newest slots hold a tree.
+
+It is a Hugging Face `Cache`, so any stock model writes to it and reads from it. All layers of one shape live in one
+pool, so that committing a path is one gather and one scatter for the whole model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+__all__ = ["LayerShape", "RaggedCache"]
+
+GRAIN = 64  # slots; the window grows in these steps, so that shapes seldom change
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores per slot: heads and width of its keys and of its values, their dtype and device."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Pool:
+    """Tensors of one shape `[G, B * S, heads, dim]`: keys or values of G layers. Slot s of row b is at `b * S + s`."""
+
+    def __init__(self, count: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device):
+        self.data = torch.empty(count, 0, heads, dim, dtype=dtype, device=device)
+
+    def grow(self, rows: int, old: int, new: int) -> None:
+        grown = self.data.new_zeros(self.data.shape[0], rows, new, *self.data.shape[2:])
+        if old:
+            grown[:, :, :old] = rearrange(self.data, "g (b s) h d -> g b s h d", b=rows)
+        self.data = rearrange(grown, "g b s h d -> g (b s) h d")
+
+    def select(self, rows: Tensor, old_rows: int) -> None:
+        split = rearrange(self.data, "g (b s) h d -> g b s h d", b=old_rows)
+        self.data = rearrange(split.index_select(1, rows.to(split.device)), "g b s h d -> g (b s) h d")
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's window onto its pools. `update` is what the model's attention calls."""
+
+    is_sliding = False  # full length is kept on sliding layers too: there is no ring buffer to roll back
+
+    def __init__(self, cache: "RaggedCache", keys: tuple[_Pool, int], values: tuple[_Pool, int]):
+        super().__init__()
+        self.is_initialized = True
+        self._cache, self._keys, self._values = cache, keys, values
+
+    def bind(self, rows: int, window: int) -> None:
+        """Views of the pools: flat ones to write to, and the first `window` slots as `[B, heads, S, dim]` to read."""
+        (key_pool, key_index), (value_pool, value_index) = self._keys, self._values
+        self.key_slots, self.value_slots = key_pool.data[key_index], value_pool.data[value_index]
+        self.keys, self.values = (
+            rearrange(slots, "(b s) h d -> b h s d", b=rows)[:, :, :window]
+            for slots in (self.key_slots, self.value_slots)
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """key_states, value_states: `[B, heads, N, dim]`, one per node."""
+        slots = self._cache.slots(key_states.device)
+        self.key_slots.index_copy_(0, slots, key_states.transpose(1, 2).flatten(0, 1))
+        self.value_slots.index_copy_(0, slots, value_states.transpose(1, 2).flatten(0, 1))
+        return self.keys, self.values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: shapes are known before the first forward."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.window, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # rows differ; positions and masks are always passed explicitly
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+
+class RaggedCache(Cache):
+    """Keys and values of `rows` rows. Row b's committed tokens are in slots 0..n_b-1; a tree's node i goes to n_b + i.
+
+    window: slots that attention reads, a host number at least as large as every row's length plus the tree.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], rows: int):
+        groups: dict[tuple, list[tuple[int, str]]] = {}
+        for layer, shape in enumerate(shapes):
+            for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
+                groups.setdefault((shape.heads, dim, shape.dtype, shape.device), []).append((layer, side))
+        self._pools = []
+        homes: dict[tuple[int, str], tuple[_Pool, int]] = {}
+        for key, members in groups.items():
+            self._pools.append(_Pool(len(members), *key))
+            homes |= {member: (self._pools[-1], index) for index, member in enumerate(members)}
+        super().__init__(layers=[_Layer(self, homes[i, "keys"], homes[i, "values"]) for i in range(len(shapes))])
+        self.rows, self.window, self._capacity = rows, 0, 0
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots a row, and let attention read that many. Doubles when it must grow."""
+        window = -(-slots // GRAIN) * GRAIN
+        if window > self._capacity:
+            capacity = max(window, 2 * self._capacity)
+            for pool in self._pools:
+                pool.grow(self.rows, self._capacity, capacity)
+            self._capacity = capacity
+        elif window == self.window:
+            return
+        self.window = window
+        self._bind()
+
+    def _bind(self) -> None:
+        for layer in self.layers:
+            layer.bind(self.rows, self.window)
+
+    def address(self, length: Tensor, nodes: int) -> None:
+        """Send the next forward's `nodes` nodes to the slots after each row's `length` `[B]`."""
+        self._slots = {length.device: self._flat(length, torch.arange(nodes, device=length.device)).flatten()}
+
+    def slots(self, device: torch.device) -> Tensor:
+        """`[B * N]` int64, where the nodes of this forward go, on a layer's own device."""
+        if device not in self._slots:
+            self._slots[device] = next(iter(self._slots.values())).to(device)
+        return self._slots[device]
+
+    def commit(self, length: Tensor, nodes: Tensor) -> None:
+        """Move the path's keys and values next to the committed ones: node `nodes[b, d]` to slot `length[b] + d`.
+
+        length: `[B]`. nodes: `[B, K+1]`, in order of depth. A source is never before its destination, and all are read
+        before any is written. What stands past a path's end is copied too, into scratch slots that nothing reads.
+        """
+        if nodes.shape[1] == 1:
+            return  # node 0 already stands where it belongs
+        source = self._flat(length, nodes).flatten()
+        target = self._flat(length, torch.arange(nodes.shape[1], device=nodes.device)).flatten()
+        for pool in self._pools:
+            device = pool.data.device
+            moved = pool.data.index_select(1, source.to(device))
+            pool.data.index_copy_(1, target.to(device), moved)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only `rows` `[B']` int64, in that order."""
+        for pool in self._pools:
+            pool.select(rows, self.rows)
+        self.rows = len(rows)
+        self._bind()
+
+    def _flat(self, length: Tensor, offset: Tensor) -> Tensor:
+        """`[B]` lengths and `[B, M]` or `[M]` offsets to `[B, M]` flat slots."""
+        row = torch.arange(self.rows, device=length.device) * self._capacity
+        return (row + length)[:, None] + offset

@@ -1,0 +1,160 @@
+"""Directories on disk: a base, a drafter, or the two merged.
+
+A merged checkpoint is a Hugging Face model directory (weights, tokenizer, chat template) with two more entries:
+
+    drafter/          what `RecurrentDrafter.save_pretrained` wrote
+    redrafter.json    {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": null}; a person may edit it
+
+The boxed pair is one, shipped inside the package.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from redrafter.drafter import RecurrentDrafter
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
+from redrafter.target import Target
+
+__all__ = [
+    "DRAFTER_FOLDER",
+    "SHAPE_FILE",
+    "TreeShape",
+    "boxed_pair",
+    "check_fit",
+    "embedding_norms",
+    "load_drafter",
+    "load_model",
+    "load_tokenizer",
+]
+
+DRAFTER_FOLDER = "drafter"
+SHAPE_FILE = "redrafter.json"
+NORM_ROWS = 8  # rows of the embedding table whose norms tell one base from another
+NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How a drafter is searched. None: left to the drafter's config and the device."""
+
+    num_beams: int | None = None
+    draft_len_per_beam: int | None = None
+    node_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ArgumentError(f"{field.name} must be a positive integer, got {value!r}")
+
+    def over(self, other: "TreeShape") -> "TreeShape":
+        """This shape, with `other`'s values where it has none."""
+        mine = {name: value for name, value in asdict(self).items() if value is not None}
+        return TreeShape(**(asdict(other) | mine))
+
+    @classmethod
+    def read(cls, path: Path) -> "TreeShape":
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (json.JSONDecodeError, TypeError) as error:
+            known = ", ".join(field.name for field in fields(cls))
+            raise CheckpointError(f"{path} is not a JSON object of {known}: {error}") from error
+
+
+def boxed_pair() -> Path:
+    """Directory of the small base and its drafter that ship in the package: a merged checkpoint."""
+    return Path(str(resources.files("redrafter"))) / "boxed"
+
+
+def load_model(
+    name: str | Path | PreTrainedModel, *, dtype: Any, device: Any, trust_remote_code: bool, **kwargs: Any
+) -> PreTrainedModel:
+    """A causal LM from a hub id or a directory; a loaded one is taken as it is, and moved when a device is given.
+
+    kwargs go to `AutoModelForCausalLM.from_pretrained`. Raises `CheckpointError` when it cannot be loaded whole.
+    """
+    if not isinstance(name, str | Path):
+        return name if device is None else name.to(device)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
+        )
+    except Exception as error:
+        raise CheckpointError(f"cannot load a model from {name}: {first_line(error)}") from error
+    if info["missing_keys"]:
+        raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
+    return model if device is None else model.to(device)
+
+
+def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model, padding on the left as decoder-only generation needs."""
+    try:
+        return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise CheckpointError(f"cannot load a tokenizer from {name}: {first_line(error)}") from error
+
+
+def load_drafter(
+    model: str | Path | PreTrainedModel, drafter: str | Path | RecurrentDrafter | None, target: Target
+) -> tuple[RecurrentDrafter, TreeShape]:
+    """The drafter for a target, on its device and in its dtype, and the tree shape that a merged checkpoint asks for.
+
+    Without `drafter`, `model` must name a merged checkpoint.
+    """
+    shape = TreeShape()
+    if drafter is None:
+        if not isinstance(model, str | Path):
+            raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
+        file = cached_file(str(model), SHAPE_FILE, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            raise CheckpointError(
+                f"{model} has no {SHAPE_FILE}, so it holds no drafter: pass drafter=, or merge one in"
+            )
+        shape = TreeShape.read(Path(file))
+        drafter = RecurrentDrafter.from_pretrained(model, subfolder=DRAFTER_FOLDER)
+    elif isinstance(drafter, str | Path):
+        drafter = RecurrentDrafter.from_pretrained(drafter)
+    check_fit(drafter, target)
+    return drafter.to(target.device, target.dtype).eval(), shape
+
+
+def embedding_norms(embedding: torch.nn.Module) -> list[float]:
+    """Norms of a few evenly spaced rows of an embedding table: a base's fingerprint that survives a change of dtype."""
+    weight = embedding.weight
+    rows = torch.linspace(0, len(weight) - 1, NORM_ROWS, device=weight.device).long()
+    return weight[rows].float().norm(dim=-1).tolist()
+
+
+def check_fit(drafter: RecurrentDrafter, target: Target) -> None:
+    """Raise `MismatchError`, with both values, when the drafter was made for another target."""
+    config = drafter.config
+    for name, mine, theirs in (
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+    ):
+        if mine != theirs:
+            raise MismatchError(
+                f"the drafter was made for a {name} of {mine}, but {target.name} has {theirs}; "
+                f"its base is {config.base_model or 'not recorded'}"
+            )
+    norms = config.base_embedding_norms
+    if norms is None:
+        return
+    found = embedding_norms(target.embedding)
+    if not torch.allclose(torch.tensor(found), torch.tensor(norms), rtol=NORM_TOLERANCE):
+        raise MismatchError(
+            f"the drafter was made for {config.base_model or 'another base'}, but this target is "
+            f"{target.model.config._name_or_path or target.name}: embedding row norms are "
+            f"{_short(found)} instead of {_short(norms)}"
+        )
+
+
+def _short(values: list[float]) -> str:
+    return "[" + ", ".join(f"{value:.3g}" for value in values[:3]) + ", ...]"

@@ -1,0 +1,168 @@
+"""The recurrent drafter: a small head that writes a few tokens ahead from the target's last hidden state.
+
+Zhang et al. 2024, "Recurrent Drafter for Fast Speculative Decoding in Large Language Models" (arXiv 2403.09919). One
+`step` is used by training and by drafting alike, so that what was trained is what runs.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import PretrainedConfig, PreTrainedModel
+
+from redrafter.errors import ArgumentError, CheckpointError, first_line
+
+__all__ = ["DrafterConfig", "RecurrentDrafter"]
+
+RECURRENCES = ("apple", "trtllm")
+
+
+class DrafterConfig(PretrainedConfig):
+    """What a drafter is; saved as `config.json` beside its weights.
+
+    vocab_size: V, ids of the target. hidden_size: D of the target. exit_dim: E, width of the head, 2D when None.
+    num_draft_layers: residual layers before the head. rnn: whether the recurrence is learned; without it the state is the
+    running sum of embeddings (the paper's first version).
+    recurrence: "apple", `s' = SiLU(W e + U s + b)` from `s = 0`, what the public trainers train; or "trtllm",
+    `s' = W e` at the first step and `W e + U s + b` after, what TensorRT-LLM's engine computed.
+    draft_vocab_size: V' when the head knows only a part of the vocabulary, with an id map in the weights; None for all.
+    num_beams, draft_len_per_beam: the beam search's defaults. trained_draft_len: steps it was trained for.
+    base_model: the target's name. base_embedding_norms: norms of a few rows of the target's embedding table, by which a
+    drafter that was made for another base is told.
+    """
+
+    model_type = "redrafter"
+
+    def __init__(
+        self,
+        vocab_size: int = 0,
+        hidden_size: int = 0,
+        exit_dim: int | None = None,
+        num_draft_layers: int = 2,
+        rnn: bool = True,
+        recurrence: str = "apple",
+        draft_vocab_size: int | None = None,
+        num_beams: int = 5,
+        draft_len_per_beam: int = 5,
+        trained_draft_len: int | None = None,
+        base_model: str | None = None,
+        base_embedding_norms: list[float] | None = None,
+        **kwargs: Any,
+    ):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.exit_dim = 2 * hidden_size if exit_dim is None else exit_dim
+        self.num_draft_layers = num_draft_layers
+        self.rnn = rnn
+        self.recurrence = recurrence
+        self.draft_vocab_size = draft_vocab_size
+        self.num_beams = num_beams
+        self.draft_len_per_beam = draft_len_per_beam
+        self.trained_draft_len = trained_draft_len
+        self.base_model = base_model
+        self.base_embedding_norms = base_embedding_norms
+        super().__init__(**kwargs)
+
+    def check(self) -> None:
+        """Raise `ArgumentError` for values that make no drafter."""
+        for name in ("vocab_size", "hidden_size", "exit_dim", "num_beams", "draft_len_per_beam"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ArgumentError(f"DrafterConfig.{name} must be a positive integer, got {getattr(self, name)!r}")
+        if not isinstance(self.num_draft_layers, int) or self.num_draft_layers < 0:
+            raise ArgumentError(f"DrafterConfig.num_draft_layers must be 0 or more, got {self.num_draft_layers!r}")
+        if self.recurrence not in RECURRENCES:
+            raise ArgumentError(f"DrafterConfig.recurrence is one of {RECURRENCES}, got {self.recurrence!r}")
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ArgumentError(
+                f"DrafterConfig.draft_vocab_size must be from 1 to vocab_size={self.vocab_size}, "
+                f"got {self.draft_vocab_size!r}"
+            )
+
+
+class _Residual(nn.Module):
+    """`x + SiLU(W x + b)`."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + silu(self.linear(x))
+
+
+class RecurrentDrafter(PreTrainedModel):
+    """The head and its recurrence. The target's embedding table is shared, not stored.
+
+    draft_ids: `[V']` int64 buffer, the target's id of each drafter id; None when the head knows the whole vocabulary.
+    Raises `ArgumentError` for a config that makes no drafter.
+    """
+
+    config_class = DrafterConfig
+    config: DrafterConfig
+    base_model_prefix = "drafter"
+    main_input_name = "embedding"
+    _no_split_modules: list[str] = []
+
+    def __init__(self, config: DrafterConfig):
+        config.check()
+        super().__init__(config)
+        hidden, exit_dim = config.hidden_size, config.exit_dim
+        self.input_proj = nn.Linear(2 * hidden, exit_dim) if exit_dim != 2 * hidden else None
+        self.layers = nn.ModuleList(_Residual(exit_dim) for _ in range(config.num_draft_layers))
+        self.lm_head = nn.Linear(exit_dim, config.draft_vocab_size or config.vocab_size, bias=False)
+        if config.rnn:
+            self.rnn_u = nn.Linear(hidden, hidden)
+            self.rnn_w = nn.Linear(hidden, hidden, bias=False)
+        ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.register_buffer("draft_ids", ids)
+        self.post_init()
+
+    def step(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of the recurrence.
+
+        embedding: `[..., D]`, the target's embedding of the last token. state: `[..., D]`, or None at the first step.
+        hidden: `[..., D]`, the target's hidden state, after its final norm, that produced the step's first token.
+        Returns logits `[..., V']` over the drafter's vocabulary and the new state `[..., D]`.
+        """
+        state = self._recur(embedding, state)
+        x = torch.cat([hidden.expand_as(state), state], dim=-1)  # [..., 2D]
+        if self.input_proj is not None:
+            x = self.input_proj(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x), state
+
+    forward = step
+
+    def _recur(self, embedding: Tensor, state: Tensor | None) -> Tensor:
+        if not self.config.rnn:
+            return embedding if state is None else state + embedding
+        if self.config.recurrence == "trtllm":
+            return self.rnn_w(embedding) if state is None else self.rnn_w(embedding) + self.rnn_u(state)
+        carried = self.rnn_u.bias if state is None else self.rnn_u(state)
+        return silu(self.rnn_w(embedding) + carried)
+
+    @classmethod
+    def from_pretrained(cls, name: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """As `PreTrainedModel.from_pretrained`, but files that are missing, cut short, or that do not hold exactly
+        this drafter's tensors raise `CheckpointError` instead of being filled with random weights."""
+        if os.path.isdir(name) and not (Path(name) / "config.json").is_file():
+            raise CheckpointError(f"{name} has no config.json; give the directory that save_pretrained wrote")
+        wants_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        except Exception as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise CheckpointError(f"cannot load a drafter from {name}: {first_line(error)}") from error
+        wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]
+        for key, names in wrong.items():
+            if names:
+                raise CheckpointError(f"{name} does not hold this drafter: {key.replace('_', ' ')} {', '.join(names)}")
+        return (model, info) if wants_info else model

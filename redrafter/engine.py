@@ -1,0 +1,148 @@
+"""`generate`, as Hugging Face users know it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from redrafter.decoding import decode
+from redrafter.errors import ArgumentError
+from redrafter.outputs import GenerateOutput
+from redrafter.request import Seed, check_arguments, check_inputs, read_request
+from redrafter.step import Plain, Proposer
+from redrafter.streaming import ColumnStream, StepStreamer
+from redrafter.target import Target
+
+__all__ = ["Engine"]
+
+Streamer = BaseStreamer | StepStreamer
+
+
+class Engine:
+    """A target and what proposes for it. Holds no state of any request."""
+
+    def __init__(self, target: Target, proposer: Proposer):
+        self.target, self.proposer = target, proposer
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The target's Hugging Face model."""
+        return self.target.model
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        streamer: Streamer | None = None,
+        seed: Seed = None,
+        speculate: bool = True,
+        return_dict_in_generate: bool = False,
+        **generation_kwargs: Any,
+    ) -> Tensor | GenerateOutput:
+        """Write on from `input_ids`, with exactly the tokens that plain decoding would give.
+
+        input_ids, attention_mask: `[B, P]`, left-padded. generation_kwargs: Hugging Face's names, with its meanings;
+        besides, `temperature` may be a list with one value per output row. seed: an int s gives s, s+1, ... to the
+        output rows (after `num_return_sequences`), a list gives one to each; a row with its seed draws the same tokens
+        alone, in any batch, and with `speculate=False`, which is plain decoding in the same engine.
+
+        Returns ids `[B, P + new]` laid out as `model.generate` lays them out, or a `GenerateOutput` with `.stats`.
+        Raises `ArgumentError` for arguments that are unknown, out of range or of the wrong shape, and
+        `UnsupportedError` for modes that cannot be honoured (beam search, classifier-free guidance, ...).
+        """
+        check_arguments(generation_kwargs)
+        check_inputs(input_ids, attention_mask, self.target)
+        kwargs = _with_stop_strings(generation_kwargs, generation_config)
+        temperature = kwargs.get("temperature")
+        if isinstance(temperature, list | tuple | Tensor):
+            kwargs["temperature"] = 2.0  # makes transformers put a temperature where the rows' own will stand
+        else:
+            temperature = None
+        run = self.custom_generate(streamer=streamer, seed=seed, speculate=speculate, temperature=temperature)
+        entered = False
+
+        def custom_generate(*args: Any, **prepared: Any) -> Tensor | GenerateOutput:
+            nonlocal entered
+            entered = True
+            return run(*args, **prepared)
+
+        try:
+            return self.model.generate(
+                input_ids.to(self.target.device),
+                attention_mask=None if attention_mask is None else attention_mask.to(self.target.device),
+                generation_config=generation_config,
+                streamer=streamer if isinstance(streamer, BaseStreamer) else None,
+                custom_generate=custom_generate,
+                return_dict_in_generate=return_dict_in_generate,
+                **kwargs,
+            )
+        except (ValueError, TypeError) as error:
+            if entered:
+                raise
+            raise ArgumentError(str(error)) from error
+
+    def custom_generate(
+        self,
+        *,
+        streamer: Streamer | None = None,
+        seed: Seed = None,
+        speculate: bool = True,
+        temperature: Any = None,
+    ) -> Callable[..., Tensor | GenerateOutput]:
+        """For `model.generate(..., custom_generate=engine.custom_generate())`.
+
+        transformers hands neither its streamer nor its tokenizer to such a function: give the streamer here, and stop
+        strings as a `StopStringCriteria`. temperature: one value per output row, in place of the config's.
+        """
+
+        @torch.inference_mode()
+        def custom_generate(
+            model: PreTrainedModel,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **prepared: Any,  # no parameter of its own for the mask: transformers would pass it twice
+        ) -> Tensor | GenerateOutput:
+            if model is not self.model:
+                raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
+            request = read_request(
+                self.target,
+                input_ids,
+                prepared.pop("attention_mask", None),
+                generation_config,
+                logits_processor,
+                stopping_criteria,
+                prepared,
+                seed=seed,
+                temperature=temperature,
+            )
+            stream = streamer
+            if isinstance(streamer, BaseStreamer):
+                stream = ColumnStream(streamer, len(input_ids), request.pad_token)
+            return decode(self.target, self.proposer if speculate else Plain(), request, input_ids, stream)
+
+        return custom_generate
+
+
+def _with_stop_strings(kwargs: dict[str, Any], config: GenerationConfig | None) -> dict[str, Any]:
+    """transformers looks for the tokenizer of `stop_strings` where custom decoding never receives it: make the
+    criterion here."""
+    kwargs = dict(kwargs)
+    tokenizer = kwargs.pop("tokenizer", None)
+    strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+    if strings is None:
+        return kwargs
+    kwargs["stop_strings"] = None
+    if tokenizer is None:
+        raise ArgumentError("stop_strings needs the tokenizer: pass tokenizer=tokenizer to generate()")
+    criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
+    criteria.append(StopStringCriteria(tokenizer, strings))
+    return kwargs | {"stopping_criteria": criteria}

@@ -1,0 +1,38 @@
+"""Every error a user can cause, under one base.
+
+    ReDrafterError
+    ├── ArgumentError        an argument that cannot be honoured: unknown, out of range, of the wrong shape
+    ├── UnsupportedError     a model or a decoding mode that this method cannot serve
+    ├── MismatchError        a drafter that was made for another target
+    └── CheckpointError      files that are missing, cut short or not what they claim
+
+A message says what was wrong, what was found, and what to type instead. The command line prints it on one
+line and exits with code 2.
+"""
+
+__all__ = ["ArgumentError", "CheckpointError", "MismatchError", "ReDrafterError", "UnsupportedError"]
+
+
+class ReDrafterError(Exception):
+    """Base of every error raised on purpose by this library."""
+
+
+class ArgumentError(ReDrafterError, ValueError):
+    """An argument is unknown, out of range, of the wrong shape, or cannot be combined with another."""
+
+
+class UnsupportedError(ReDrafterError):
+    """The model's architecture, or the decoding mode asked for, cannot be served exactly."""
+
+
+class MismatchError(ReDrafterError):
+    """The drafter was made for another hidden size, vocabulary or base than the target's."""
+
+
+class CheckpointError(ReDrafterError):
+    """A checkpoint is missing a file or a tensor, is truncated, or holds what it should not."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of somebody else's error, for a message of one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

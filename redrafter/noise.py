@@ -1,0 +1,43 @@
+"""Gumbel noise that is a function of (seed, position, token id) and of nothing else.
+
+The token at position t is `argmax(scores_t + gumbel(seed, t))`, which is a sample from `softmax(scores_t)` (the
+Gumbel-max trick). Because the noise is keyed by position, the same seed gives the same tokens with speculation on or
+off, in any batch and under any tree; and the drafter may look at it, since no output depends on what is drafted.
+
+The generator is counter-based SplitMix64 (Steele, Lea and Flood 2014): the stream of a (seed, position) pair starts at a
+hash of the pair, and token id `v` reads its output number `v`. Integer arithmetic only, so every device agrees.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["gumbel"]
+
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio, odd, as a signed 64-bit integer
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shift_xor(x: Tensor, bits: int) -> Tensor:
+    """`x ^= x >>> bits` in place; torch shifts arithmetically, so the sign's copies are masked off."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer, in place, on int64 that wraps."""
+    _shift_xor(x, 30).mul_(_MIX_1)
+    _shift_xor(x, 27).mul_(_MIX_2)
+    return _shift_xor(x, 31)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise.
+
+    seeds: `[B]` int64, one per row. positions: `[B, P]` int64, of the tokens to be drawn. ids: `[V]` int64.
+    Returns `[B, P, V]` float32, finite.
+    """
+    stream = _mix(_mix(seeds * _GAMMA)[:, None] + positions * _GAMMA)  # [B, P]
+    bits = _mix(stream[:, :, None] + (ids + 1) * _GAMMA)  # [B, P, V]
+    # `v` keeps its relative precision near 0, where -log(-log(1 - v)) is large and decides who wins.
+    v = (bits >> 11).bitwise_and_((1 << 53) - 1).to(torch.float32).add_(0.5).mul_(2.0**-53)
+    return v.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()

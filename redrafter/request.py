@@ -1,0 +1,264 @@
+"""One call of `generate`, checked and turned into tensors.
+
+Hugging Face's own `generate` prepares the call (configs merged, processors and criteria built, sequences expanded), so
+that names and meanings are its own. What it prepared is read here; what cannot be honoured is refused by name.
+"""
+
+import difflib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.processors import Processor, row_temperature, tree_processors
+from redrafter.sampling import Sampler
+from redrafter.target import Target
+
+__all__ = ["Request", "check_arguments", "check_inputs", "read_request"]
+
+Seed = int | Sequence[int] | None
+
+# Arguments of `model.generate` that are not in its GenerationConfig and are honoured here.
+CALL_ARGUMENTS = frozenset({"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer"})
+
+# Decoding modes and outputs that are refused: argument, and the values that leave it off.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "watermarking_config": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "token_healing": (None, False),
+    "low_memory": (None, False),
+    "use_cache": (None, True),
+    "cache_implementation": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+}
+_UNLIMITED = 1 << 40
+_NOT_INPUTS = ("inputs_embeds", "past_key_values", "position_ids", "assistant_model", "negative_prompt_ids")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that one decoding needs.
+
+    prompts: `[B, P]` int64, each row's own tokens first. length: `[B]`, how many they are. limit: `[B]`, the most tokens
+    a row may come to. eos: `[E]` int64. criteria: what must be asked token by token on the host. deadline: `time.time()`
+    after which no step begins. slow_processors: names of processors that run node by node.
+    """
+
+    prompts: Tensor
+    length: Tensor
+    limit: Tensor
+    eos: Tensor
+    pad_token: int
+    sampler: Sampler
+    seeds: list[int] | None
+    criteria: list[StoppingCriteria]
+    deadline: float
+    want_scores: bool
+    want_logits: bool
+    as_dict: bool
+    slow_processors: list[str]
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of `generate` that nobody knows, and those that cannot be honoured."""
+    known = set(GenerationConfig().to_dict()) | CALL_ARGUMENTS
+    for name, value in arguments.items():
+        if name in _NOT_INPUTS:
+            raise UnsupportedError(f"generate() does not take {name}; pass input_ids and attention_mask")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ArgumentError(f"generate() has no argument {name!r}{hint}")
+        _refuse_mode(name, value)
+
+
+def _refuse_mode(name: str, value: Any) -> None:
+    if name in _REFUSED and value not in _REFUSED[name]:
+        raise UnsupportedError(f"{name}={value!r} cannot be honoured with exact speculation; leave it out")
+
+
+def check_inputs(input_ids: Any, mask: Any, target: Target) -> Tensor:
+    """Check ids `[B, P]` and their mask. Returns the mask, bool `[B, P]`, left-padded, at least one token in a row."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+        found = f"{tuple(input_ids.shape)} {input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids)
+        raise ArgumentError(f"input_ids must be an integer tensor [batch, length], got {found}")
+    if input_ids.numel() == 0:
+        raise ArgumentError(f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}")
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= target.vocab_size:
+        bad = low if low < 0 else high
+        raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
+    if mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask)
+        raise ArgumentError(f"attention_mask must have the shape of input_ids {tuple(input_ids.shape)}, got {found}")
+    seen = mask.bool()
+    if not bool(seen.any(dim=1).all()):
+        raise ArgumentError(f"row {int((~seen.any(dim=1)).nonzero()[0])} of attention_mask has no token: empty prompt")
+    if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+        raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
+    return seen
+
+
+def read_request(
+    target: Target,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    prepared: Mapping[str, Any],
+    *,
+    seed: Seed,
+    temperature: Any,
+) -> Request:
+    """What Hugging Face prepared, as a `Request`.
+
+    prepared: what else it would have given to the model. temperature: one value per row, in place of the processor's.
+    """
+    for name in _REFUSED:
+        _refuse_mode(name, getattr(config, name, None))
+    seen = check_inputs(input_ids, attention_mask, target)
+    _check_prepared(prepared, seen)
+    rows, width = input_ids.shape
+    length = seen.sum(dim=1)
+    _check_context(int(length.max()), target.context)
+    max_length, eos, deadline, others = _read_criteria(criteria, target.device)
+    limit = (max_length - (width - length)).clamp(max=target.context)
+    own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
+    seeds = _row_seeds(seed, rows) if config.do_sample else None
+    functions, slow, divisor = _build(processors, width, temperature, rows, target.device)
+    return Request(
+        prompts=input_ids.gather(1, own_first),
+        length=length,
+        limit=limit,
+        eos=eos,
+        pad_token=_pad_token(config, eos),
+        sampler=Sampler(
+            seeds=None if seeds is None else torch.tensor(seeds, device=target.device),
+            processors=functions,
+            temperature=divisor,
+            prompt=length,
+            limit=limit,
+            ids=torch.arange(target.vocab_size, device=target.device),
+        ),
+        seeds=seeds,
+        criteria=others,
+        deadline=deadline,
+        want_scores=bool(config.return_dict_in_generate and config.output_scores),
+        want_logits=bool(config.return_dict_in_generate and config.output_logits),
+        as_dict=bool(config.return_dict_in_generate),
+        slow_processors=slow,
+    )
+
+
+def _check_prepared(prepared: Mapping[str, Any], seen: Tensor) -> None:
+    """Inputs beside the ids: only what transformers makes itself, which says nothing that the mask does not."""
+    past, positions = prepared.get("past_key_values"), prepared.get("position_ids")
+    if past is not None and past.get_seq_length() > 0:
+        raise UnsupportedError("past_key_values cannot be continued from; pass the whole text as input_ids")
+    if positions is not None and not torch.equal(positions * seen, (seen.cumsum(dim=1) - 1) * seen):
+        raise UnsupportedError("position_ids of your own cannot be honoured; leave them out")
+    for name in set(prepared) - {"past_key_values", "position_ids", "use_cache", "cache_position", "logits_to_keep"}:
+        if prepared[name] is not None:
+            raise UnsupportedError(f"generate() does not take {name}; pass input_ids and attention_mask")
+
+
+def _row_temperatures(temperature: Any, rows: int, device: torch.device) -> Tensor:
+    values = torch.as_tensor(temperature, dtype=torch.float32, device=device)
+    if values.shape != (rows,) or not bool((values > 0).all()):
+        raise ArgumentError(
+            f"temperature must be positive, one value or one per output row ({rows}); got {temperature}"
+        )
+    return values
+
+
+def _build(
+    given: LogitsProcessorList, width: int, temperature: Any, rows: int, device: torch.device
+) -> tuple[tuple[Processor, ...], list[str], Tensor]:
+    """Tree processors, the names of slow ones, and `[B]` what scores are divided by. `temperature`, one value per row,
+    stands where transformers put its own; None leaves that."""
+    divisor = torch.ones(rows, device=device) if temperature is None else _row_temperatures(temperature, rows, device)
+    places = [index for index, processor in enumerate(given) if type(processor) is TemperatureLogitsWarper]
+    if not places:
+        functions, slow = tree_processors(given, width=width)
+        return tuple(functions), slow, divisor
+    [place] = places
+    if temperature is None:
+        divisor *= given[place].temperature
+    before, slow_before = tree_processors(given[:place], width=width)
+    after, slow_after = tree_processors(given[place + 1 :], width=width)
+    return (*before, row_temperature(divisor), *after), slow_before + slow_after, divisor
+
+
+def _check_context(longest: int, context: int | None) -> None:
+    if context is not None and longest >= context:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and the target's context is {context}: no room is left to write; "
+            "shorten the prompt"
+        )
+
+
+def _read_criteria(
+    criteria: StoppingCriteriaList, device: torch.device
+) -> tuple[int, Tensor, float, list[StoppingCriteria]]:
+    """Length, EOS and time belong to the loop; the others are asked token by token."""
+    max_length, eos, deadline = _UNLIMITED, torch.empty(0, dtype=torch.long, device=device), float("inf")
+    others = []
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            max_length = min(max_length, criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            eos = torch.cat([eos, criterion.eos_token_id.to(device)])
+        elif type(criterion) is MaxTimeCriteria:
+            deadline = min(deadline, criterion.initial_timestamp + criterion.max_time)
+        else:
+            others.append(criterion)
+    return max_length, eos, deadline, others
+
+
+def _pad_token(config: GenerationConfig, eos: Tensor) -> int:
+    if isinstance(config.pad_token_id, int):
+        return config.pad_token_id
+    return int(eos[0]) if len(eos) else 0
+
+
+def _row_seeds(seed: Seed, rows: int) -> list[int]:
+    """An int s means s, s+1, ...; a list gives one per output row; None draws fresh ones."""
+    if seed is None:
+        return [secrets.randbits(62) for _ in range(rows)]
+    if isinstance(seed, Sequence) and not isinstance(seed, str):
+        if len(seed) != rows:
+            raise ArgumentError(f"seed has {len(seed)} entries for {rows} output rows; give one int or one per row")
+        seeds = list(seed)
+    else:
+        seeds = [seed + row for row in range(rows)] if isinstance(seed, int) else [seed]
+    for value in seeds:
+        if not isinstance(value, int) or not 0 <= value < 1 << 63:
+            raise ArgumentError(f"a seed is an int from 0 to 2**63 - 1, got {value!r}")
+    return seeds

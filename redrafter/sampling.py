@@ -1,0 +1,55 @@
+"""From the target's logits to its own draw at every node."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redrafter.noise import gumbel
+from redrafter.processors import Prefixes, Processor
+
+__all__ = ["Sampler"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How `B` rows draw. Greedy and sampling are the same code: an argmax, of scores or of scores plus noise.
+
+    seeds: `[B]` int64, or None for greedy. processors: applied in order to float32 scores. temperature: `[B]` float32,
+    what `processors` divides by; the drafter, which sees no other processor, guesses better with it. prompt, limit:
+    `[B]` int64, each row's own prompt length and the most tokens it may come to. ids: `[V]` int64, `arange(V)`.
+    """
+
+    seeds: Tensor | None
+    processors: tuple[Processor, ...]
+    temperature: Tensor
+    prompt: Tensor
+    limit: Tensor
+    ids: Tensor
+
+    def noise(self, position: Tensor, count: int) -> Tensor | None:
+        """Noise of the tokens at positions `position[b] ... position[b] + count - 1`: `[B, count, V]`, None if greedy."""
+        if self.seeds is None:
+            return None
+        return gumbel(self.seeds, position[:, None] + torch.arange(count, device=position.device), self.ids)
+
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """Processed logits `[B, N, V]`, float32."""
+        scores = logits.float()
+        for processor in self.processors:
+            scores = processor(scores, prefixes)
+        return scores
+
+    def draw(self, scores: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
+        """The target's own next token at every node, `[B, N]`. depth: `[B, N]`, which picks a node's noise."""
+        if noise is None:
+            return scores.argmax(dim=-1)
+        return (scores + noise.gather(1, depth[:, :, None].expand_as(scores))).argmax(dim=-1)
+
+    def draft_scores(self, logits: Tensor, noise: Tensor | None, step: int, ids: Tensor | None) -> Tensor:
+        """A drafter's logits `[B, w, V']` at search step `step`, as the target will draw: at its temperature, under its
+        noise. Choosing by shared noise changes how often a guess hits and nothing else (Daliri et al. 2024)."""
+        if noise is None:
+            return logits.float()
+        here = noise[:, step] if ids is None else noise[:, step].index_select(1, ids)  # [B, V']
+        return logits.float() / self.temperature[:, None, None] + here[:, None]

@@ -1,0 +1,119 @@
+"""One step, top to bottom."""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from redrafter.cache import RaggedCache
+from redrafter.processors import Prefixes
+from redrafter.sampling import Sampler
+from redrafter.target import Target
+from redrafter.tree import Tree, chain
+from redrafter.verify import Path, accept
+
+__all__ = ["Drawn", "Plain", "Proposer", "State", "prefill", "step"]
+
+
+@dataclass(frozen=True)
+class State:
+    """Where `B` rows stand. A row's committed tokens are in the cache; its pending token is known, not yet cached.
+
+    tokens: `[B, T]` int64, each row's own text by position, without padding; written in place, as the cache is.
+    length: `[B]` int64, committed tokens n; the pending token is `tokens[b, n]`.
+    hidden: `[B, D]`, the target's hidden state that produced the pending token.
+    active: `[B]` bool; a row that is not stands still.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    hidden: Tensor
+    active: Tensor
+
+    @property
+    def pending(self) -> Tensor:
+        """`[B, 1]` int64."""
+        return self.tokens.gather(1, self.length[:, None])
+
+    def keep(self, active: Tensor) -> "State":
+        """The same, with other rows active."""
+        return replace(self, active=active)
+
+
+class Proposer(Protocol):
+    """What proposes a tree of `nodes` = N nodes at most `depth` = K deep. Both are fixed, so every shape of a step is."""
+
+    nodes: int
+    depth: int
+
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree: ...
+
+
+class Plain:
+    """Proposes nothing: plain decoding, in the same engine."""
+
+    nodes, depth = 1, 0
+
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree:
+        return chain(state.pending)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a step produced.
+
+    tokens: `[B, K+1]` int64, the accepted drafts and then the target's own next token; undefined past `path.accepted`.
+    logits, scores: `[B, N, V]`, what the draws at all nodes were made from, before and after processing.
+    """
+
+    tokens: Tensor
+    path: Path
+    logits: Tensor
+    scores: Tensor
+
+
+def step(state: State, proposer: Proposer, target: Target, cache: RaggedCache, sampler: Sampler) -> tuple[State, Drawn]:
+    """Propose a tree, verify it in one forward, let the target draw at every node, keep what it drew itself, commit."""
+    noise = sampler.noise(state.length + 1, proposer.depth + 1)  # [B, K+1, V], of the tokens to be drawn
+    tree = proposer.propose(state, sampler, noise)  # [B, N]
+    logits, hidden = target.verify(tree, state.length, cache)  # [B, N, V], [B, N, D]
+    scores = sampler.scores(logits, _prefixes(state, tree, sampler, cache.window))  # [B, N, V]
+    drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
+    path = accept(tree, drawn, proposer.depth)  # [B, K+1]
+    cache.commit(state.length, path.nodes)
+    tokens = drawn.gather(1, path.nodes)  # [B, K+1]
+    return _advance(state, tokens, path, hidden), Drawn(tokens, path, logits, scores)
+
+
+def prefill(
+    tokens: Tensor, prompt: Tensor, longest: int, target: Target, cache: RaggedCache, sampler: Sampler
+) -> tuple[State, Drawn]:
+    """Read the prompts and draw each row's first pending token. Not counted as a step.
+
+    tokens: `[B, T]` int64, each row's prompt and then room to write. prompt: `[B]`, prompt lengths, at most `longest`.
+    """
+    logits, hidden = target.prefill(tokens[:, :longest], prompt, cache)  # [B, V], [B, D]
+    last = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
+    tree = chain(last.pending)  # [B, 1]
+    scores = sampler.scores(logits[:, None], _prefixes(last, tree, sampler, cache.window))  # [B, 1, V]
+    drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
+    path = accept(tree, drawn, max_depth=0)
+    return _advance(last, drawn, path, hidden[:, None]), Drawn(drawn, path, logits[:, None], scores)
+
+
+def _prefixes(state: State, tree: Tree, sampler: Sampler, window: int) -> Prefixes:
+    return Prefixes(state.tokens, state.length, sampler.prompt, sampler.limit, tree, min(window, state.tokens.shape[1]))
+
+
+def _advance(state: State, tokens: Tensor, path: Path, hidden: Tensor) -> State:
+    """Each row moves on by its own number of tokens; what stands past its new pending token is scratch."""
+    slots = state.length[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)  # [B, K+1]
+    state.tokens.scatter_(1, slots, tokens)
+    end = path.end[:, None, None].expand(-1, 1, hidden.shape[-1])
+    return State(
+        state.tokens,
+        torch.where(state.active, state.length + path.accepted + 1, state.length),
+        torch.where(state.active[:, None], hidden.gather(1, end).squeeze(1), state.hidden),
+        state.active,
+    )

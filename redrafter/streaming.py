@@ -1,0 +1,47 @@
+"""Text as it is made."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+__all__ = ["ColumnStream", "StepStreamer"]
+
+
+class StepStreamer(Protocol):
+    """A streamer that wants each row's tokens the moment a step made them, and how many of them were drafted.
+
+    Pass one as `streamer` to `generate`. Ordinary Hugging Face streamers get one `[B]` tensor per output column.
+    """
+
+    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
+        """tokens: what a step added to output row `row`; the first `accepted` of them were drafts. ended: the last."""
+
+    def end(self) -> None:
+        """Every row has ended."""
+
+
+class ColumnStream:
+    """Feeds a Hugging Face streamer as `model.generate` does: column by column, each once every row has come to it."""
+
+    def __init__(self, streamer: BaseStreamer, rows: int, pad: int):
+        self._streamer, self._pad, self._sent = streamer, pad, 0
+        self._texts: list[list[int]] = [[] for _ in range(rows)]
+        self._ended = [False] * rows
+
+    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
+        self._texts[row].extend(tokens)
+        self._ended[row] = ended
+        running = [len(text) for text, done in zip(self._texts, self._ended, strict=True) if not done]
+        self._send(min(running, default=max(map(len, self._texts))))
+
+    def _send(self, ready: int) -> None:
+        for column in range(self._sent, ready):
+            tokens = [text[column] if column < len(text) else self._pad for text in self._texts]
+            self._streamer.put(torch.tensor(tokens))
+        self._sent = max(self._sent, ready)
+
+    def end(self) -> None:
+        self._send(max(map(len, self._texts)))
+        self._streamer.end()

@@ -1,0 +1,229 @@
+"""Any Hugging Face causal LM, asked about token trees.
+
+The model is used as it is: no forked modelling code, nothing stored on it. It gets explicit positions, a 4-D additive
+mask (one per kind of attention layer) and a `RaggedCache`. When a target is bound, one small tree is compared with plain
+forwards; an architecture whose answers differ is refused, so what is served is right.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from redrafter.cache import LayerShape, RaggedCache
+from redrafter.errors import UnsupportedError
+from redrafter.mask import AttentionKind, additive, visible
+from redrafter.tree import Tree, chain, tree_of
+
+__all__ = ["Target"]
+
+PREFILL_CHUNK = 512  # prompt tokens per forward; bounds the mask, not the result
+ATTENTION = ("eager", "sdpa")  # what takes a 4-D mask
+
+
+class Target:
+    """A causal LM bound for tree verification.
+
+    model: a loaded `PreTrainedModel` with a language-modelling head, in eval mode.
+    context: positions the model can tell apart, or None when it names no limit.
+    Raises `UnsupportedError` for encoder-decoders, recurrent or hybrid layers, attention implementations that take no
+    4-D mask, and any model whose tree forward differs from its plain one.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.name = type(model).__name__
+        _refuse(model, self.name)
+        self.model, self.config = model.eval(), model.config.get_text_config(decoder=True)
+        self.embedding: nn.Module = model.get_input_embeddings()
+        self.head: nn.Module = model.get_output_embeddings()
+        if self.head is None:
+            raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
+        self.kinds = _attention_kinds(self.config)
+        self.context = _context(self.config)
+        self.device, self.dtype = self.embedding.weight.device, model.dtype
+        self.hidden_size, self.vocab_size = self.config.hidden_size, self.config.vocab_size
+        with torch.inference_mode():
+            self._bind()
+
+    def new_cache(self, rows: int) -> RaggedCache:
+        return RaggedCache(self.shapes, rows)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's own embedding table, `[...]` ids to `[..., D]`: what a drafter's recurrence reads."""
+        return self.embedding(tokens)
+
+    def verify(self, tree: Tree, length: Tensor, cache: RaggedCache) -> tuple[Tensor, Tensor]:
+        """One forward over every node of the tree. length: `[B]`, each row's committed tokens.
+
+        Returns logits `[B, N, V]` and the hidden states that the head saw, `[B, N, D]`. Nothing is committed.
+        """
+        return self._forward(tree, length, cache)
+
+    def prefill(self, prompts: Tensor, length: Tensor, cache: RaggedCache) -> tuple[Tensor, Tensor]:
+        """Read prompts `[B, P]`, right-padded to any ids, of `length` `[B]` tokens, in chunks; a chunk is a chain.
+
+        Returns the last prompt token's logits `[B, V]` and hidden `[B, D]`.
+        """
+        last = length - 1
+        logits = hidden = None
+        for start in range(0, prompts.shape[1], PREFILL_CHUNK):
+            piece = chain(prompts[:, start : start + PREFILL_CHUNK])
+            stop = start + piece.tokens.shape[1]
+            here = ((last >= start) & (last < stop))[:, None]  # [B, 1]
+            new = self._forward(piece, torch.full_like(length, start), cache, (last - start).clamp(0, stop - start - 1))
+            new_logits, new_hidden = (x.squeeze(1) for x in new)
+            logits = new_logits if logits is None else torch.where(here, new_logits, logits)
+            hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
+        assert logits is not None and hidden is not None, "a prompt has at least one token"
+        return logits, hidden
+
+    def _forward(
+        self, tree: Tree, length: Tensor, cache: RaggedCache, only: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`only` `[B]`: compute the head at this one node of each row instead of at all of them."""
+        seen: list[Tensor] = []
+
+        def tap(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            hidden = args[0]
+            if only is not None:
+                hidden = hidden.gather(1, only.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1]))
+            seen.append(hidden)
+            return (hidden, *args[1:])
+
+        cache.address(length, tree.tokens.shape[1])
+        positions = length[:, None] + tree.depth
+        hook = self.head.register_forward_pre_hook(tap)
+        try:
+            out = self.model(
+                input_ids=tree.tokens,
+                attention_mask=self._mask(tree, length, cache.window),
+                # Nodes past the end of the context are never kept; they only must not index past a table.
+                position_ids=positions if self.context is None else positions.clamp(max=self.context - 1),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        finally:
+            hook.remove()
+        if len(seen) != 1:
+            raise UnsupportedError(f"{self.name} calls its head {len(seen)} times a forward; it must be once")
+        return out.logits.to(self.device), seen[0].to(self.device)
+
+    def _mask(self, tree: Tree, length: Tensor, window: int) -> Tensor | dict[str, Tensor]:
+        masks = {
+            name: additive(visible(length, tree.depth, tree.ancestors, window, kind), self.dtype)
+            for name, kind in self.kinds.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _bind(self) -> None:
+        """Learn what each layer stores, then compare a small tree on two uneven rows with plain forwards."""
+        window = min((kind.window for kind in self.kinds.values() if kind.window), default=0)
+        long = window + 3 if window <= 64 else 5  # reach past the window where that is cheap
+        ids = (torch.arange(2 * (long + 8), device=self.device) * 7919 + 11) % self.vocab_size
+        prompts, (root, a, b, c, d, e) = ids[: 2 * long].view(2, long), ids[2 * long : 2 * long + 6]
+        lengths = [long, long - 2]
+        path_a, path_b = torch.stack([root, a, c, e]), torch.stack([root, b, d, e])
+        expected = []
+        for row, n in enumerate(lengths):
+            texts = torch.stack([torch.cat([prompts[row, :n], path]) for path in (path_a, path_b)])
+            out = self.model(input_ids=texts, use_cache=True)
+            in_a, in_b = out.logits[:, n:].to(self.device)  # [4, V] each, along root, a, c, e and root, b, d, e
+            expected.append(torch.stack([in_b[0], in_a[1], in_b[1], in_a[2], in_b[2], in_b[3]]))
+        self.shapes = _layer_shapes(out.past_key_values, self.name)
+
+        cache, length = self.new_cache(2), torch.tensor(lengths, device=self.device)
+        cache.reserve(long + 8)
+        tokens = torch.stack([root, a, b, c, d]).expand(2, 5)
+        parents, depth = (torch.tensor(x, device=self.device).expand(2, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
+        try:
+            self.prefill(prompts, length, cache)
+            logits, _ = self.verify(tree_of(tokens, parents, depth, max_depth=2), length, cache)
+            cache.commit(length, torch.tensor([0, 2, 4], device=self.device).expand(2, 3))
+            after, _ = self.verify(chain(e.expand(2, 1)), length + 3, cache)
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+            raise UnsupportedError(f"{self.name} cannot run a token tree: {error}") from error
+        _compare(torch.cat([logits, after], dim=1), torch.stack(expected), self.name)
+
+
+def _refuse(model: PreTrainedModel, name: str) -> None:
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(f"{name} is an encoder-decoder; only decoder-only causal LMs can be verified as a tree")
+    stateful = {kind for kind in getattr(config, "layer_types", None) or () if not kind.endswith("attention")}
+    stateful |= {kind for kind in getattr(config, "layer_types", None) or () if "linear" in kind}
+    if stateful or getattr(model, "_is_stateful", False):
+        kinds = ", ".join(sorted(stateful)) or "recurrent"
+        raise UnsupportedError(
+            f"{name} has {kinds} layers, whose state cannot be rolled back to a branch of a tree; "
+            "use a model whose layers are all attention"
+        )
+    attention = getattr(model.config, "_attn_implementation", "eager")
+    if attention not in ATTENTION:
+        raise UnsupportedError(
+            f"attn_implementation={attention!r} takes no tree mask; load the model with attn_implementation='sdpa' "
+            "(or 'eager')"
+        )
+
+
+def _attention_kinds(config: object) -> dict[str, AttentionKind]:
+    """What each named kind of layer sees, by the rule that transformers uses to build its own masks."""
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    by_name = {
+        "full_attention": AttentionKind(),
+        "sliding_attention": AttentionKind(window=window),
+        "chunked_attention": AttentionKind(chunk=chunk),
+    }
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["sliding_attention" if window else "chunked_attention" if chunk else "full_attention"]
+    unknown = sorted(set(types) - by_name.keys())
+    if unknown:
+        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not known; known are {', '.join(by_name)}")
+    return {name: by_name[name] for name in sorted(set(types))}
+
+
+def _context(config: object) -> int | None:
+    """The last position that plain decoding and a tree agree on, plus one."""
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for entry in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        # These two switch frequencies by the longest position of a forward, which a tree's scratch nodes would shift.
+        if entry.get("rope_type") in ("dynamic", "longrope"):
+            original = entry.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            limit = min(x for x in (limit, original) if x is not None)
+    return limit
+
+
+def _layer_shapes(past: object, name: str) -> list[LayerShape]:
+    shapes = []
+    for index, layer in enumerate(past.layers):  # type: ignore[attr-defined]
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):
+            raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")
+        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
+    return shapes
+
+
+@dataclass(frozen=True)
+class _Tolerance:
+    worst: float
+    typical: float
+
+
+# Of a node's error relative to the spread of its logits. Half precision may flip an expert's choice at a node or two.
+_TOLERANCE = {torch.float32: _Tolerance(2e-3, 2e-3), torch.float64: _Tolerance(2e-3, 2e-3)}
+_HALF = _Tolerance(float("inf"), 0.15)
+
+
+def _compare(found: Tensor, expected: Tensor, name: str) -> None:
+    """found, expected: `[B, N, V]` logits."""
+    allowed = _TOLERANCE.get(found.dtype, _HALF)
+    found, expected = found.float(), expected.float()
+    error = (found - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
+    if not bool((error.max() <= allowed.worst) & (error.median() <= allowed.typical)):
+        raise UnsupportedError(
+            f"{name} gives other logits for a token tree than for plain text (relative error {error.max():.2g}); "
+            "this architecture cannot be verified exactly"
+        )

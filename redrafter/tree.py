@@ -1,0 +1,64 @@
+"""The token tree that one step verifies.
+
+Nodes stand in depth-major order, so a parent always comes before its children. Node 0 is the pending token: known,
+not yet in the cache. Siblings never share a token, so at most one path through a tree can match a text.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Tree", "chain", "keep_best", "tree_of"]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """`N` candidate tokens for each of `B` rows.
+
+    tokens: `[B, N]` int64, token ids of the target's vocabulary.
+    parents: `[B, N]` int64, index of each node's parent; node 0 is its own.
+    depth: `[B, N]` int64, 0 at node 0; node i stands at position `n + depth[i]` of its row.
+    ancestors: `[B, N, N]` bool, `[b, i, j]` is true when j is i or one of i's ancestors.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+
+
+def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int) -> Tree:
+    """Close the parent relation: `ancestors = (I + P)^(2^m)` with `2^m >= max_depth`, by repeated squaring."""
+    nodes = tokens.shape[1]
+    eye = torch.eye(nodes, device=tokens.device)
+    reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]
+    for _ in range(math.ceil(math.log2(max(max_depth, 1)))):
+        reach = (reach @ reach).clamp_(max=1)
+    return Tree(tokens, parents, depth, reach > 0)
+
+
+def chain(tokens: Tensor) -> Tree:
+    """A tree without branches: `tokens` `[B, N]` one below the other. A prompt is one; so is a pending token alone."""
+    rows, nodes = tokens.shape
+    depth = torch.arange(nodes, device=tokens.device)
+    ancestors = depth[:, None] >= depth[None, :]
+    return Tree(
+        tokens,
+        (depth - 1).clamp(min=0).expand(rows, nodes),
+        depth.expand(rows, nodes),
+        ancestors.expand(rows, nodes, nodes),
+    )
+
+
+def keep_best(tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, nodes: int) -> tuple[Tensor, ...]:
+    """The `nodes` best-scored nodes of a lattice, still in depth-major order, with parents renumbered.
+
+    tokens, parents, depth: `[B, N]`. score: `[B, N]`, never higher than the parent's, highest at node 0, so that
+    what is kept is a tree. The sort is stable: on an exact tie the parent, which comes first, is kept.
+    """
+    order = score.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
+    kept = order.sort(dim=1).values  # [B, nodes], depth-major again
+    renumber = torch.zeros_like(parents).scatter_(1, kept, torch.arange(nodes, device=kept.device).expand_as(kept))
+    return tokens.gather(1, kept), renumber.gather(1, parents.gather(1, kept)), depth.gather(1, kept)

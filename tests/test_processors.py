@@ -1,0 +1,398 @@
+"""Every processor, at every node of random trees, against Hugging Face's own object on that node's text alone."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from redrafter import processors
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.processors import PerNode, Prefixes, row_temperature, tree_processors
+from redrafter.tree import chain, tree_of
+
+VOCAB, WIDTH = 40, 15
+PROMPTS = [1, 7, 15]  # each row's own prompt; the longest has no padding
+LENGTHS = [0, 9, 30]  # committed tokens: row 0 is about to draw its first
+EOS = [2, 5]
+
+Make = Callable[[int], LogitsProcessor]  # from a prompt length to the object: with WIDTH ours, with the row's own HF's
+
+
+def random_prefixes(seed: int, lengths: list[int] = LENGTHS, beams: int = 4, steps: int = 3, few: int = 6) -> Prefixes:
+    """Unequal rows over `few` token ids, so that texts repeat themselves, and lattices with random parents."""
+    random = torch.Generator().manual_seed(seed)
+    rows, nodes = len(lengths), 1 + beams * steps
+    depth = torch.cat([torch.zeros(1), torch.arange(1, steps + 1).repeat_interleave(beams)]).long()
+    first = (1 + (depth - 2).clamp(min=0) * beams) * (depth > 1)  # where the layer above begins
+    parents = first + torch.randint(beams, (rows, nodes), generator=random) * (depth > 1)
+    tree = tree_of(torch.randint(few, (rows, nodes), generator=random), parents, depth.expand(rows, nodes), steps)
+    size = max(lengths) + 9
+    tokens = torch.randint(few, (rows, size), generator=random)
+    length = torch.tensor(lengths)
+    place = torch.arange(size)
+    tokens = tokens.where(place < length[:, None], torch.tensor([1, 3, 10**6, -7])[place % 4])  # garbage after
+    tokens.scatter_(1, length[:, None], tree.tokens[:, :1])
+    prompt = torch.tensor(PROMPTS[:rows])
+    return Prefixes(tokens, length, prompt, prompt + 40 - WIDTH, tree, window=max(lengths) + 1)
+
+
+def random_scores(seed: int, prefixes: Prefixes, vocab: int = VOCAB) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    scores = 3 * torch.randn(*prefixes.tree.tokens.shape, vocab, generator=random)
+    return scores.masked_fill(torch.rand(scores.shape, generator=random) < 0.05, -math.inf)
+
+
+def text(prefixes: Prefixes, row: int, node: int) -> Tensor:
+    """`[1, L]`: the row's committed tokens, then the way down to the node, read in plain Python."""
+    path = [node]
+    while path[0]:
+        path.insert(0, int(prefixes.tree.parents[row, path[0]]))
+    committed = prefixes.tokens[row, : int(prefixes.length[row])].tolist()
+    return torch.tensor([committed + [int(prefixes.tree.tokens[row, step]) for step in path]])
+
+
+def reference(make: Make, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    """The object made for each row alone, called at every node alone."""
+    expected = scores.clone()
+    for row, prompt in enumerate(prefixes.prompt.tolist()):
+        processor = make(prompt)
+        for node in range(scores.shape[1]):
+            expected[row, node] = processor(text(prefixes, row, node), scores[row, node, None].clone())[0]
+    return expected
+
+
+def ours(given: list, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    before = scores.clone()
+    for processor in tree_processors(given, width=WIDTH)[0]:
+        scores_in, kept = scores, scores.clone()
+        scores = processor(scores_in, prefixes)
+        torch.testing.assert_close(scores_in, kept, rtol=0, atol=0, equal_nan=True)  # never in place
+        assert scores.dtype == torch.float32 and scores.shape == before.shape
+    return scores
+
+
+def alone(width: int) -> int:
+    """What `max_length=40` of the padded call means to a row whose prompt is `width` long."""
+    return 40 - WIDTH + width
+
+
+BAD_WORDS = [[7], [1, 2], [1, 3], [0, 4, 1], [3, 3, 3], [5], [2, 5], [0, 0, 0, 0, 0]]
+BIASES = [[[0, 2], 1e8], [[1, 2], -2.0], [[1, 0, 2], -1e8], [[4, 2, 2, 2], 3.0], [[7], 1.5], [[2], 0.7]]
+CASES: dict[str, tuple[Make, bool]] = {  # the bool: whether it must change something on our random trees
+    "temperature": (lambda width: hf.TemperatureLogitsWarper(0.7), True),
+    "top k": (lambda width: hf.TopKLogitsWarper(5), True),
+    "top k above the vocabulary": (lambda width: hf.TopKLogitsWarper(500), False),
+    "top p": (lambda width: hf.TopPLogitsWarper(0.8), True),
+    "top p keeping three": (lambda width: hf.TopPLogitsWarper(0.1, min_tokens_to_keep=3), True),
+    "min p": (lambda width: hf.MinPLogitsWarper(0.1), True),
+    "typical": (lambda width: hf.TypicalLogitsWarper(0.6), True),
+    "epsilon": (lambda width: hf.EpsilonLogitsWarper(0.02), True),
+    "eta": (lambda width: hf.EtaLogitsWarper(0.1), True),
+    "eta keeping three": (lambda width: hf.EtaLogitsWarper(0.9, min_tokens_to_keep=3), True),
+    "top h": (lambda width: hf.TopHLogitsWarper(0.4), True),
+    "top h below the first term": (lambda width: hf.TopHLogitsWarper(0.01), True),
+    "suppress": (lambda width: hf.SuppressTokensLogitsProcessor([1, 4, 39, 41]), True),
+    "infinities and nans": (lambda width: hf.InfNanRemoveLogitsProcessor(), True),
+    "log softmax": (lambda width: hf.LogitNormalization(), True),
+    "repetition penalty": (lambda width: hf.RepetitionPenaltyLogitsProcessor(1.7), True),
+    "repetition reward": (lambda width: hf.RepetitionPenaltyLogitsProcessor(0.6), True),
+    "repetition penalty without the prompt": (
+        lambda width: hf.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=width),
+        True,
+    ),
+    "repetition penalty after a part of the prompt": (
+        lambda width: hf.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=max(width - 2, 0)),
+        True,
+    ),
+    "no repeated token": (lambda width: hf.NoRepeatNGramLogitsProcessor(1), True),
+    "no repeated bigram": (lambda width: hf.NoRepeatNGramLogitsProcessor(2), True),
+    "no repeated trigram": (lambda width: hf.NoRepeatNGramLogitsProcessor(3), True),
+    "no repeated 4-gram": (lambda width: hf.NoRepeatNGramLogitsProcessor(4), True),
+    "no repeated n-gram longer than any text": (lambda width: hf.NoRepeatNGramLogitsProcessor(60), False),
+    "bad words": (lambda width: hf.NoBadWordsLogitsProcessor(BAD_WORDS, EOS), True),
+    "bad words and no eos": (lambda width: hf.NoBadWordsLogitsProcessor(BAD_WORDS), True),
+    "bad words that are all eos": (lambda width: hf.NoBadWordsLogitsProcessor([[5], [2]], EOS), False),
+    "sequence bias": (lambda width: hf.SequenceBiasLogitsProcessor(BIASES), True),
+    "sequence bias as a dict": (lambda width: hf.SequenceBiasLogitsProcessor({(3,): 2.0, (1, 3): -1.0}), True),
+    "min length": (lambda width: hf.MinLengthLogitsProcessor(11, EOS), True),
+    "min new tokens": (lambda width: hf.MinNewTokensLengthLogitsProcessor(width, 4, EOS), True),
+    "forced bos": (lambda width: hf.ForcedBOSTokenLogitsProcessor(3), True),
+    "forced eos": (lambda width: hf.ForcedEOSTokenLogitsProcessor(alone(width), EOS), True),
+    "length decay": (lambda width: hf.ExponentialDecayLengthPenalty((2, 1.3), EOS, width), True),
+    "length decay from the start": (lambda width: hf.ExponentialDecayLengthPenalty((0, 1.05), 2, width), True),
+    "suppress at begin": (lambda width: hf.SuppressTokensAtBeginLogitsProcessor([3, 4], width), True),
+    "suppress one after begin": (lambda width: hf.SuppressTokensAtBeginLogitsProcessor([3, 4], width + 1), True),
+}
+STARTS = [LENGTHS, [0, 6, 14], [1, 7, 15], [2, 30, 17], [23, 8, 36]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_node_gets_what_hugging_face_gives_its_own_text(name: str) -> None:
+    make, must_change = CASES[name]
+    changed = False
+    for seed, lengths in enumerate(STARTS):
+        prefixes = random_prefixes(seed, lengths)
+        scores = random_scores(seed, prefixes)
+        got, expected = ours([make(WIDTH)], scores, prefixes), reference(make, scores, prefixes)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        changed |= not torch.equal(expected, scores)
+    assert changed == must_change, "the case does not test what it says"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_processor_reads_a_value_on_the_host(name: str) -> None:
+    """Tensors on the meta device have shapes and no values: reading one, or a shape that depends on one, raises."""
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+    tree = replace(prefixes.tree, **{key: value.to("meta") for key, value in vars(prefixes.tree).items()})
+    fields = {key: getattr(prefixes, key).to("meta") for key in ("tokens", "length", "prompt", "limit")}
+    built, slow = tree_processors([CASES[name][0](WIDTH)], width=WIDTH)
+    assert not slow
+    assert built[0](scores.to("meta"), replace(prefixes, tree=tree, **fields)).shape == scores.shape
+
+
+@pytest.mark.parametrize("shape", ["lattice", "chain"])
+def test_texts_are_the_committed_tokens_and_the_path(shape: str) -> None:
+    for seed, lengths in enumerate(STARTS):
+        prefixes = random_prefixes(seed, lengths)
+        if shape == "chain":  # as deep as it has nodes: the longest texts that a window can come with
+            prefixes = replace(prefixes, tree=chain(prefixes.tree.tokens))
+        sequences, last = prefixes.sequences(), prefixes.last(4)
+        for row in range(len(lengths)):
+            for node in range(prefixes.tree.tokens.shape[1]):
+                own = text(prefixes, row, node)[0]
+                assert prefixes.counts[row, node] == len(own)
+                assert sequences[row, node].tolist() == own.tolist() + [-1] * (sequences.shape[-1] - len(own))
+                assert last[row, node].tolist() == ([-1] * 4 + own.tolist())[-4:]
+
+
+def test_a_wider_window_changes_nothing() -> None:
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+    wider = replace(prefixes, window=prefixes.tokens.shape[1])
+    for make, _ in CASES.values():
+        got, expected = ours([make(WIDTH)], scores, wider), ours([make(WIDTH)], scores, prefixes)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_padding_that_hugging_face_reports_is_not_looked_at() -> None:
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+    padding = torch.tensor([WIDTH - prompt for prompt in PROMPTS])
+    given = hf.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=padding)
+    expected = reference(lambda width: hf.RepetitionPenaltyLogitsProcessor(1.7), scores, prefixes)
+    torch.testing.assert_close(ours([given], scores, prefixes), expected)
+
+
+def test_tokens_past_the_vocabulary_are_passed_over() -> None:
+    """An embedding can be wider than the head."""
+    prefixes = random_prefixes(0, few=12)
+    scores = random_scores(0, prefixes, vocab=8)
+    for name in ("repetition penalty", "no repeated token", "no repeated bigram"):
+        make = CASES[name][0]
+        torch.testing.assert_close(ours([make(WIDTH)], scores, prefixes), reference(make, scores, prefixes))
+
+
+def test_scores_that_are_nan_or_infinite_become_finite() -> None:
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+    scores[0, 0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    got = ours([hf.InfNanRemoveLogitsProcessor()], scores, prefixes)
+    assert got.isfinite().all() and got[0, 0, 0] == 0
+
+
+def test_a_row_temperature_divides_its_own_row() -> None:
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+    kept = scores.clone()
+    got = row_temperature(torch.tensor([0.5, 1.0, 2.0]))(scores, prefixes)
+    for row, temperature in enumerate([0.5, 1.0, 2.0]):
+        torch.testing.assert_close(got[row], kept[row] / temperature)
+    assert torch.equal(scores, kept)
+
+
+def test_min_length_that_min_new_tokens_implies_is_dropped() -> None:
+    """`generate` adds both; counted in padded tokens, the first would hold a short row for longer than asked."""
+    minimum = hf.MinNewTokensLengthLogitsProcessor(WIDTH, 4, EOS)
+    implied, own = hf.MinLengthLogitsProcessor(WIDTH + 4, EOS), hf.MinLengthLogitsProcessor(WIDTH + 5, EOS)
+    assert len(tree_processors([implied, minimum], width=WIDTH)[0]) == 1
+    assert len(tree_processors([own, minimum], width=WIDTH)[0]) == 2
+    assert len(tree_processors([implied], width=WIDTH)[0]) == 1
+
+
+def test_many_processors_in_a_row_equal_the_list_of_hugging_face() -> None:
+    for seed, lengths in enumerate(STARTS):
+        prefixes = random_prefixes(seed, lengths)
+        scores = random_scores(seed, prefixes)
+        names = ["repetition penalty", "no repeated 4-gram", "bad words", "min new tokens", "length decay"]
+        names += ["temperature", "top k", "top p"]
+
+        def make(width: int, names: list[str] = names) -> LogitsProcessorList:
+            return LogitsProcessorList(CASES[name][0](width) for name in names)
+
+        torch.testing.assert_close(ours(make(WIDTH), scores, prefixes), reference(make, scores, prefixes))
+
+
+def test_the_order_given_is_the_order_applied() -> None:
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+
+    def penalty_first(width: int) -> LogitsProcessorList:
+        return LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(1.7), hf.LogitNormalization()])
+
+    def penalty_last(width: int) -> LogitsProcessorList:
+        return LogitsProcessorList([hf.LogitNormalization(), hf.RepetitionPenaltyLogitsProcessor(1.7)])
+
+    results = [ours(make(WIDTH), scores, prefixes) for make in (penalty_first, penalty_last)]
+    for got, make in zip(results, (penalty_first, penalty_last), strict=True):
+        torch.testing.assert_close(got, reference(make, scores, prefixes))
+    assert not torch.allclose(*results)
+
+
+def test_what_generate_prepares_is_taken_as_it_comes() -> None:
+    """The list of a real call on a padded batch: no row is asked for more than it would be alone."""
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    wishes = {"do_sample": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4}
+    wishes |= {"bad_words_ids": BAD_WORDS, "sequence_bias": BIASES, "forced_eos_token_id": EOS, "eos_token_id": EOS}
+    wishes |= {"exponential_decay_length_penalty": (2, 1.3), "suppress_tokens": [9], "begin_suppress_tokens": [3]}
+    wishes |= {"temperature": 0.8, "top_h": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9}
+    wishes |= {"epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3, "renormalize_logits": True, "pad_token_id": 0}
+
+    def make(width: int, padding: Tensor | None = None) -> LogitsProcessorList:
+        config = GenerationConfig(**wishes, max_length=alone(width), min_length=width + 4)
+        model._prepare_special_tokens(config, device="cpu")
+        mask = None if padding is None else (torch.arange(width) >= padding[:, None]).long()
+        return model._get_logits_processor(
+            config, input_ids_seq_length=width, device="cpu", model_kwargs={"attention_mask": mask}
+        )
+
+    padding = torch.tensor([WIDTH - prompt for prompt in PROMPTS])
+    for seed, lengths in enumerate(STARTS):
+        prefixes = random_prefixes(seed, lengths)
+        scores = random_scores(seed, prefixes).nan_to_num(neginf=-9.0)
+        got = ours(make(WIDTH, padding), scores, prefixes)
+        torch.testing.assert_close(got, reference(make, scores, prefixes), rtol=1e-5, atol=1e-5)
+
+
+class ForbidsTheLastToken(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert input_ids.shape[0] == scores.shape[0] == 1
+        scores[:, input_ids[0, -1]] = -math.inf  # in place, as users do
+        return scores * input_ids.shape[1]
+
+
+class MyRepetitionPenalty(hf.RepetitionPenaltyLogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return super().__call__(input_ids, scores) + 1
+
+
+def halve(input_ids: Tensor, scores: Tensor) -> Tensor:
+    return scores / 2
+
+
+def test_a_users_own_processor_runs_node_by_node_and_is_named() -> None:
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+    for mine in (ForbidsTheLastToken(), MyRepetitionPenalty(1.7), halve):
+        built, slow = tree_processors([mine, hf.TopKLogitsWarper(5)], width=WIDTH)
+        assert slow == [getattr(mine, "__name__", type(mine).__name__)]
+        assert isinstance(built[0], PerNode) and not isinstance(built[1], PerNode)
+        expected = reference(lambda width, mine=mine: mine, scores, prefixes)
+        torch.testing.assert_close(ours([mine], scores, prefixes), expected)
+
+
+def test_a_class_that_only_shares_a_name_is_a_users_own() -> None:
+    impostor = type("TopKLogitsWarper", (LogitsProcessor,), {"__call__": lambda self, ids, scores: scores + 1})()
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+    assert tree_processors([impostor], width=WIDTH)[1] == ["TopKLogitsWarper"]
+    torch.testing.assert_close(ours([impostor], scores, prefixes), scores + 1)
+
+
+def test_a_prefix_function_is_told_its_row() -> None:
+    def allowed(row: int, tokens: Tensor) -> list[int]:
+        return [(row + int(tokens[-1])) % 6, 10 + len(tokens) % 5, 20 + row]
+
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+    given = hf.PrefixConstrainedLogitsProcessor(allowed, 1)
+    assert tree_processors([given], width=WIDTH)[1] == ["PrefixConstrainedLogitsProcessor"]
+    row_of = {prompt: row for row, prompt in enumerate(PROMPTS)}
+    expected = reference(
+        lambda width: hf.PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row_of[width], tokens), 1),
+        scores,
+        prefixes,
+    )
+    torch.testing.assert_close(ours([given], scores, prefixes), expected, rtol=0, atol=0)
+
+
+def test_a_draft_that_a_grammar_forbids_is_no_error() -> None:
+    """Only even tokens may follow; what follows an odd one, the grammar cannot say. No draw can ever lead there."""
+
+    def allowed(row: int, tokens: Tensor) -> list[int]:
+        return [] if (tokens[1:] % 2).any() else [0, 2, 4]
+
+    prefixes = random_prefixes(0, [0])
+    prefixes.tree.tokens[:, 0] = 0
+    tree, scores = prefixes.tree, torch.zeros(*prefixes.tree.tokens.shape, VOCAB)
+    got = ours([hf.PrefixConstrainedLogitsProcessor(allowed, 1)], scores, prefixes)
+    odd = (tree.ancestors & (tree.tokens % 2 == 1)[:, None]).any(-1)  # [B, N], an odd token on the way
+    assert odd.any() and not odd.all()
+    assert torch.equal(got[odd], scores[odd])
+    assert (got[~odd].isfinite().nonzero()[:, 1].unique() == torch.tensor([0, 2, 4])).all()
+
+
+def test_an_error_of_a_users_processor_where_a_draw_can_lead_is_raised() -> None:
+    def fails(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] > 32:
+            raise ValueError("too long for me")
+        return scores
+
+    prefixes = random_prefixes(0)
+    with pytest.raises(ValueError, match="too long for me"):
+        ours([fails], torch.zeros(*prefixes.tree.tokens.shape, VOCAB), prefixes)
+
+
+def test_a_users_processor_never_sees_a_text_as_long_as_the_limit() -> None:
+    prefixes, longest = random_prefixes(0), []
+    prefixes = replace(prefixes, limit=prefixes.length + 3)
+
+    def watch(input_ids: Tensor, scores: Tensor) -> Tensor:
+        longest.append(input_ids.shape[1])
+        return scores + 1
+
+    scores = random_scores(0, prefixes)
+    expected = torch.where((prefixes.tree.depth < 2)[..., None], scores + 1, scores)
+    torch.testing.assert_close(ours([watch], scores, prefixes), expected)
+    assert max(longest) == int(prefixes.limit.max()) - 1
+
+
+def test_a_processor_that_a_tree_cannot_honour_is_refused_by_name() -> None:
+    watermark = hf.WatermarkLogitsProcessor(VOCAB, "cpu")
+    guidance = hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model=None)
+    encoder = hf.EncoderNoRepeatNGramLogitsProcessor(2, torch.ones(1, 4, dtype=torch.long))
+    heirs = type("MyWatermark", (hf.WatermarkLogitsProcessor,), {})(VOCAB, "cpu")
+    for processor, argument in [
+        (watermark, "watermarking_config"),
+        (guidance, "guidance_scale"),
+        (encoder, "encoder_no_repeat_ngram_size"),
+        (heirs, "watermarking_config"),
+    ]:
+        with pytest.raises(UnsupportedError, match=f"{type(processor).__name__} .*Remove {argument} "):
+            tree_processors([hf.TopKLogitsWarper(5), processor], width=WIDTH)
+
+
+def test_every_class_of_hugging_face_is_supported_or_refused() -> None:
+    """Fails when a new release brings a processor that nobody has looked at."""
+    known = set(processors._BUILDERS) | set(processors._REFUSED)
+    assert not set(processors._BUILDERS) & set(processors._REFUSED)
+    classes = inspect.getmembers(hf, inspect.isclass)
+    theirs = {name for name, kind in classes if issubclass(kind, LogitsProcessor) and kind.__module__ == hf.__name__}
+    assert theirs - {"LogitsProcessor"} <= known
+    tested = {type(make(WIDTH)).__name__ for make, _ in CASES.values()} | {"PrefixConstrainedLogitsProcessor"}
+    assert tested == set(processors._BUILDERS)
+
+
+def test_a_bias_outside_the_vocabulary_is_an_error_as_in_hugging_face() -> None:
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+    with pytest.raises(ArgumentError, match="token 40, but the vocabulary has 40"):
+        ours([hf.NoBadWordsLogitsProcessor([[1, 40]])], scores, prefixes)
