@@ -71,7 +71,7 @@ class _Layer(CacheLayerMixin):
         slots = self._cache.slots(key_states.device)
         self.key_slots.index_copy_(0, slots, key_states.transpose(1, 2).flatten(0, 1))
         self.value_slots.index_copy_(0, slots, value_states.transpose(1, 2).flatten(0, 1))
-        return self.keys, self.values
+        return self.keys, self.values  # type: ignore[return-value]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: shapes are known before the first forward."""
@@ -104,7 +104,8 @@ class RaggedCache(Cache):
         for key, members in groups.items():
             self._pools.append(_Pool(len(members), *key))
             homes |= {member: (self._pools[-1], index) for index, member in enumerate(members)}
-        super().__init__(layers=[_Layer(self, homes[i, "keys"], homes[i, "values"]) for i in range(len(shapes))])
+        self._own = [_Layer(self, homes[i, "keys"], homes[i, "values"]) for i in range(len(shapes))]
+        super().__init__(layers=list(self._own))
         self.rows, self.window, self._capacity = rows, 0, 0
 
     def reserve(self, slots: int) -> None:
@@ -121,7 +122,7 @@ class RaggedCache(Cache):
         self._bind()
 
     def _bind(self) -> None:
-        for layer in self.layers:
+        for layer in self._own:
             layer.bind(self.rows, self.window)
 
     def address(self, length: Tensor, nodes: int) -> None:

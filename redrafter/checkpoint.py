@@ -83,11 +83,12 @@ def load_model(
     if not isinstance(name, str | Path):
         return name if device is None else name.to(device)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
         )
     except Exception as error:
         raise CheckpointError(f"cannot load a model from {name}: {first_line(error)}") from error
+    model, info = loaded
     if info["missing_keys"]:
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
     return model if device is None else model.to(device)
@@ -121,11 +122,13 @@ def load_drafter(
         drafter = RecurrentDrafter.from_pretrained(model, subfolder=DRAFTER_FOLDER)
     elif isinstance(drafter, str | Path):
         drafter = RecurrentDrafter.from_pretrained(drafter)
+    assert isinstance(drafter, RecurrentDrafter)
     check_fit(drafter, target)
-    return drafter.to(target.device, target.dtype).eval(), shape
+    module: Any = drafter
+    return module.to(target.device, target.dtype).eval(), shape
 
 
-def embedding_norms(embedding: torch.nn.Module) -> list[float]:
+def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
     """Norms of a few evenly spaced rows of an embedding table: a base's fingerprint that survives a change of dtype."""
     weight = embedding.weight
     rows = torch.linspace(0, len(weight) - 1, NORM_ROWS, device=weight.device).long()

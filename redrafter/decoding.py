@@ -37,15 +37,17 @@ def decode(
     """The loop around `step`. input_ids: `[B, P]` as the caller gave them; the result is laid out on from there."""
     _warn_slow(request)
     rows = [_Row(prompt, proposer.depth) for prompt in input_ids.tolist()]
-    longest, room = int(request.length.max()), int(request.limit.max()) + proposer.depth + 2
+    longest = int(request.length.max())
+    # A row's last step may overshoot its limit by K; standing still, it is then drafted for K further.
+    room = int(request.limit.max()) + 2 * proposer.depth + 1
     cache = target.new_cache(len(rows))
     cache.reserve(longest)
-    tokens = pad(request.prompts[:, :longest], (0, max(room - longest, 0)))
+    tokens = pad(request.prompts[:, :longest], (0, room - longest))
     state, drawn = prefill(tokens, request.length, longest, target, cache, request.sampler)
     state = state.keep(_take(rows, drawn, request.length - 1, request, stream, drafted=None))
     while not all(row.ended for row in rows) and time.time() < request.deadline:
         written = longest + max(len(row.text) for row in rows)
-        cache.reserve(written + proposer.depth + proposer.nodes)  # a row that was cut may stand `depth` further
+        cache.reserve(written + proposer.depth + proposer.nodes)  # that overshoot
         before = state.length
         state, drawn = step(state, proposer, target, cache, request.sampler)
         state = state.keep(_take(rows, drawn, before, request, stream, drafted=proposer.nodes - 1))
@@ -99,10 +101,11 @@ def _output(rows: list[_Row], input_ids: Tensor, request: Request) -> Tensor | G
     sequences = torch.cat([input_ids, new.to(input_ids)], dim=1)
     if not request.as_dict:
         return sequences
+    # transformers annotates these fields more narrowly than what it puts there itself.
     return GenerateOutput(
-        sequences=sequences,
-        scores=_columns([row.scores for row in rows]) if request.want_scores else None,
-        logits=_columns([row.logits for row in rows]) if request.want_logits else None,
+        sequences=sequences,  # type: ignore[arg-type]
+        scores=_columns([row.scores for row in rows]) if request.want_scores else None,  # type: ignore[arg-type]
+        logits=_columns([row.logits for row in rows]) if request.want_logits else None,  # type: ignore[arg-type]
         stats=GenerateStats.of([row.stats for row in rows], request.seeds),
     )
 

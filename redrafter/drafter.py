@@ -26,12 +26,13 @@ class DrafterConfig(PretrainedConfig):
     """What a drafter is; saved as `config.json` beside its weights.
 
     vocab_size: V, ids of the target. hidden_size: D of the target. exit_dim: E, width of the head, 2D when None.
-    num_draft_layers: residual layers before the head. rnn: whether the recurrence is learned; without it the state is the
-    running sum of embeddings (the paper's first version).
+    num_draft_layers: residual layers before the head. rnn: whether the recurrence is learned; without it the state is
+    the running sum of embeddings (the paper's first version).
     recurrence: "apple", `s' = SiLU(W e + U s + b)` from `s = 0`, what the public trainers train; or "trtllm",
     `s' = W e` at the first step and `W e + U s + b` after, what TensorRT-LLM's engine computed.
     draft_vocab_size: V' when the head knows only a part of the vocabulary, with an id map in the weights; None for all.
-    num_beams, draft_len_per_beam: the beam search's defaults. trained_draft_len: steps it was trained for.
+    draft_beams, draft_len_per_beam: the beam search's defaults (transformers keeps the name `num_beams` for itself in a
+    saved config). trained_draft_len: steps it was trained for.
     base_model: the target's name. base_embedding_norms: norms of a few rows of the target's embedding table, by which a
     drafter that was made for another base is told.
     """
@@ -47,7 +48,7 @@ class DrafterConfig(PretrainedConfig):
         rnn: bool = True,
         recurrence: str = "apple",
         draft_vocab_size: int | None = None,
-        num_beams: int = 5,
+        draft_beams: int = 5,
         draft_len_per_beam: int = 5,
         trained_draft_len: int | None = None,
         base_model: str | None = None,
@@ -61,7 +62,7 @@ class DrafterConfig(PretrainedConfig):
         self.rnn = rnn
         self.recurrence = recurrence
         self.draft_vocab_size = draft_vocab_size
-        self.num_beams = num_beams
+        self.draft_beams = draft_beams
         self.draft_len_per_beam = draft_len_per_beam
         self.trained_draft_len = trained_draft_len
         self.base_model = base_model
@@ -70,7 +71,7 @@ class DrafterConfig(PretrainedConfig):
 
     def check(self) -> None:
         """Raise `ArgumentError` for values that make no drafter."""
-        for name in ("vocab_size", "hidden_size", "exit_dim", "num_beams", "draft_len_per_beam"):
+        for name in ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ArgumentError(f"DrafterConfig.{name} must be a positive integer, got {getattr(self, name)!r}")
         if not isinstance(self.num_draft_layers, int) or self.num_draft_layers < 0:
@@ -106,7 +107,6 @@ class RecurrentDrafter(PreTrainedModel):
     config: DrafterConfig
     base_model_prefix = "drafter"
     main_input_name = "embedding"
-    _no_split_modules: list[str] = []
 
     def __init__(self, config: DrafterConfig):
         config.check()
@@ -119,6 +119,7 @@ class RecurrentDrafter(PreTrainedModel):
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", ids)
         self.post_init()
 
@@ -148,18 +149,19 @@ class RecurrentDrafter(PreTrainedModel):
         return silu(self.rnn_w(embedding) + carried)
 
     @classmethod
-    def from_pretrained(cls, name: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As `PreTrainedModel.from_pretrained`, but files that are missing, cut short, or that do not hold exactly
         this drafter's tensors raise `CheckpointError` instead of being filled with random weights."""
         if os.path.isdir(name) and not (Path(name) / "config.json").is_file():
             raise CheckpointError(f"{name} has no config.json; give the directory that save_pretrained wrote")
         wants_info = kwargs.pop("output_loading_info", False)
         try:
-            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         except Exception as error:
             if isinstance(error, ArgumentError):
                 raise
             raise CheckpointError(f"cannot load a drafter from {name}: {first_line(error)}") from error
+        model, info = loaded
         wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
         wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]
         for key, names in wrong.items():

@@ -30,7 +30,7 @@ class Engine:
         self.target, self.proposer = target, proposer
 
     @property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> Any:
         """The target's Hugging Face model."""
         return self.target.model
 
@@ -124,7 +124,7 @@ class Engine:
                 seed=seed,
                 temperature=temperature,
             )
-            stream = streamer
+            stream: Any = streamer
             if isinstance(streamer, BaseStreamer):
                 stream = ColumnStream(streamer, len(input_ids), request.pad_token)
             return decode(self.target, self.proposer if speculate else Plain(), request, input_ids, stream)

@@ -1,8 +1,8 @@
 """Who sees whom when a tree stands behind rows of unequal length.
 
-A row's first n slots hold committed tokens, whose slot is their position. Node i waits in scratch slot n + i at position
-n + depth[i]. A node sees every committed slot and its own ancestors; with a sliding window or chunks, only those near
-enough by position. Masks are additive floats: with a boolean one, eager attention is silently wrong.
+A row's first n slots hold committed tokens, whose slot is their position. Node i waits in scratch slot n + i at
+position n + depth[i]. A node sees every committed slot and its own ancestors; with a sliding window or chunks, only
+those near enough by position. Masks are additive floats: with a boolean one, eager attention is silently wrong.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ def visible(length: Tensor, depth: Tensor, ancestors: Tensor, slots: int, kind: 
     at = torch.where(node < 0, node, depth.gather(1, index))[:, None, :]  # positions, counted from n: [B, 1, S]
     if kind.window is not None:
         return seen & (depth[:, :, None] - at < kind.window)
+    assert kind.chunk is not None
     base = length[:, None, None]
     return seen & ((depth[:, :, None] + base) // kind.chunk == (at + base) // kind.chunk)
 

@@ -4,8 +4,8 @@ The token at position t is `argmax(scores_t + gumbel(seed, t))`, which is a samp
 Gumbel-max trick). Because the noise is keyed by position, the same seed gives the same tokens with speculation on or
 off, in any batch and under any tree; and the drafter may look at it, since no output depends on what is drafted.
 
-The generator is counter-based SplitMix64 (Steele, Lea and Flood 2014): the stream of a (seed, position) pair starts at a
-hash of the pair, and token id `v` reads its output number `v`. Integer arithmetic only, so every device agrees.
+The generator is counter-based SplitMix64 (Steele, Lea and Flood 2014): the stream of a (seed, position) pair starts at
+a hash of the pair, and token id `v` reads its output number `v`. Integer arithmetic only, so every device agrees.
 """
 
 import torch

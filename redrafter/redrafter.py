@@ -29,7 +29,7 @@ class ReDrafter(Engine):
     def __init__(self, target: Target, drafter: RecurrentDrafter, shape: TreeShape | None = None):
         """shape: what it leaves open comes from the drafter's config; the node budget, from the device."""
         config = drafter.config
-        shape = (shape or TreeShape()).over(TreeShape(config.num_beams, config.draft_len_per_beam))
+        shape = (shape or TreeShape()).over(TreeShape(config.draft_beams, config.draft_len_per_beam))
         beams, depth = shape.num_beams, shape.draft_len_per_beam
         assert beams is not None and depth is not None
         vocabulary = config.draft_vocab_size or config.vocab_size

@@ -63,9 +63,9 @@ _NOT_INPUTS = ("inputs_embeds", "past_key_values", "position_ids", "assistant_mo
 class Request:
     """Everything that one decoding needs.
 
-    prompts: `[B, P]` int64, each row's own tokens first. length: `[B]`, how many they are. limit: `[B]`, the most tokens
-    a row may come to. eos: `[E]` int64. criteria: what must be asked token by token on the host. deadline: `time.time()`
-    after which no step begins. slow_processors: names of processors that run node by node.
+    prompts: `[B, P]` int64, each row's own tokens first. length: `[B]`, how many they are. limit: `[B]`, the most
+    tokens a row may come to. eos: `[E]` int64. criteria: what must be asked token by token on the host. deadline:
+    `time.time()` after which no step begins. slow_processors: names of processors that run node by node.
     """
 
     prompts: Tensor
@@ -104,8 +104,7 @@ def _refuse_mode(name: str, value: Any) -> None:
 def check_inputs(input_ids: Any, mask: Any, target: Target) -> Tensor:
     """Check ids `[B, P]` and their mask. Returns the mask, bool `[B, P]`, left-padded, at least one token in a row."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
-        found = f"{tuple(input_ids.shape)} {input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids)
-        raise ArgumentError(f"input_ids must be an integer tensor [batch, length], got {found}")
+        raise ArgumentError(f"input_ids must be an integer tensor [batch, length], got {_shown(input_ids)}")
     if input_ids.numel() == 0:
         raise ArgumentError(f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}")
     low, high = int(input_ids.min()), int(input_ids.max())
@@ -115,14 +114,19 @@ def check_inputs(input_ids: Any, mask: Any, target: Target) -> Tensor:
     if mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
     if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
-        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask)
-        raise ArgumentError(f"attention_mask must have the shape of input_ids {tuple(input_ids.shape)}, got {found}")
+        raise ArgumentError(
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got {_shown(mask)}"
+        )
     seen = mask.bool()
     if not bool(seen.any(dim=1).all()):
         raise ArgumentError(f"row {int((~seen.any(dim=1)).nonzero()[0])} of attention_mask has no token: empty prompt")
     if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
         raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
     return seen
+
+
+def _shown(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def read_request(

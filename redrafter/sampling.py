@@ -28,7 +28,8 @@ class Sampler:
     ids: Tensor
 
     def noise(self, position: Tensor, count: int) -> Tensor | None:
-        """Noise of the tokens at positions `position[b] ... position[b] + count - 1`: `[B, count, V]`, None if greedy."""
+        """Noise of the tokens at positions `position[b] ... position[b] + count - 1`: `[B, count, V]`, None if
+        greedy."""
         if self.seeds is None:
             return None
         return gumbel(self.seeds, position[:, None] + torch.arange(count, device=position.device), self.ids)

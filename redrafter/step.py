@@ -42,10 +42,14 @@ class State:
 
 
 class Proposer(Protocol):
-    """What proposes a tree of `nodes` = N nodes at most `depth` = K deep. Both are fixed, so every shape of a step is."""
+    """What proposes a tree of `nodes` = N nodes at most `depth` = K deep. Both are fixed, so every shape of a step
+    is."""
 
-    nodes: int
-    depth: int
+    @property
+    def nodes(self) -> int: ...
+
+    @property
+    def depth(self) -> int: ...
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree: ...
 

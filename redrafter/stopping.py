@@ -12,8 +12,9 @@ __all__ = ["cut", "first_stop"]
 def cut(tokens: Tensor, accepted: Tensor, length: Tensor, limit: Tensor, eos: Tensor) -> tuple[Tensor, Tensor]:
     """How many of a step's tokens become output, and whether the row ends with the last of them.
 
-    tokens: `[B, K+1]`, the first `accepted[b] + 1` of which are real. length: `[B]`, committed tokens before the step, so
-    that token j makes the text `length + 2 + j` long. limit: `[B]`, its longest. eos: `[E]`. Returns `[B]` int64, bool.
+    tokens: `[B, K+1]`, the first `accepted[b] + 1` of which are real. length: `[B]`, committed tokens before the step,
+    so that token j makes the text `length + 2 + j` long. limit: `[B]`, its longest. eos: `[E]`. Returns `[B]` int64,
+    bool.
     """
     index = torch.arange(tokens.shape[1], device=tokens.device)
     stops = (tokens[:, :, None] == eos).any(dim=-1) | (length[:, None] + 2 + index >= limit[:, None])  # [B, K+1]

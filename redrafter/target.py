@@ -1,11 +1,12 @@
 """Any Hugging Face causal LM, asked about token trees.
 
 The model is used as it is: no forked modelling code, nothing stored on it. It gets explicit positions, a 4-D additive
-mask (one per kind of attention layer) and a `RaggedCache`. When a target is bound, one small tree is compared with plain
-forwards; an architecture whose answers differ is refused, so what is served is right.
+mask (one per kind of attention layer) and a `RaggedCache`. When a target is bound, one small tree is compared with
+plain forwards; an architecture whose answers differ is refused, so what is served is right.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +35,17 @@ class Target:
     def __init__(self, model: PreTrainedModel):
         self.name = type(model).__name__
         _refuse(model, self.name)
-        self.model, self.config = model.eval(), model.config.get_text_config(decoder=True)
-        self.embedding: nn.Module = model.get_input_embeddings()
-        self.head: nn.Module = model.get_output_embeddings()
+        self.model: Any = model.eval()
+        self.config = model.config.get_text_config(decoder=True)
+        self.embedding: Any = model.get_input_embeddings()
+        self.head: Any = model.get_output_embeddings()
         if self.head is None:
             raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
         self.kinds = _attention_kinds(self.config)
         self.context = _context(self.config)
-        self.device, self.dtype = self.embedding.weight.device, model.dtype
+        table: Tensor = self.embedding.weight
+        self.device = table.device
+        self.dtype: torch.dtype = self.model.dtype
         self.hidden_size, self.vocab_size = self.config.hidden_size, self.config.vocab_size
         with torch.inference_mode():
             self._bind()
@@ -196,9 +200,9 @@ def _context(config: object) -> int | None:
     return limit
 
 
-def _layer_shapes(past: object, name: str) -> list[LayerShape]:
+def _layer_shapes(past: Any, name: str) -> list[LayerShape]:
     shapes = []
-    for index, layer in enumerate(past.layers):  # type: ignore[attr-defined]
+    for index, layer in enumerate(past.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):
             raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")

@@ -52,7 +52,9 @@ def chain(tokens: Tensor) -> Tree:
     )
 
 
-def keep_best(tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, nodes: int) -> tuple[Tensor, ...]:
+def keep_best(
+    tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The `nodes` best-scored nodes of a lattice, still in depth-major order, with parents renumbered.
 
     tokens, parents, depth: `[B, N]`. score: `[B, N]`, never higher than the parent's, highest at node 0, so that

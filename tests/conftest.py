@@ -96,8 +96,8 @@ def uneven_batch(rows: int = 4, longest: int = 11, seed: int = 1) -> tuple[Tenso
 class Scripted:
     """A proposer of `beams` x `depth` trees whose first beam says what `script` says, right or wrong.
 
-    script: `[B, T]`, each row's own tokens by position. offset: added to every scripted token, so that 0 is always right
-    and any other number never is.
+    script: `[B, T]`, each row's own tokens by position. offset: added to every scripted token, so that 0 is always
+    right and any other number never is.
     """
 
     script: Tensor

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from conftest import (
     ARCHITECTURES,
     row_texts,
@@ -155,3 +154,15 @@ def test_generation_to_the_exact_end_of_the_context_works():
             out = engine.generate(ids, mask, max_length=40, do_sample=False, eos_token_id=None)
             assert torch.equal(out, expected)
             assert out.shape == (3, 40)
+
+
+def test_a_row_that_overshot_its_limit_stands_still_while_others_go_on(llama):
+    ids, mask = uneven_batch()
+    arguments = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    expected = llama.generate(ids, attention_mask=mask, **arguments)
+    script = row_texts(expected, mask)
+    script[1:] += 37  # the first row is always guessed right, the others never
+    out = scripted_engine(llama, script, 1, 7).generate(ids, mask, return_dict_in_generate=True, **arguments)
+    assert torch.equal(out.sequences, expected)
+    steps = [row.steps for row in out.stats.rows]
+    assert steps[0] <= 4 and steps[1:] == [NEW - 1] * 3

@@ -1,0 +1,133 @@
+"""Stage `evaluation`: what the pair does on held-out prompts, and whether a token of it differs from plain decoding.
+
+Writes `prompts.jsonl` (the prompts), `results.json` and, with the report, everything that the model cards say.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from data import prompts, read_rows
+from recipe import Recipe
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from variants import FinalBeams, Uncoupled
+
+from redrafter import Engine, GenerateOutput, RecurrentDrafter
+from redrafter.proposer import RecurrentProposer
+from redrafter.step import Proposer
+from redrafter.target import Target
+
+BUDGETS = (4, 6, 8, 10, 12, 16, 20, 26)
+BATCH = 50
+
+
+class Measure:
+    """An engine's run over all prompts, in batches of unequal rows."""
+
+    def __init__(self, target: Target, tokenizer: PreTrainedTokenizerBase, starts: list[dict[str, Any]], new: int):
+        self.target, self.tokenizer, self.starts, self.new = target, tokenizer, starts, new
+
+    def outputs(self, proposer: Proposer, **how: Any) -> Iterator[GenerateOutput]:
+        for first in range(0, len(self.starts), BATCH):
+            part = [start["ids"] for start in self.starts[first : first + BATCH]]
+            batch = self.tokenizer.pad({"input_ids": part}, return_tensors="pt").to(self.target.device)
+            temperature = how.get("temperature", 0)
+            sampling: dict[str, Any] = {"do_sample": bool(temperature)}
+            if temperature:
+                sampling |= {"temperature": temperature, "top_k": 0, "seed": 1000 + first}
+            out = Engine(self.target, proposer).generate(
+                batch.input_ids,
+                batch.attention_mask,
+                max_new_tokens=self.new,
+                return_dict_in_generate=True,
+                speculate=how.get("speculate", True),
+                output_logits=how.get("logits", False),
+                **sampling,
+            )
+            assert isinstance(out, GenerateOutput)
+            yield out
+
+    def tokens_per_step(self, proposer: Proposer, temperature: float) -> dict[str, Any]:
+        """Over all rows, and for each source."""
+        emitted, steps, depths = Counter[str](), Counter[str](), Counter[int]()
+        sources = iter(start["source"] for start in self.starts)
+        for out in self.outputs(proposer, temperature=temperature):
+            assert out.stats is not None
+            for row in out.stats.rows:
+                source = next(sources)
+                emitted[source] += row.emitted
+                steps[source] += row.steps
+                depths.update(dict(enumerate(row.accepted_by_depth, start=1)))
+        return {
+            "all": emitted.total() / steps.total(),
+            "by_source": {source: round(emitted[source] / steps[source], 3) for source in sorted(emitted)},
+            "reached_depth": [round(depths[d] / steps.total(), 3) for d in range(1, proposer.depth + 1)],
+        }
+
+    def divergences(self, proposer: Proposer, temperature: float) -> dict[str, Any]:
+        """Rows whose tokens differ from plain decoding's, each with the top-two margin (greedy) where they part."""
+        margins = []
+        plain = self.outputs(proposer, temperature=temperature, speculate=False, logits=True)
+        for ours, theirs in zip(self.outputs(proposer, temperature=temperature), plain, strict=True):
+            for row, (a, b) in enumerate(zip(ours.sequences.tolist(), theirs.sequences.tolist(), strict=False)):
+                parted = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+                if parted is not None:
+                    column = parted - (theirs.sequences.shape[1] - len(theirs.logits or ()))
+                    margins.append(_margin((theirs.logits or ())[column][row]))
+        return {"rows": len(self.starts), "diverged": len(margins), "margins": [round(m, 4) for m in margins]}
+
+
+def _margin(logits: Tensor) -> float:
+    first, second = logits.float().topk(2).values.tolist()
+    return first - second
+
+
+def make(recipe: Recipe, into: Path) -> dict[str, Any]:
+    """Measure the pair in fp32, and count divergences in half precision too."""
+    out, device = Path(recipe.out), recipe.torch_device
+    tokenizer = AutoTokenizer.from_pretrained(out / "base", padding_side="left")
+    rows = read_rows(recipe.data, recipe.exclude)
+    starts = prompts(rows, tokenizer, recipe.evaluation_prompts, split="val", tokens=64, seed=recipe.seed)
+
+    def load(dtype: torch.dtype) -> tuple[Measure, RecurrentDrafter]:
+        model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=dtype).to(device)
+        drafter = RecurrentDrafter.from_pretrained(out / "drafter", dtype=dtype).to(device).eval()
+        return Measure(Target(model), tokenizer, starts, recipe.evaluation_new), drafter
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    measure, drafter = load(torch.float32)
+    beams, depth = recipe.drafter_beams, recipe.drafter_len
+
+    def lattice(nodes: int = 1 + beams * depth) -> RecurrentProposer:
+        return RecurrentProposer(drafter, measure.target, beams, depth, nodes)
+
+    variants: dict[str, Proposer] = {
+        "final beams": FinalBeams(lattice(), tokenizer.pad_token_id),
+        "lattice": Uncoupled(lattice()),
+        "lattice, coupled": lattice(),
+    }
+    began = time.perf_counter()
+    results: dict[str, Any] = {
+        "tokens_per_step": {
+            name: {f"T={t:g}": measure.tokens_per_step(proposer, t) for t in (0, 0.5, 1.0)}
+            for name, proposer in variants.items()
+        },
+        "greedy_by_budget": {n: measure.tokens_per_step(lattice(n), 0)["all"] for n in BUDGETS},
+        "divergences": {},
+    }
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        measure, drafter = load(dtype)
+        results["divergences"][str(dtype)] = {f"T={t:g}": measure.divergences(lattice(), t) for t in (0, 1.0)}
+    into.mkdir()
+    with (into / "prompts.jsonl").open("w") as file:
+        file.writelines(json.dumps({"source": s["source"], "prompt": s["prompt"]}) + "\n" for s in starts)
+    (into / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    for name, at in results["tokens_per_step"].items():
+        print(f"  {name:18s}" + "".join(f"  {t} {found['all']:.3f}" for t, found in at.items()))
+    print("  greedy by node budget", {n: round(found, 3) for n, found in results["greedy_by_budget"].items()})
+    return {"prompts": len(starts), "measured_seconds": round(time.perf_counter() - began, 1), **results}
