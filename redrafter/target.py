@@ -43,7 +43,8 @@ class Target:
             raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
         self.kinds = _attention_kinds(self.config)
         self.context = _context(self.config)
-        table: Tensor = self.embedding.weight
+        table = self.embedding.weight
+        assert isinstance(table, Tensor)
         self.device = table.device
         self.dtype: torch.dtype = self.model.dtype
         self.hidden_size, self.vocab_size = self.config.hidden_size, self.config.vocab_size

@@ -1,0 +1,64 @@
+import torch
+
+from redrafter.cache import GRAIN, LayerShape, RaggedCache
+
+SHAPES = [
+    LayerShape(2, 4, 4, torch.float32, torch.device("cpu")),
+    LayerShape(1, 6, 3, torch.float32, torch.device("cpu")),  # keys and values of unequal width
+]
+
+
+def fill(cache, length, nodes, value):
+    """Write `nodes` nodes whose every number says row, node and layer."""
+    cache.address(length, nodes)
+    for layer, shape in enumerate(SHAPES):
+        tag = value + torch.arange(len(length))[:, None] * 100 + torch.arange(nodes)  # [B, N]
+        tag = tag[:, None, :, None].float() + layer * 1000
+        cache.update(
+            tag.expand(-1, shape.heads, -1, shape.key_dim), tag.expand(-1, shape.heads, -1, shape.value_dim) + 0.5, layer
+        )
+
+
+def column(cache, layer, row):
+    keys, values = cache.layers[layer].keys, cache.layers[layer].values
+    assert torch.equal(values[row, :, :, 0], torch.where(keys[row, :, :, 0] == 0, 0, keys[row, :, :, 0] + 0.5))
+    return keys[row, 0, :, -1]
+
+
+def test_nodes_go_behind_each_rows_own_length():
+    cache = RaggedCache(SHAPES, 2)
+    cache.reserve(20)
+    fill(cache, torch.tensor([3, 7]), 4, 1)
+    for layer in range(2):
+        assert column(cache, layer, 0)[2:8].tolist() == [0, *(1000 * layer + i for i in (1, 2, 3, 4)), 0]
+        assert column(cache, layer, 1)[7:11].tolist() == [1000 * layer + 100 + i for i in (1, 2, 3, 4)]
+
+
+def test_commit_moves_only_the_path_and_keeps_rows_apart():
+    cache = RaggedCache(SHAPES, 2)
+    cache.reserve(20)
+    fill(cache, torch.tensor([0, 0]), 7, 900)  # committed tokens that must stay
+    before = [column(cache, layer, row).clone() for layer in range(2) for row in range(2)]
+    length = torch.tensor([3, 5])
+    fill(cache, length, 6, 1)
+    cache.commit(length, torch.tensor([[0, 2, 5], [0, 4, 0]]))  # the second row's path ends after two nodes
+    for layer in range(2):
+        for row, path in ((0, [0, 2, 5]), (1, [0, 4])):
+            found = column(cache, layer, row)
+            n = int(length[row])
+            assert torch.equal(found[:n], before[2 * layer + row][:n])
+            assert found[n : n + len(path)].tolist() == [1000 * layer + 100 * row + 1 + node for node in path]
+
+
+def test_growing_keeps_what_is_there_and_the_window_follows():
+    cache = RaggedCache(SHAPES, 2)
+    cache.reserve(10)
+    assert cache.window == GRAIN and cache.get_mask_sizes(1, 0)[0] == GRAIN
+    fill(cache, torch.tensor([2, 9]), 5, 1)
+    kept = [column(cache, layer, row).clone() for layer in range(2) for row in range(2)]
+    cache.reserve(3 * GRAIN + 1)
+    assert cache.window == 4 * GRAIN
+    grown = [column(cache, layer, row) for layer in range(2) for row in range(2)]
+    assert all(torch.equal(a, b[:GRAIN]) and not b[GRAIN:].any() for a, b in zip(kept, grown, strict=True))
+    cache.reserve(5)
+    assert cache.window == GRAIN

@@ -1,0 +1,46 @@
+import torch
+
+from redrafter.mask import AttentionKind, additive, visible
+from redrafter.tree import tree_of
+
+PARENTS, DEPTH = [0, 0, 0, 1, 2, 4], [0, 1, 1, 2, 2, 3]
+SLOTS = 24
+
+
+def slow(length, kind):
+    """Node by node and slot by slot, from the definition."""
+    seen = torch.zeros(6, SLOTS, dtype=torch.bool)
+    for node in range(6):
+        line, up = {node}, node
+        while up:
+            up = PARENTS[up]
+            line.add(up)
+        at = length + DEPTH[node]
+        for slot in range(SLOTS):
+            if slot >= length and slot - length not in line:
+                continue
+            position = slot if slot < length else length + DEPTH[slot - length]
+            near = kind.window is None or at - position < kind.window
+            same = kind.chunk is None or at // kind.chunk == position // kind.chunk
+            seen[node, slot] = near and same
+    return seen
+
+
+def test_visibility_is_what_the_definition_says():
+    tree = tree_of(
+        torch.zeros(4, 6, dtype=torch.long),
+        torch.tensor(PARENTS).expand(4, 6),
+        torch.tensor(DEPTH).expand(4, 6),
+        3,
+    )
+    lengths = torch.tensor([0, 3, 8, 15])
+    for kind in (AttentionKind(), AttentionKind(window=4), AttentionKind(window=1), AttentionKind(chunk=5)):
+        found = visible(lengths, tree.depth, tree.ancestors, SLOTS, kind)
+        for row, length in enumerate(lengths.tolist()):
+            assert torch.equal(found[row], slow(length, kind)), (kind, length)
+
+
+def test_the_mask_is_an_additive_float():
+    mask = additive(torch.tensor([[[True, False]]]), torch.bfloat16)
+    assert mask.shape == (1, 1, 1, 2) and mask.dtype == torch.bfloat16
+    assert mask.flatten().tolist() == [0.0, torch.finfo(torch.bfloat16).min]
