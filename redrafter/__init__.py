@@ -6,14 +6,19 @@ it; a *proposer* turns guesses into a tree of *nodes*; the *accepted length* cou
 more.
 """
 
-from redrafter.checkpoint import boxed_pair
-from redrafter.drafter import DrafterConfig, RecurrentDrafter
-from redrafter.engine import Engine
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, UnsupportedError
-from redrafter.outputs import GenerateOutput, GenerateStats, Stats
-from redrafter.redrafter import ReDrafter
-from redrafter.streaming import StepStreamer
 from redrafter.version import __version__
+
+if TYPE_CHECKING:
+    from redrafter.checkpoint import boxed_pair
+    from redrafter.drafter import DrafterConfig, RecurrentDrafter
+    from redrafter.engine import Engine
+    from redrafter.outputs import GenerateOutput, GenerateStats, Stats
+    from redrafter.redrafter import ReDrafter
+    from redrafter.streaming import StepStreamer
 
 __all__ = [
     "ArgumentError",
@@ -32,3 +37,29 @@ __all__ = [
     "__version__",
     "boxed_pair",
 ]
+
+# Module of each public name that needs torch: `redrafter --help` does not, and must not wait for it.
+_MODULES = {
+    "DrafterConfig": "drafter",
+    "Engine": "engine",
+    "GenerateOutput": "outputs",
+    "GenerateStats": "outputs",
+    "ReDrafter": "redrafter",
+    "RecurrentDrafter": "drafter",
+    "Stats": "outputs",
+    "StepStreamer": "streaming",
+    "boxed_pair": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

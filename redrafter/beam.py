@@ -31,10 +31,9 @@ def beam_search(root: Tensor, expand: Expand, *, beams: int, depth: int, nodes: 
     source = beam_node = torch.zeros(rows, 1, dtype=torch.long, device=device)  # beam_node: a beam's end in the tree
     tokens, parents, scores = [token], [beam_node], [score]
     for k in range(depth):
-        logits = expand(k, token, source)  # [B, w, V']
-        # The best W pairs are among the best W of each beam, and normalising a beam does not reorder its own tokens.
-        best, index = logits.topk(beams, dim=-1)  # [B, w, W]
-        total = best - logits.logsumexp(dim=-1, keepdim=True) + score[:, :, None]
+        log_probs = expand(k, token, source).log_softmax(dim=-1)  # [B, w, V']
+        best, index = log_probs.topk(beams, dim=-1)  # [B, w, W]: the best W pairs are among the best W of each beam
+        total = best + score[:, :, None]
         score, pair = rearrange(total, "b w n -> b (w n)").topk(beams, dim=-1)  # [B, W]
         source = pair // beams
         token = rearrange(index, "b w n -> b (w n)").gather(1, pair)

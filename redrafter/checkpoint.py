@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from redrafter.drafter import RecurrentDrafter
+from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.target import Target
 
@@ -27,7 +27,9 @@ __all__ = [
     "SHAPE_FILE",
     "TreeShape",
     "boxed_pair",
+    "check_beams",
     "check_fit",
+    "check_match",
     "embedding_norms",
     "load_drafter",
     "load_model",
@@ -62,8 +64,10 @@ class TreeShape:
     @classmethod
     def read(cls, path: Path) -> "TreeShape":
         try:
-            return cls(**json.loads(path.read_text()))
-        except (json.JSONDecodeError, TypeError) as error:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            if isinstance(error, ArgumentError):
+                raise
             known = ", ".join(field.name for field in fields(cls))
             raise CheckpointError(f"{path} is not a JSON object of {known}: {error}") from error
 
@@ -81,7 +85,7 @@ def load_model(
     kwargs go to `AutoModelForCausalLM.from_pretrained`. Raises `CheckpointError` when it cannot be loaded whole.
     """
     if not isinstance(name, str | Path):
-        return name if device is None else name.to(device)
+        return name if device is None else _to(name, device)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
@@ -91,7 +95,14 @@ def load_model(
     model, info = loaded
     if info["missing_keys"]:
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
-    return model if device is None else model.to(device)
+    return model if device is None else _to(model, device)
+
+
+def _to(model: Any, device: Any) -> Any:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ArgumentError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -103,23 +114,26 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def load_drafter(
-    model: str | Path | PreTrainedModel, drafter: str | Path | RecurrentDrafter | None, target: Target
+    model: str | Path | PreTrainedModel,
+    drafter: str | Path | RecurrentDrafter | None,
+    target: Target,
+    revision: str | None = None,
 ) -> tuple[RecurrentDrafter, TreeShape]:
     """The drafter for a target, on its device and in its dtype, and the tree shape that a merged checkpoint asks for.
 
-    Without `drafter`, `model` must name a merged checkpoint.
+    Without `drafter`, `model` must name a merged checkpoint, which is then read at `revision`.
     """
     shape = TreeShape()
     if drafter is None:
         if not isinstance(model, str | Path):
             raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
-        file = cached_file(str(model), SHAPE_FILE, _raise_exceptions_for_missing_entries=False)
+        file = cached_file(str(model), SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is None:
             raise CheckpointError(
                 f"{model} has no {SHAPE_FILE}, so it holds no drafter: pass drafter=, or merge one in"
             )
         shape = TreeShape.read(Path(file))
-        drafter = RecurrentDrafter.from_pretrained(model, subfolder=DRAFTER_FOLDER)
+        drafter = RecurrentDrafter.from_pretrained(model, subfolder=DRAFTER_FOLDER, revision=revision)
     elif isinstance(drafter, str | Path):
         drafter = RecurrentDrafter.from_pretrained(drafter)
     assert isinstance(drafter, RecurrentDrafter)
@@ -137,26 +151,34 @@ def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
 
 def check_fit(drafter: RecurrentDrafter, target: Target) -> None:
     """Raise `MismatchError`, with both values, when the drafter was made for another target."""
-    config = drafter.config
-    for name, mine, theirs in (
-        ("hidden size", config.hidden_size, target.hidden_size),
-        ("vocabulary", config.vocab_size, target.vocab_size),
+    name = f"{target.model.config._name_or_path or 'the target'} ({target.name})"
+    check_match(drafter.config, target.hidden_size, target.vocab_size, [embedding_norms(target.embedding)], name)
+
+
+def check_match(drafter: DrafterConfig, hidden: int, vocabulary: int, norms: list[list[float]], name: str) -> None:
+    """The same of what is known of a base: its sizes, and the row norms of tables that may be its embedding."""
+    made_for = f"its base is {drafter.base_model or 'not recorded'}"
+    for what, mine, theirs in (
+        ("hidden size", drafter.hidden_size, hidden),
+        ("vocabulary", drafter.vocab_size, vocabulary),
     ):
         if mine != theirs:
-            raise MismatchError(
-                f"the drafter was made for a {name} of {mine}, but {target.name} has {theirs}; "
-                f"its base is {config.base_model or 'not recorded'}"
-            )
-    norms = config.base_embedding_norms
-    if norms is None:
+            raise MismatchError(f"the drafter was made for a {what} of {mine}, but {name} has {theirs}; {made_for}")
+    own = drafter.base_embedding_norms
+    if own is None or not norms:
         return
-    found = embedding_norms(target.embedding)
-    if not torch.allclose(torch.tensor(found), torch.tensor(norms), rtol=NORM_TOLERANCE):
+    if not any(torch.allclose(torch.tensor(each), torch.tensor(own), rtol=NORM_TOLERANCE) for each in norms):
         raise MismatchError(
-            f"the drafter was made for {config.base_model or 'another base'}, but this target is "
-            f"{target.model.config._name_or_path or target.name}: embedding row norms are "
-            f"{_short(found)} instead of {_short(norms)}"
+            f"the drafter was made for another base than {name}: the embedding's row norms are "
+            f"{_short(norms[0])} instead of {_short(own)}; {made_for}"
         )
+
+
+def check_beams(config: DrafterConfig, beams: int | None) -> None:
+    """Raise `ArgumentError` when there are more beams than tokens to begin them with."""
+    vocabulary = config.draft_vocab_size or config.vocab_size
+    if beams is not None and beams > vocabulary:
+        raise ArgumentError(f"num_beams={beams} is more than the drafter's vocabulary of {vocabulary} ids")
 
 
 def _short(values: list[float]) -> str:

@@ -152,8 +152,9 @@ class RecurrentDrafter(PreTrainedModel):
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As `PreTrainedModel.from_pretrained`, but files that are missing, cut short, or that do not hold exactly
         this drafter's tensors raise `CheckpointError` instead of being filled with random weights."""
-        if os.path.isdir(name) and not (Path(name) / "config.json").is_file():
-            raise CheckpointError(f"{name} has no config.json; give the directory that save_pretrained wrote")
+        folder = Path(name) / kwargs.get("subfolder", "")
+        if os.path.isdir(name) and not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} has no config.json; give the directory that save_pretrained wrote")
         wants_info = kwargs.pop("output_loading_info", False)
         try:
             loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from redrafter.checkpoint import TreeShape, load_drafter, load_model
+from redrafter.checkpoint import TreeShape, check_beams, load_drafter, load_model
 from redrafter.drafter import RecurrentDrafter
 from redrafter.engine import Engine
-from redrafter.errors import ArgumentError
 from redrafter.proposer import RecurrentProposer
 from redrafter.target import Target
 
@@ -32,9 +31,7 @@ class ReDrafter(Engine):
         shape = (shape or TreeShape()).over(TreeShape(config.draft_beams, config.draft_len_per_beam))
         beams, depth = shape.num_beams, shape.draft_len_per_beam
         assert beams is not None and depth is not None
-        vocabulary = config.draft_vocab_size or config.vocab_size
-        if beams > vocabulary:
-            raise ArgumentError(f"num_beams={beams} is more than the drafter's vocabulary of {vocabulary} ids")
+        check_beams(config, beams)
         if config.trained_draft_len is not None and depth > config.trained_draft_len:
             warnings.warn(
                 f"draft_len_per_beam={depth} is more than the {config.trained_draft_len} steps that the drafter was "
@@ -71,5 +68,5 @@ class ReDrafter(Engine):
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **model_kwargs)
         target = Target(loaded)
-        drafter, shape = load_drafter(model, drafter, target)
+        drafter, shape = load_drafter(model, drafter, target, model_kwargs.get("revision"))
         return cls(target, drafter, asked.over(shape))

@@ -149,6 +149,8 @@ def read_request(
         _refuse_mode(name, getattr(config, name, None))
     seen = check_inputs(input_ids, attention_mask, target)
     _check_prepared(prepared, seen)
+    if config.num_return_sequences is not None and config.num_return_sequences < 1:
+        raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
     rows, width = input_ids.shape
     length = seen.sum(dim=1)
     _check_context(int(length.max()), target.context)

@@ -37,10 +37,13 @@ def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
     drawn: `[B, N]` int64, the target's own next token at every node. max_depth: K, at least the depth of every node.
     Siblings differ, so the kept nodes are one path.
     """
+    rows, nodes = drawn.shape
+    if max_depth == 0:  # plain decoding: node 0 alone
+        nothing = torch.zeros(rows, 1, dtype=torch.long, device=drawn.device)
+        return Path(nothing, nothing[:, 0])
     confirmed = tree.tokens == drawn.gather(1, tree.parents)  # [B, N]
     confirmed[:, 0] = True
     kept = ~(tree.ancestors & ~confirmed[:, None, :]).any(dim=-1)  # a node and all above it are confirmed
-    rows, nodes = drawn.shape
     level = torch.where(kept, tree.depth, max_depth + 1)  # what is not kept goes to a column that is cut off
     path = torch.zeros(rows, max_depth + 2, dtype=torch.long, device=drawn.device)
     path.scatter_(1, level, torch.arange(nodes, device=drawn.device).expand(rows, nodes))

@@ -15,7 +15,9 @@ def fill(cache, length, nodes, value):
         tag = value + torch.arange(len(length))[:, None] * 100 + torch.arange(nodes)  # [B, N]
         tag = tag[:, None, :, None].float() + layer * 1000
         cache.update(
-            tag.expand(-1, shape.heads, -1, shape.key_dim), tag.expand(-1, shape.heads, -1, shape.value_dim) + 0.5, layer
+            tag.expand(-1, shape.heads, -1, shape.key_dim),
+            tag.expand(-1, shape.heads, -1, shape.value_dim) + 0.5,
+            layer,
         )
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB, tiny_drafter, tiny_model
-from redrafter.convert.convert_checkpoint import main, merge
 
 import redrafter
+from conftest import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.checkpoint import TreeShape, embedding_norms
+from redrafter.convert.convert_checkpoint import main, merge
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_drafter_of_another_base_is_refused(copies):
         with pytest.raises(MismatchError, match=rf"of {found[0]}, but .* has {found[1]}; its base is elsewhere"):
             merge(copies / "base", copies / "other", copies / "merged")
     tiny_drafter(base_embedding_norms=[1.0] * 8).save_pretrained(copies / "other")
-    with pytest.raises(MismatchError, match="embedding rows differ"):
+    with pytest.raises(MismatchError, match="another base than"):
         merge(copies / "base", copies / "other", copies / "merged")
     assert not (copies / "merged").exists()
 

@@ -3,10 +3,10 @@ import json
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB, tiny_drafter
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
+from conftest import HIDDEN, VOCAB, tiny_drafter
 from redrafter import ArgumentError, CheckpointError, DrafterConfig, RecurrentDrafter
 
 

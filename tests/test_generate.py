@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conftest import CONTEXT, HIDDEN, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from conftest import CONTEXT, HIDDEN, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, MismatchError, ReDrafter, UnsupportedError
 
 IDS, MASK = uneven_batch()
@@ -191,6 +191,7 @@ def test_a_generation_config_is_honoured(llama, engine):
         ({"seed": "a", "do_sample": True}, ArgumentError, "a seed is an int"),
         ({"seed": -1, "do_sample": True}, ArgumentError, "a seed is an int"),
         ({"stop_strings": ["x"]}, ArgumentError, "tokenizer"),
+        ({"num_return_sequences": 0}, ArgumentError, "num_return_sequences"),
         ({"max_new_tokens": 0}, ArgumentError, "max_new_tokens"),
         ({"num_return_sequences": 2, "do_sample": False}, ArgumentError, "num_return_sequences"),
     ],
@@ -227,9 +228,12 @@ def test_a_prompt_one_short_of_the_context_writes_one_token(llama, engine):
 
 def test_a_drafter_of_another_base_is_refused_with_both_values(llama):
     for changes, named in (
-        ({"hidden_size": 16}, rf"hidden size of 16, but LlamaForCausalLM has {HIDDEN}"),
-        ({"vocab_size": 50}, f"vocabulary of 50, but LlamaForCausalLM has {VOCAB}"),
-        ({"base_embedding_norms": [1.0] * 8, "base_model": "other/base"}, "made for other/base, but this target is"),
+        ({"hidden_size": 16}, rf"hidden size of 16, but the target \(LlamaForCausalLM\) has {HIDDEN}"),
+        ({"vocab_size": 50}, rf"vocabulary of 50, but the target \(LlamaForCausalLM\) has {VOCAB}"),
+        (
+            {"base_embedding_norms": [1.0] * 8, "base_model": "other/base"},
+            "its base is other/base",
+        ),
     ):
         with pytest.raises(MismatchError, match=named):
             ReDrafter.from_pretrained(llama, tiny_drafter(**changes))

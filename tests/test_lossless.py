@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from conftest import (
     ARCHITECTURES,
     row_texts,

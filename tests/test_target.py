@@ -1,8 +1,8 @@
 import pytest
 import torch
-from conftest import VOCAB, tiny_model, uneven_batch
 from torch import nn
 
+from conftest import VOCAB, tiny_model, uneven_batch
 from redrafter import UnsupportedError
 from redrafter.target import PREFILL_CHUNK, Target
 

@@ -136,7 +136,7 @@ def _prompts_at(
     seen = set()
     for row, place in places:
         if "text" in row:
-            piece = row["text"][place : place + 8 * tokens].lstrip("\n")  # no text has 8 characters a token
+            piece = row["text"][place : place + 8 * tokens].lstrip("\n")  # no text averages 8 characters a token
             ids = tokenizer(piece, add_special_tokens=False, truncation=True, max_length=tokens - 1)["input_ids"]
             words = str(tokenizer.decode(ids)).rpartition(" ")[0].rstrip()
             prompt, longest = f"{tokenizer.bos_token}{words}", tokens

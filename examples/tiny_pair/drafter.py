@@ -9,11 +9,11 @@ import numpy as np
 import tokens
 import torch
 from recipe import Recipe
-from redrafter.train.train_drafter import TrainConfig, new_drafter, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from redrafter.checkpoint import embedding_norms
+from redrafter.train.train_drafter import TrainConfig, new_drafter, train
 
 NAME = "redrafter-tiny-base"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from drafter import NAME
 from recipe import Recipe
+
 from redrafter.convert.convert_checkpoint import merge
 
 SOURCES = {

@@ -35,24 +35,24 @@ class Recipe:
     tokenizer_vocab: int = _setting(2048, "tokens in the vocabulary, the special ones included")
     tokenizer_chars: int = _setting(25_000_000, "characters to learn it from, balanced over the sources")
 
-    base_hidden: int = _setting(128, "width of the residual stream")
-    base_layers: int = _setting(28, "decoder layers: deep and narrow, so that verifying many nodes costs little more")
-    base_heads: int = _setting(2, "query heads")
+    base_hidden: int = _setting(96, "width of the residual stream")
+    base_layers: int = _setting(40, "decoder layers: deep and narrow, so that verifying many nodes costs little more")
+    base_heads: int = _setting(3, "query heads")
     base_kv_heads: int = _setting(1, "key and value heads")
-    base_head_dim: int = _setting(64, "width of a head")
-    base_intermediate: int = _setting(384, "width of the MLP")
+    base_head_dim: int = _setting(32, "width of a head")
+    base_intermediate: int = _setting(288, "width of the MLP")
     base_positions: int = _setting(1024, "longest context, in tokens")
     base_window: int = _setting(1024, "tokens in a training window")
     base_batch: int = _setting(128, "windows in one forward pass")
     base_accumulate: int = _setting(1, "passes in one step; short of memory, raise it and lower --base-batch")
-    base_minutes: float = _setting(2.6, "training time after compilation; the learning rate follows the clock to 0")
+    base_minutes: float = _setting(2.2, "training time after compilation; the learning rate follows the clock to 0")
     base_steps: int = _setting(0, "train for this many steps instead of --base-minutes; 0: by the clock")
     base_matrix_lr: float = _setting(0.02, "peak learning rate of Muon, for the layers' matrices")
     base_lr: float = _setting(4e-3, "peak learning rate of AdamW, for embeddings and norms")
     base_weight_decay: float = _setting(0.1, "decay of matrices, times their learning rate")
     base_chat_weight: float = _setting(2.5, "how much oftener a conversation is seen than a text of its length")
 
-    text_rows: int = _setting(32_768, "training prompts that the base writes on from")
+    text_rows: int = _setting(24_576, "training prompts that the base writes on from")
     text_prompt: int = _setting(96, "tokens of a prompt, at most")
     text_new: int = _setting(256, "tokens written after each")
     text_batch: int = _setting(8192, "prompts at once; every other batch is greedy")
@@ -60,14 +60,14 @@ class Recipe:
     drafter_minutes: float = _setting(1.5, "training time after compilation")
     drafter_steps: int = _setting(0, "train for this many steps instead of --drafter-minutes; 0: by the clock")
     drafter_batch: int = _setting(256, "windows in a step")
-    drafter_own: float = _setting(0.7, "part of them written by the base; the others are the corpus's own")
+    drafter_own: float = _setting(0.85, "part of them written by the base; the others are the corpus's own")
     drafter_len: int = _setting(5, "draft steps")
     drafter_beams: int = _setting(5, "beams that it is searched with unless asked otherwise")
     drafter_layers: int = _setting(2, "residual layers")
-    drafter_exit: int = _setting(0, "width of the head; 0: twice the base's")
+    drafter_exit: int = _setting(384, "width of the head; 0: twice the base's")
     drafter_distill: float = _setting(0.9, "weight of the base's distribution against the text's own tokens")
     drafter_decay: float = _setting(0.9, "weight of each draft step relative to the one before")
-    drafter_lr: float = _setting(2e-3, "peak learning rate")
+    drafter_lr: float = _setting(4e-3, "peak learning rate")
     drafter_chunk: int = _setting(32_768, "anchors whose draft logits are in memory at once")
 
     evaluation_prompts: int = _setting(200, "held-out prompts")
@@ -101,7 +101,9 @@ TINY = {
     "tokenizer_chars": 300_000,
     "base_hidden": 64,
     "base_layers": 2,
+    "base_heads": 2,
     "base_head_dim": 32,
+    "drafter_exit": 0,
     "base_intermediate": 128,
     "base_window": 128,
     "base_batch": 8,

@@ -1,0 +1,143 @@
+"""`redrafter chat`: talk with a model."""
+
+import argparse
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from redrafter.cli.loading import Pair, Run, Template
+from redrafter.cli.options import GenerationOptions, LoadOptions, read_options
+from redrafter.cli.printer import Printer, use_color
+from redrafter.cli.program import report
+from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.outputs import Stats
+
+__all__ = ["History", "run"]
+
+COMMANDS = ("/exit", "/reset", "/stats")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer line after line."""
+    options = read_options(GenerationOptions, args)
+    talk = _Talk(Pair(read_options(LoadOptions, args)), options, args.system, use_color(args.color, sys.stdout))
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  gives `input` a history and an editable line
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            return 0
+        except UnicodeError as error:
+            raise ArgumentError(f"stdin is not UTF-8 text: {error}") from error
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print("\n(Ctrl-D ends the talk)", file=sys.stderr)
+            continue
+        if line == "/exit":
+            return 0
+        if line.startswith("/") and len(line.split()) == 1:
+            talk.command(line)
+        elif line:
+            try:
+                talk.answer(line)
+            except ReDrafterError as error:
+                if not interactive:  # a script should learn of it
+                    raise
+                report("error", error)
+
+
+class History:
+    """What was said, oldest turns forgotten when the context is full.
+
+    context: tokens the target can tell apart, None for no limit. room: tokens to keep free for the answer.
+    """
+
+    def __init__(self, template: Template, system: str | None, context: int | None, room: int):
+        self._template, self._context = template, context
+        self._room = room if context is None else min(room, context // 2)
+        self._head = [] if system is None else [{"role": "system", "content": system}]
+        self.turns: list[tuple[str, str]] = []
+
+    def prompt(self, question: str) -> tuple[list[int], int]:
+        """Token ids of the talk with a new question, and how many old turns had to be forgotten for it."""
+        before = len(self.turns)
+        while True:
+            ids = self._template.encode(self._messages(question))
+            if not self.turns or self._context is None or len(ids) + self._room <= self._context:
+                return ids, before - len(self.turns)
+            del self.turns[0]
+
+    def _messages(self, question: str) -> list[dict[str, str]]:
+        messages = list(self._head)
+        for asked, answered in self.turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return [*messages, {"role": "user", "content": question}]
+
+
+@dataclass
+class _Totals:
+    """How the whole talk went."""
+
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    stats: Stats = field(default_factory=Stats)
+
+    def add(self, run: Run) -> None:
+        self.answers += 1
+        self.tokens += run.count
+        self.seconds += run.seconds
+        mine, new = self.stats, run.stats
+        mine.steps += new.steps
+        mine.accepted += new.accepted
+        mine.emitted += new.emitted
+        depths = zip_longest(mine.accepted_by_depth, new.accepted_by_depth, fillvalue=0)
+        mine.accepted_by_depth = [before + now for before, now in depths]
+
+    def __str__(self) -> str:
+        if not self.answers:
+            return "no answers yet"
+        shares = [f"{count / max(self.stats.steps, 1):.2f}" for count in self.stats.accepted_by_depth]
+        return (
+            f"{self.answers} answers, {self.tokens} tokens in {self.seconds:.2f} s, "
+            f"{self.tokens / self.seconds:.1f} tokens/s, {self.stats.tokens_per_step:.2f} tokens per step"
+            + (f"; share of steps that accepted 1, 2, ... drafts: {' '.join(shares)}" if shares else "")
+        )
+
+
+class _Talk:
+    def __init__(self, pair: Pair, options: GenerationOptions, system: str | None, color: bool):
+        self._pair, self._options, self._color = pair, options, color
+        self._template = Template(pair)
+        self._history = History(self._template, system, pair.engine.target.context, options.max_new_tokens)
+        self._totals = _Totals()
+
+    def command(self, line: str) -> None:
+        if line == "/reset":
+            self._history.turns.clear()
+            print("the talk so far is forgotten", file=sys.stderr)
+        elif line == "/stats":
+            print(self._totals, file=sys.stderr)
+        else:
+            print(f"there is no {line}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+
+    def answer(self, question: str) -> None:
+        """Print the answer, and remember it: what was printed of it, when it was stopped."""
+        ids, forgotten = self._history.prompt(question)
+        if forgotten:
+            what = "turn is" if forgotten == 1 else f"{forgotten} turns are"
+            print(f"(the context is full: the oldest {what} forgotten)", file=sys.stderr)
+        printer = Printer(self._pair.tokenizer, [None], sys.stdout, color=self._color)
+        try:
+            run = self._pair.run([ids], self._options, streamer=printer, eos_token_id=self._template.eos)
+            self._totals.add(run)
+        except KeyboardInterrupt:
+            printer.end()
+            if not printer.texts[0]:
+                return
+        self._history.turns.append((question, printer.texts[0]))

@@ -1,0 +1,153 @@
+"""From options to a loaded pair and a run of it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from redrafter.checkpoint import DRAFTER_FOLDER, boxed_pair, load_tokenizer
+from redrafter.cli.options import GenerationOptions, LoadOptions
+from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.outputs import GenerateOutput, GenerateStats
+from redrafter.redrafter import ReDrafter
+from redrafter.streaming import StepStreamer
+
+__all__ = ["Pair", "Run", "Template", "boxed_model", "check_directory"]
+
+
+def boxed_model() -> str:
+    """Directory of the boxed pair."""
+    path = boxed_pair()
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"this installation holds no boxed pair at {path}: say which model to use with --model")
+    return str(path)
+
+
+def check_directory(name: str) -> None:
+    """Refuse what looks like a path and leads nowhere, before a hub is asked for it."""
+    if (name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")) and not Path(name).is_dir():
+        raise CheckpointError(f"{name} is not a directory")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of `generate`. tokens: what each output row wrote. seconds: prefill included."""
+
+    tokens: list[list[int]]
+    stats: GenerateStats
+    seconds: float
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.tokens))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.count / self.seconds
+
+
+class Pair:
+    """A loaded target with its drafter and tokenizer, and the names that they were loaded by."""
+
+    def __init__(self, options: LoadOptions):
+        self.name = options.model or boxed_model()
+        self.drafter_name = options.drafter or str(Path(self.name) / DRAFTER_FOLDER)
+        for name in (options.model, options.drafter):
+            if name is not None:
+                check_directory(name)
+        _check_device(options.device)
+        self.tokenizer = load_tokenizer(self.name, trust_remote_code=options.trust_remote_code)
+        self.engine = ReDrafter.from_pretrained(
+            self.name,
+            options.drafter,
+            num_beams=options.num_beams,
+            draft_len_per_beam=options.draft_len_per_beam,
+            node_budget=options.node_budget,
+            dtype=options.dtype,
+            device=options.device,
+            trust_remote_code=options.trust_remote_code,
+        )
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        *,
+        streamer: StepStreamer | None,
+        **arguments: Any,
+    ) -> Run:
+        """Decode prompts, given as token ids, in one batch. arguments: for `generate`, over those from `options`."""
+        ids, mask = _padded(prompts, self.tokenizer)
+        arguments = self._arguments(options) | arguments
+        start = time.perf_counter()
+        out = self.engine.generate(ids, mask, streamer=streamer, return_dict_in_generate=True, **arguments)
+        seconds = time.perf_counter() - start
+        assert isinstance(out, GenerateOutput) and out.stats is not None
+        rows = zip(out.sequences[:, ids.shape[1] :].tolist(), out.stats.rows, strict=True)
+        # A row's first token came with the prefill, which is no step.
+        return Run([row[: stats.emitted + 1] for row, stats in rows], out.stats, seconds)
+
+    def _arguments(self, options: GenerationOptions) -> dict[str, Any]:
+        arguments: dict[str, Any] = {
+            "max_new_tokens": options.max_new_tokens,
+            "do_sample": options.sampling,
+            "seed": options.seed,
+            "speculate": options.speculate,
+        }
+        if options.sampling:
+            arguments["temperature"] = options.temperature
+        for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
+            if getattr(options, name) is not None:
+                arguments[name] = getattr(options, name)
+        if options.sampling and self.engine.model.generation_config.top_k is None:
+            arguments.setdefault("top_k", 0)  # transformers would cut to 50 where neither user nor model asked for it
+        if options.stop:
+            arguments |= {"stop_strings": list(options.stop), "tokenizer": self.tokenizer}
+        return arguments
+
+
+class Template:
+    """A tokenizer's chat template."""
+
+    def __init__(self, pair: Pair):
+        self._tokenizer = pair.tokenizer
+        if not self._tokenizer.chat_template:
+            raise CheckpointError(f"{pair.name} has no chat template; use `redrafter generate` without --chat-template")
+        ends = pair.engine.model.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends]) | {self._tokenizer.eos_token_id}
+        # A chat model's turn often ends with another token than its base's texts did, known to the tokenizer alone.
+        self.eos = sorted(end for end in ends if end is not None)
+
+    def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a talk, up to where the answer begins."""
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ArgumentError(f"the chat template refuses: {first_line(error)}") from error
+        assert isinstance(text, str)
+        return self._tokenizer(text, add_special_tokens=False).input_ids
+
+
+def _check_device(device: str | None) -> None:
+    if device is None:
+        return
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(f"--device {device} cannot be used: {first_line(error)}") from error
+
+
+def _padded(prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """Ids and mask `[B, P]`, padded on the left, for tokenizers without a padding token too."""
+    known = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    rows = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=next(known), padding_side="left")  # [B, P]
+    masks = [torch.ones_like(row) for row in rows]
+    return ids, pad_sequence(masks, batch_first=True, padding_side="left")

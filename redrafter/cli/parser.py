@@ -1,0 +1,131 @@
+"""The arguments of every command."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from redrafter.cli.options import GenerationOptions, LoadOptions, add_options
+from redrafter.version import __version__
+
+__all__ = ["Parser", "build_parser"]
+
+
+class Parser(argparse.ArgumentParser):
+    """Options by their full names, with dashes or underscores; a mistake is one line on stderr and exit code 2."""
+
+    def __init__(self, **kwargs: Any):
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(**kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        args = list(sys.argv[1:] if args is None else args)
+        found, unknown = super().parse_known_args(_dashed(args), namespace)
+        if unknown:  # said here, where it is known which command's
+            near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"redrafter: error: {message} (see {self.prog} --help)\n")
+
+
+def _dashed(args: Sequence[str]) -> list[str]:
+    """`--num_beams=5` as `--num-beams=5`, up to a lone `--`."""
+    end = args.index("--") if "--" in args else len(args)
+    dashed = []
+    for arg in args[:end]:
+        name, equals, value = arg.partition("=")
+        dashed.append((name.replace("_", "-") if name.startswith("--") else name) + equals + value)
+    return [*dashed, *args[end:]]
+
+
+def build_parser() -> Parser:
+    """The parser of `redrafter`; `args.command` is the command's name."""
+    parser = Parser(
+        prog="redrafter",
+        description="Make a Hugging Face causal LM write faster without changing a token of its output.",
+        epilog='example:\n  redrafter generate --compare "Once upon a time"',
+    )
+    parser.add_argument("--version", action="version", version=f"redrafter {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_info(commands)
+    # These two read their own arguments; see SCRIPTS in the package.
+    commands.add_parser("train", help="train a drafter for a model", add_help=False)
+    commands.add_parser("convert", help="merge a model and its drafter into one checkpoint", add_help=False)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="write on from prompts",
+        description="Write on from prompts. Text is printed as it is made; on a terminal, accepted drafts are green.\n"
+        "Several prompts are one batch: their texts come in order, each under a line that names its prompt.",
+        epilog="examples:\n"
+        '  redrafter generate --model my-base --drafter my-drafter "Once upon a time"\n'
+        "  redrafter generate --file prompts.txt --temperature 0.8 --seed 1 --json > out.json",
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to write on from (default: all of stdin)")
+    parser.add_argument("--file", metavar="FILE", help="read prompts from a text file, one a line, blank lines skipped")
+    parser.add_argument("--chat-template", action="store_true", help="make each prompt a user's turn of a chat")
+    parser.add_argument(
+        "--num-return-sequences", type=int, default=1, metavar="N", help="texts per prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="decode plainly too, and say whether the tokens are equal and how much faster",
+    )
+    _add_json(parser)
+    _add_color(parser)
+    add_options(parser, LoadOptions, "loading")
+    add_options(parser, GenerationOptions, "writing")
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model",
+        description="Talk with a model that has a chat template: a line of input is a turn.\n"
+        "/stats says how fast it went, /reset forgets the talk, /exit or Ctrl-D ends it, Ctrl-C stops an answer.\n"
+        "When the context is full, the oldest turns are forgotten.",
+        epilog="examples:\n"
+        '  redrafter chat --model my-base --drafter my-drafter --system "Answer in one sentence."\n'
+        "  printf 'Hello\\nAnd who are you?\\n' | redrafter chat",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the talk")
+    _add_color(parser)
+    add_options(parser, LoadOptions, "loading")
+    add_options(parser, GenerationOptions, "writing")
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="say what a checkpoint is",
+        description="Say what a model, a drafter or a merged checkpoint is, and whether a drafter fits a model. Reads\n"
+        "configs and the headers of the weights, not the weights. Without MODEL: the boxed pair and the versions.",
+        epilog="example:\n  redrafter info my-base --drafter my-drafter",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory, or hub id that was downloaded before")
+    parser.add_argument("--drafter", metavar="D", help="a drafter for MODEL")
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print nothing on stdout but one JSON document")
+
+
+def _add_color(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="colour accepted drafts; auto: on a terminal, unless NO_COLOR is set (default: %(default)s)",
+    )

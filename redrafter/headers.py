@@ -1,0 +1,138 @@
+"""What checkpoints on disk say of themselves: configs and the headers of safetensors files. No weights are loaded."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PretrainedConfig
+
+from redrafter.checkpoint import DRAFTER_FOLDER, NORM_ROWS, SHAPE_FILE, check_match
+from redrafter.drafter import DrafterConfig, RecurrentDrafter
+from redrafter.errors import CheckpointError, first_line
+
+__all__ = ["Header", "check_pair", "dtypes", "kind_of", "parameters", "read_base", "read_drafter"]
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Header:
+    """One tensor in a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def kind_of(directory: Path) -> str:
+    """`merged checkpoint`, `drafter` or `model`."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory")
+    config = _read_json(directory / "config.json")
+    if config.get("model_type") == DrafterConfig.model_type:
+        return "drafter"
+    return "merged checkpoint" if (directory / SHAPE_FILE).is_file() else "model"
+
+
+def read_base(directory: Path) -> tuple[PretrainedConfig, dict[str, Header]]:
+    """A Hugging Face model's config and its tensors. Raises `CheckpointError` when a file is missing or cut short."""
+    if kind_of(directory) == "drafter":
+        raise CheckpointError(f"{directory} is a drafter, not a model")
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:
+        raise CheckpointError(f"cannot read {directory / 'config.json'}: {first_line(error)}") from error
+    return config, _read_headers(directory)
+
+
+def read_drafter(directory: Path) -> tuple[DrafterConfig, dict[str, Header]]:
+    """A drafter's config and its tensors, which must be exactly those that such a drafter has."""
+    kind = kind_of(directory)
+    if kind != "drafter":
+        hint = f"; its drafter is {directory / DRAFTER_FOLDER}" if kind == "merged checkpoint" else ""
+        raise CheckpointError(f"{directory} is a {kind}, not a drafter{hint}")
+    config = DrafterConfig.from_pretrained(directory)
+    found = _read_headers(directory)
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in RecurrentDrafter(config).state_dict().items()}
+    for name, shape in expected.items():
+        if name not in found:
+            raise CheckpointError(f"{directory} has no tensor {name}, which its config asks for")
+        if found[name].shape != shape:
+            raise CheckpointError(f"{found[name].file} has {name} of shape {found[name].shape} instead of {shape}")
+    return config, found
+
+
+def check_pair(drafter: DrafterConfig, base: PretrainedConfig, headers: dict[str, Header], name: str) -> None:
+    """Raise `MismatchError`, with both values, when the drafter was made for another base.
+
+    headers: the base's; of its embedding table a few rows are read, for the norms that the drafter remembers.
+    """
+    config = base.get_text_config(decoder=True)
+    # Which tensor is the embedding only the model's code knows; the head is the one other of its shape.
+    tables = [key for key, header in headers.items() if header.shape == (config.vocab_size, config.hidden_size)]
+    norms = [_row_norms(headers[key].file, key) for key in tables]
+    check_match(drafter, config.hidden_size, config.vocab_size, norms, name)
+
+
+def _row_norms(file: Path, key: str) -> list[float]:
+    with safe_open(file, framework="pt") as tensors:
+        rows = tensors.get_slice(key)
+        picked = torch.linspace(0, rows.get_shape()[0] - 1, NORM_ROWS).long().tolist()
+        return [rows[row].float().norm().item() for row in picked]
+
+
+def parameters(headers: dict[str, Header]) -> int:
+    """Stored numbers, id maps not counted."""
+    return sum(math.prod(header.shape) for header in headers.values() if header.dtype != "I64")
+
+
+def dtypes(headers: dict[str, Header]) -> str:
+    """The number formats of the parameters, such as `bfloat16`."""
+    stored = {header.dtype for header in headers.values()} - {"I64"}
+    return ", ".join(sorted(_DTYPES.get(name, name.lower()) for name in stored))
+
+
+def _read_headers(directory: Path) -> dict[str, Header]:
+    wanted: set[str] = set()
+    if (directory / INDEX).is_file():
+        weight_map = _read_json(directory / INDEX).get("weight_map", {})
+        wanted, files = set(weight_map), sorted(set(weight_map.values()))
+    elif (directory / WEIGHTS).is_file():
+        files = [WEIGHTS]
+    else:
+        raise CheckpointError(f"{directory} has no {WEIGHTS}; save the model with save_pretrained")
+    headers: dict[str, Header] = {}
+    for file in files:
+        headers |= _read_file(directory / file)
+    if wanted - headers.keys():
+        raise CheckpointError(
+            f"{directory / INDEX} names tensors that no file has: {sorted(wanted - headers.keys())[0]}"
+        )
+    return headers
+
+
+def _read_file(file: Path) -> dict[str, Header]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  not a dict
+            return {name: Header(file, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is missing, cut short or no safetensors file: {first_line(error)}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    return found

@@ -1,0 +1,540 @@
+"""The command line, run in process on a tiny pair; twice as a real program."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+import redrafter
+from conftest import tiny_model
+from redrafter import ArgumentError, DrafterConfig, RecurrentDrafter, ReDrafter
+from redrafter.cli import main
+from redrafter.cli.chat import History
+from redrafter.cli.loading import Pair, Template
+from redrafter.cli.printer import GREEN, RESET, Printer, use_color
+from redrafter.cli.program import report
+from redrafter.convert.convert_checkpoint import merge
+from redrafter.detokenizer import Detokenizer
+
+SPECIAL = ["<pad>", "<bos>", "<eos>"]
+TEXT = "Zürich: 10 € für 日本 🙂, ja! "
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+CONTEXT, NEW = 160, 48
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per byte, so that every character but ASCII is split over tokens; a text begins with `<bos>`."""
+    vocabulary = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({piece: index for index, piece in enumerate(vocabulary)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        "<bos> $A", special_tokens=[("<bos>", SPECIAL.index("<bos>"))]
+    )
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **names)
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerBase:
+    """As sentencepiece models are: words carry their leading space, unknown characters are bytes."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = [*SPECIAL, *bytes_, "▁Hello", "▁world", "▁", "!"]
+    backend = Tokenizer(models.BPE({piece: index for index, piece in enumerate(vocabulary)}, merges=[]))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{"pad_token": "<pad>", "eos_token": "<eos>"})
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """`base`, which knows TEXT by heart; `drafter`, which guesses among its bytes; `merged`, the two."""
+    folder = tmp_path_factory.mktemp("cli")
+    tokenizer = byte_tokenizer()
+    text = tokenizer(TEXT * 3, return_tensors="pt").input_ids
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, num_hidden_layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        model.train()(input_ids=text, labels=text).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+
+    ids = text.unique()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": model.config.hidden_size, "draft_vocab_size": len(ids)}
+    drafter = RecurrentDrafter(DrafterConfig(**sizes, trained_draft_len=5))
+    drafter.draft_ids.copy_(ids)
+    drafter.save_pretrained(folder / "drafter")
+    merge(folder / "base", folder / "drafter", folder / "merged")
+    return folder
+
+
+@pytest.fixture
+def generate(folder, capsys):
+    """Runs `redrafter generate` on the merged checkpoint; returns stdout and stderr of a run that went well."""
+
+    def run(*args: str) -> tuple[str, str]:
+        assert main(["generate", "--model", str(folder / "merged"), "--max-new-tokens", str(NEW), *args]) == 0
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def expected(folder):
+    """What `model.generate` writes on from a prompt, decoded."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "base"), byte_tokenizer()
+
+    def text(prompt: str, *, templated: bool = False, **kwargs) -> str:
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not templated).input_ids
+        out = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
+        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+    return text
+
+
+def typed(monkeypatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def fails(capsys, *args: str) -> str:
+    """Runs a command that must end with one line on stderr and exit code 2."""
+    try:
+        code = main(list(args))
+    except SystemExit as end:  # argparse
+        code = end.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert re.fullmatch(r"redrafter: error: .+\n", err), err
+    return err
+
+
+def test_streamed_text_is_what_model_generate_writes(generate, expected):
+    out, err = generate("Zürich")
+    assert out == expected("Zürich") + "\n"
+    assert "€" in out and "日本 🙂" in out
+    assert re.fullmatch(rf"{NEW} tokens in [\d.]+ s, [\d.]+ tokens/s, [\d.]+ tokens per step\n", err)
+
+
+def test_stop_ends_the_text_after_itself(generate, expected):
+    out, _ = generate("Zürich", "--stop", "🙂", "--stop", "never")
+    assert out == expected("Zürich").partition("🙂")[0] + "🙂\n"
+
+
+def test_colours_only_when_asked(generate, expected):
+    coloured, _ = generate("Zürich", "--color", "always")
+    assert GREEN in coloured and RESET in coloured
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == expected("Zürich") + "\n"
+    plain, _ = generate("Zürich", "--color", "always", "--no-speculate")
+    assert GREEN not in plain
+
+
+def test_colour_auto_wants_a_terminal_and_no_objection(monkeypatch):
+    terminal = types.SimpleNamespace(isatty=lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert use_color("auto", terminal)
+    assert not use_color("never", terminal)
+    assert not use_color("auto", io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not use_color("auto", terminal)
+    assert use_color("always", terminal)
+
+
+def test_printer_keeps_rows_in_order_and_colours_only_drafts():
+    tokenizer, out = byte_tokenizer(), io.StringIO()
+    printer = Printer(tokenizer, ["[1/2] p", "[2/2] q"], out, color=True)
+    a, b, c = tokenizer("abc", add_special_tokens=False).input_ids
+    printer.put_step(1, [c, c], 0, ended=True)
+    assert out.getvalue() == "[1/2] p\n"
+    printer.put_step(0, [a, b, c], 2, ended=False)
+    assert out.getvalue() == f"[1/2] p\n{GREEN}ab{RESET}c"
+    printer.put_step(0, tokenizer("é").input_ids[1:2], 0, ended=False)
+    printer.end()
+    assert out.getvalue() == f"[1/2] p\n{GREEN}ab{RESET}c\ufffd\n[2/2] q\ncc\n"
+    assert printer.texts == ["abc\ufffd", "cc"]
+
+
+def test_json_is_the_only_output_and_agrees(generate, expected, folder):
+    out, _ = generate("Zürich", "10 €", "--json")
+    found = json.loads(out)
+    assert out.count("\n") == 1
+    assert found["prompts"] == ["Zürich", "10 €"]
+    assert found["texts"] == [expected("Zürich"), expected("10 €")]
+    assert found["tokens"] == [NEW, NEW]
+    assert found["seeds"] is None and found["compare"] is None
+    stats = found["stats"]
+    assert stats["emitted"] == sum(row["emitted"] for row in stats["rows"]) == 2 * NEW - 2
+    assert stats["accepted"] == sum(stats["accepted_by_depth"]) > 0
+    assert stats["tokens_per_step"] == stats["emitted"] / stats["steps"]
+    assert found["tokens_per_second"] == pytest.approx(2 * NEW / found["seconds"])
+    assert found["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "nodes": 12}
+    assert found["model"] == str(folder / "merged") and found["drafter"] == str(folder / "merged" / "drafter")
+    assert found["options"]["max_new_tokens"] == NEW
+    assert (found["dtype"], found["device"]) == ("float32", "cpu")
+    assert found["versions"]["redrafter"] == redrafter.__version__
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "2", "--num-return-sequences", "2")])
+def test_compare_finds_the_same_tokens(generate, sampling):
+    out, err = generate("Zürich", "--compare", "--json", *sampling)
+    found = json.loads(out)
+    assert found["compare"]["equal"] is True and found["compare"]["first_difference"] is None
+    assert found["compare"]["speedup"] == pytest.approx(found["compare"]["plain_seconds"] / found["seconds"])
+    assert len(set(found["texts"])) == len(found["prompts"]) == (2 if sampling else 1)
+    assert (found["seeds"] is not None) == bool(sampling)
+    assert "the same tokens" in err.splitlines()[1]
+
+
+def test_compare_tells_where_tokens_differ(generate, monkeypatch):
+    honest = Pair.run
+
+    def broken(self, prompts, options, **arguments):
+        run = honest(self, prompts, options, **arguments)
+        if not options.speculate:
+            run.tokens[0][7] += 1
+        return run
+
+    monkeypatch.setattr(Pair, "run", broken)
+    _, err = generate("Zürich", "--compare")
+    assert "OTHER TOKENS from token 7 of row 0 on" in err
+
+
+def test_a_seed_gives_the_same_text_with_and_without_speculation(generate):
+    sampling = ("Zürich", "--temperature", "1.5", "--seed", "3")
+    text = generate(*sampling)[0]
+    assert text == generate(*sampling, "--no-speculate")[0]
+    assert text != generate(*sampling[:-1], "4")[0]
+
+
+def test_temperature_samples_from_all_tokens(generate, monkeypatch):
+    seen = {}
+    honest = ReDrafter.generate
+    monkeypatch.setattr(ReDrafter, "generate", lambda self, *a, **kw: seen.update(kw) or honest(self, *a, **kw))
+    generate("Zürich", "--temperature", "0.7")
+    assert (seen["do_sample"], seen["temperature"], seen["top_k"]) == (True, 0.7, 0)
+
+
+def test_a_batch_prints_each_row_as_alone(generate, expected, tmp_path):
+    prompts = ["Zürich", "10 €", "ja! " * 20]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n\n".join(prompts) + "\n  \n", encoding="utf-8")
+    out, _ = generate("--file", str(file))
+    headings = ["[1/3] Zürich", "[2/3] 10 €", "[3/3] " + ("ja! " * 20)[:57] + "..."]
+    assert out == "".join(f"{line}\n{expected(prompt)}\n" for line, prompt in zip(headings, prompts, strict=True))
+    assert out == generate(*prompts)[0]
+
+
+def test_stdin_is_one_prompt_without_its_last_newline(generate, expected, monkeypatch):
+    typed(monkeypatch, "Zürich\nfür\n")
+    assert generate()[0] == expected("Zürich\nfür") + "\n"
+
+
+def test_chat_template_makes_a_turn(generate, expected):
+    assert generate("Zürich", "--chat-template")[0] == expected("u:Zürich\na:", templated=True) + "\n"
+
+
+@pytest.mark.parametrize(("config", "ends"), [(None, [2]), (5, [2, 5]), ([5, 2], [2, 5])])
+def test_a_turn_also_ends_with_the_tokenizers_own_end(config, ends):
+    model = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=config))
+    pair = types.SimpleNamespace(tokenizer=byte_tokenizer(), engine=types.SimpleNamespace(model=model), name="m")
+    assert Template(pair).eos == ends
+
+
+def test_underscores_are_dashes(generate):
+    assert generate("Zürich", "--num_beams", "2")[0] == generate("Zürich", "--num-beams=2")[0]
+
+
+def test_a_warning_is_one_line(generate):
+    _, err = generate("Zürich", "--draft-len-per-beam", "6")
+    warning, _ = err.splitlines()
+    assert warning.startswith("redrafter: warning: draft_len_per_beam=6 is more than the 5 steps")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([""], "the prompt is empty"),
+        (["ja", ""], "the prompt is empty"),
+        (["ja", "--num-beam", "3"], "did you mean --num-beams? (see redrafter generate --help)"),
+        (["ja", "--temperature", "-1"], "--temperature"),
+        (["ja", "--temperature", "nan"], "--temperature"),
+        (["ja", "--temperature", "hot"], "--temperature"),
+        (["ja", "--top-p", "0.9"], "--temperature above 0"),
+        (["ja", "--stop", ""], "--stop"),
+        (["ja", "--num-beams", "0"], "num_beams"),
+        (["ja", "--num-beams", "500"], "num_beams=500"),
+        (["ja", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["ja", "--device", "abacus"], "--device abacus"),
+        (["ja", "--num-return-sequences", "0"], "--num-return-sequences"),
+        (["ja", "--num-return-sequences", "2"], "num_return_sequences"),
+        (["ja", "--compare", "--no-speculate"], "--no-speculate"),
+        (["ja", "--file", "x"], "not both"),
+        (["--file", "/nowhere/prompts.txt"], "/nowhere/prompts.txt"),
+        (["\udcff"], "UTF-8"),
+        (["ja! " * 50], "context"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(folder, capsys, args, says):
+    assert says in fails(capsys, "generate", "--model", str(folder / "merged"), *args)
+
+
+def test_a_missing_prompt_is_a_mistake(folder, capsys, monkeypatch, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "latin.txt").write_bytes(b"\xff")
+    assert "empty" in fails(capsys, "generate", "--file", str(tmp_path / "empty.txt"))
+    assert "UTF-8" in fails(capsys, "generate", "--file", str(tmp_path / "latin.txt"))
+    typed(monkeypatch, "\n")
+    assert "empty" in fails(capsys, "generate")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert "no prompt" in fails(capsys, "generate")
+
+
+def test_what_cannot_be_loaded_is_named(folder, capsys, monkeypatch, tmp_path):
+    missing = str(tmp_path / "nowhere")
+    assert missing in fails(capsys, "generate", "--model", missing, "ja")
+    assert missing in fails(capsys, "generate", "--model", str(folder / "base"), "--drafter", missing, "ja")
+    assert "redrafter.json" in fails(capsys, "generate", "--model", str(folder / "base"), "ja")
+    monkeypatch.setattr("redrafter.cli.loading.boxed_pair", lambda: tmp_path / "boxed")
+    assert "--model" in fails(capsys, "generate", "ja")
+
+
+def test_truncated_weights_are_an_error(folder, capsys, tmp_path):
+    broken = merge(folder / "base", folder / "drafter", tmp_path / "broken")
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").unlink()
+    (broken / "model.safetensors").write_bytes(weights[:-100])
+    assert "broken" in fails(capsys, "generate", "--model", str(broken), "ja")
+    assert "model.safetensors" in fails(capsys, "info", str(broken))
+
+
+def test_a_drafter_of_another_target_is_an_error(folder, capsys, tmp_path):
+    RecurrentDrafter(DrafterConfig(vocab_size=259, hidden_size=24)).save_pretrained(tmp_path / "other")
+    err = fails(capsys, "generate", "--model", str(folder / "base"), "--drafter", str(tmp_path / "other"), "ja")
+    assert "24" in err and "32" in err
+
+
+def test_a_report_of_several_lines_is_one_line(capsys):
+    report("error", ArgumentError("two\n  lines"))
+    assert capsys.readouterr().err == "redrafter: error: two lines\n"
+
+
+def test_an_interrupt_ends_with_130(folder, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pair, "run", interrupted)
+    assert main(["generate", "--model", str(folder / "merged"), "ja"]) == 130
+    assert capsys.readouterr().err == "\n"
+
+
+def chat(monkeypatch, capsys, folder: Path, said: str, *args: str) -> tuple[str, str]:
+    typed(monkeypatch, said)
+    code = main(["chat", "--model", str(folder / "merged"), "--max-new-tokens", "8", *args])
+    assert code == 0
+    return capsys.readouterr()
+
+
+def test_chat_remembers_its_turns(folder, expected, monkeypatch, capsys):
+    first = expected("s:Sei\nu:ja\na:", templated=True, max_new_tokens=8)
+    second = expected(f"s:Sei\nu:ja\na:{first}\nu:10\na:", templated=True, max_new_tokens=8)
+    out, err = chat(monkeypatch, capsys, folder, "ja\n\n10\n/stats\n", "--system", "Sei")
+    assert out == f"{first}\n{second}\n"
+    assert re.match(r"2 answers, 16 tokens in .+ tokens per step; share of steps .+: \d", err)
+
+
+def test_chat_commands(folder, expected, monkeypatch, capsys):
+    answer = expected("u:ja\na:", templated=True, max_new_tokens=8)
+    out, err = chat(monkeypatch, capsys, folder, "/stats\nja\n/reset\nja\n/nope\n/exit\nja\n")
+    assert out == f"{answer}\n{answer}\n"
+    assert err == "no answers yet\nthe talk so far is forgotten\nthere is no /nope; there are /exit, /reset, /stats\n"
+
+
+def test_chat_forgets_the_oldest_turns_and_says_so(folder, expected, monkeypatch, capsys):
+    question = "ja" * 25
+    first = expected(f"s:S\nu:{question}\na:", templated=True, max_new_tokens=8)
+    second = expected(f"s:S\nu:{question}\na:{first}\nu:{question}\na:", templated=True, max_new_tokens=8)
+    third = expected(f"s:S\nu:{question}\na:{second}\nu:{question}\na:", templated=True, max_new_tokens=8)
+    out, err = chat(monkeypatch, capsys, folder, f"{question}\n" * 3, "--system", "S")
+    assert out == f"{first}\n{second}\n{third}\n"
+    assert err == "(the context is full: the oldest turn is forgotten)\n"
+
+
+def test_history_keeps_room_for_the_answer_and_the_system_message():
+    class Words:
+        def encode(self, messages):
+            return [word for message in messages for word in message["content"].split()]
+
+    history = History(Words(), "be brief", context=10, room=3)
+    history.turns = [("a b", "c"), ("d", "e")]
+    assert history.prompt("f") == (["be", "brief", "d", "e", "f"], 1)
+    assert history.turns == [("d", "e")]
+    assert History(Words(), None, context=None, room=3).prompt("x " * 99)[1] == 0
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_talk(folder, expected, monkeypatch, capsys):
+    honest, tokenizer = Pair.run, byte_tokenizer()
+
+    def interrupted(self, prompts, options, *, streamer, **arguments):
+        monkeypatch.setattr(Pair, "run", honest)
+        streamer.put_step(0, tokenizer("ach").input_ids, 0, ended=False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pair, "run", interrupted)
+    out, _ = chat(monkeypatch, capsys, folder, "ja\n10\n")
+    assert out == "ach\n" + expected("u:ja\na:ach\nu:10\na:", templated=True, max_new_tokens=8) + "\n"
+
+
+def test_chat_mistakes(folder, capsys, monkeypatch, tmp_path):
+    typed(monkeypatch, "ja " * 99 + "\nja\n")
+    assert "context" in fails(capsys, "chat", "--model", str(folder / "merged"))
+    mute = merge(folder / "base", folder / "drafter", tmp_path / "mute")
+    (mute / "chat_template.jinja").unlink()
+    assert "chat template" in fails(capsys, "chat", "--model", str(mute))
+    (mute / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    typed(monkeypatch, "ja\n")
+    assert "no such role" in fails(capsys, "chat", "--model", str(mute))
+
+
+def info(capsys, *args: str) -> dict:
+    assert main(["info", "--json", *args]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def test_info_tells_each_kind_of_checkpoint(folder, capsys):
+    base, drafter, merged = (info(capsys, str(folder / name)) for name in ("base", "drafter", "merged"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    assert base["kind"] == "model" and "fits" not in base
+    assert base["model"] == {
+        "architecture": "LlamaForCausalLM",
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "stored_as": "float32",
+        "hidden_size": 32,
+        "layers": 1,
+        "vocabulary": 259,
+        "context": CONTEXT,
+    }
+    assert drafter["kind"] == "drafter"
+    head = RecurrentDrafter.from_pretrained(folder / "drafter")
+    assert drafter["drafter"]["parameters"] == sum(parameter.numel() for parameter in head.parameters())
+    assert drafter["drafter"]["draft_vocabulary"] == head.config.draft_vocab_size < drafter["drafter"]["vocabulary"]
+    assert merged["kind"] == "merged checkpoint" and merged["fits"] is True
+    assert merged["model"] == base["model"]
+    assert merged["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": None}
+
+
+def test_info_says_why_a_drafter_does_not_fit(folder, capsys, tmp_path):
+    config = {"vocab_size": 259, "hidden_size": 32, "base_model": "elsewhere"}
+    RecurrentDrafter(DrafterConfig(**config, base_embedding_norms=[9.0] * 8)).save_pretrained(tmp_path / "other")
+    found = info(capsys, str(folder / "base"), "--drafter", str(tmp_path / "other"))
+    assert found["fits"] is False and "elsewhere" in found["why_not"]
+    assert main(["info", str(folder / "base"), "--drafter", str(folder / "drafter")]) == 0
+    assert re.search(r"^fits +yes$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_info_alone_tells_versions(capsys):
+    assert info(capsys)["environment"]["torch"] == torch.__version__
+
+
+def test_info_mistakes(folder, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    assert "config.json" in fails(capsys, "info", str(tmp_path))
+    assert "nowhere" in fails(capsys, "info", "./nowhere")
+    assert "model" in fails(capsys, "info", "--drafter", str(folder / "drafter"))
+    assert "not a drafter" in fails(capsys, "info", str(folder / "base"), "--drafter", str(folder / "base"))
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, byte_fallback_tokenizer])
+@pytest.mark.parametrize("size", [1, 3])
+def test_text_in_pieces_is_the_text(make, size):
+    tokenizer = make()
+    if make is byte_tokenizer:
+        ids = tokenizer(TEXT * 8).input_ids
+    else:
+        hello, world, space, bang = tokenizer.convert_tokens_to_ids(["▁Hello", "▁world", "▁", "!"])
+        smiles = [len(SPECIAL) + byte for byte in "€🙂日本".encode() * 5]
+        ids = [hello, world, bang, *smiles, world, space, *smiles, bang] * 4
+    ids[9:9] = [tokenizer.eos_token_id] * 30  # special tokens print nothing
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(ids[start : start + size]) for start in range(0, len(ids), size)]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert detokenizer.finish() == ""
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_text_that_is_no_text_still_comes_and_costs_no_more_with_length():
+    tokenizer = byte_tokenizer()
+    ids = torch.randint(3, 259, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids[1000:1200] = tokenizer("é").input_ids[1:2] * 200
+    detokenizer, longest = Detokenizer(tokenizer), 0
+    pieces = []
+    for token in ids:
+        pieces.append(detokenizer.push([token]))
+        longest = max(longest, len(detokenizer._window))
+    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(ids)
+    assert longest < 80
+
+
+def test_scripts_get_their_own_arguments(monkeypatch):
+    got = []
+    stand_in = types.SimpleNamespace(main=lambda argv: got.append(argv) or 3)
+    monkeypatch.setitem(sys.modules, "redrafter.train.train_drafter", stand_in)
+    assert main(["train", "--help", "--any_thing", "x"]) == 3
+    assert got == [["--help", "--any_thing", "x"]]
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["info"], ["convert"]])
+def test_help_has_an_example(capsys, command):
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert out.startswith(f"usage: {' '.join(['redrafter', *command])} ")
+    assert "example" in out
+
+
+def light(code: str) -> list[str]:
+    """A program that may import the command line's own modules, and what those import, but not the whole library."""
+    package = f"import sys, types; p = types.ModuleType('redrafter'); p.__path__ = {list(redrafter.__path__)!r}; "
+    return [sys.executable, "-c", package + "sys.modules['redrafter'] = p; " + code]
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import atexit; atexit.register(lambda: print('torch' in sys.modules)); from redrafter.cli import main; "
+    done = subprocess.run(light(code + "main(['generate', '--help'])"), capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.endswith("\nFalse\n")
+
+
+def test_a_reader_that_has_left_is_no_error():
+    code = "import redrafter.cli.program as program; program._hush = lambda: None; "
+    code += "sys.exit(program.guarded(lambda: print('x') or 0))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(light(code), stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_the_real_program(folder, expected):
+    command = [sys.executable, "-m", "redrafter", "generate", "--model", str(folder / "merged"), "--max-new-tokens"]
+    done = subprocess.run([*command, str(NEW)], input="Zürich\n".encode(), capture_output=True, check=False)
+    assert done.stdout.decode() == expected("Zürich") + "\n"
+    assert done.stderr.decode().count("\n") == 1
+    assert done.returncode == 0
