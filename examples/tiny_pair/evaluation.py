@@ -22,8 +22,8 @@ from redrafter.proposer import RecurrentProposer
 from redrafter.step import Proposer
 from redrafter.target import Target
 
-BUDGETS = (4, 6, 8, 10, 12, 16, 20, 26)
-BATCH = 50
+BUDGETS = (4, 6, 8, 10, 12, 16, 20)
+BATCH = 200
 
 
 class Measure:

@@ -1,0 +1,28 @@
+"""Text as it is made: token by token through a Hugging Face streamer, or step by step with what was drafted."""
+
+from collections.abc import Sequence
+
+from transformers import TextStreamer
+
+from redrafter import ReDrafter, boxed_pair
+from redrafter.checkpoint import load_tokenizer
+
+engine = ReDrafter.from_pretrained(boxed_pair())
+tokenizer = load_tokenizer(boxed_pair())
+ids = tokenizer("It was a dark night, and", return_tensors="pt").input_ids
+
+engine.generate(ids, max_new_tokens=32, do_sample=False, streamer=TextStreamer(tokenizer))
+
+
+class Steps:
+    """Prints each step's accepted drafts in brackets, and the target's own token after them."""
+
+    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
+        drafts, own = tokenizer.decode(tokens[:accepted]), tokenizer.decode(tokens[accepted:])
+        print(f"[{drafts}]{own}", end="", flush=True)
+
+    def end(self) -> None:
+        print()
+
+
+engine.generate(ids, max_new_tokens=32, do_sample=False, streamer=Steps())
