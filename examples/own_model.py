@@ -1,7 +1,7 @@
 """A model and a drafter of your own: batched, sampled, with statistics.
 
-    python examples/own_model.py                          # the pair in the box
-    python examples/own_model.py my-base my-drafter       # yours: hub ids or directories
+python examples/own_model.py                          # the pair in the box
+python examples/own_model.py my-base my-drafter       # yours: hub ids or directories
 """
 
 import sys

@@ -40,10 +40,6 @@ class _Pool:
             grown[:, :, :old] = rearrange(self.data, "g (b s) h d -> g b s h d", b=rows)
         self.data = rearrange(grown, "g b s h d -> g (b s) h d")
 
-    def select(self, rows: Tensor, old_rows: int) -> None:
-        split = rearrange(self.data, "g (b s) h d -> g b s h d", b=old_rows)
-        self.data = rearrange(split.index_select(1, rows.to(split.device)), "g b s h d -> g (b s) h d")
-
 
 class _Layer(CacheLayerMixin):
     """One layer's window onto its pools. `update` is what the model's attention calls."""
@@ -55,14 +51,15 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
         self._cache, self._keys, self._values = cache, keys, values
 
-    def bind(self, rows: int, window: int) -> None:
-        """Views of the pools: flat ones to write to, and the first `window` slots as `[B, heads, S, dim]` to read."""
+    def bind(self, rows: int) -> None:
+        """Views of the pools: flat ones to write to, and `[B, heads, S, dim]` to read from."""
         (key_pool, key_index), (value_pool, value_index) = self._keys, self._values
         self.key_slots, self.value_slots = key_pool.data[key_index], value_pool.data[value_index]
-        self.keys, self.values = (
-            rearrange(slots, "(b s) h d -> b h s d", b=rows)[:, :, :window]
-            for slots in (self.key_slots, self.value_slots)
-        )
+        self._all = [rearrange(x, "(b s) h d -> b h s d", b=rows) for x in (self.key_slots, self.value_slots)]
+
+    def look(self, window: int) -> None:
+        """Let attention read the first `window` slots."""
+        self.keys, self.values = (slots.narrow(2, 0, window) for slots in self._all)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -80,7 +77,7 @@ class _Layer(CacheLayerMixin):
         return self._cache.window, 0
 
     def get_seq_length(self) -> int:
-        return 0  # rows differ; positions and masks are always passed explicitly
+        return self._cache.committed
 
     def get_max_length(self) -> int:
         return -1
@@ -92,6 +89,8 @@ class RaggedCache(Cache):
     """Keys and values of `rows` rows. Row b's committed tokens are in slots 0..n_b-1; a tree's node i goes to n_b + i.
 
     window: slots that attention reads, a host number at least as large as every row's length plus the tree.
+    committed: what the model is told of the length, for masks of its own making. 0, because rows differ and positions
+    and masks are passed to it; but after `reserve_one` the number of committed tokens.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], rows: int):
@@ -106,24 +105,35 @@ class RaggedCache(Cache):
             homes |= {member: (self._pools[-1], index) for index, member in enumerate(members)}
         self._own = [_Layer(self, homes[i, "keys"], homes[i, "values"]) for i in range(len(shapes))]
         super().__init__(layers=list(self._own))
-        self.rows, self.window, self._capacity = rows, 0, 0
+        self.rows, self.window, self.committed, self._capacity = rows, 0, 0, 0
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots a row, and let attention read that many. Doubles when it must grow."""
-        window = -(-slots // GRAIN) * GRAIN
+        """Make room for `slots` slots a row, and let attention read that many, rounded up so that shapes seldom change.
+
+        Room doubles when it must grow.
+        """
+        self.committed = 0
+        self._look(-(-slots // GRAIN) * GRAIN)
+
+    def reserve_one(self, committed: int) -> None:
+        """Make room for one token of the only row behind `committed` ones. Then all that attention reads is to be seen,
+        so the next forward is ordinary decoding and needs no mask."""
+        assert self.rows == 1, "rows of one length only"
+        self.committed = committed
+        self._look(committed + 1)
+
+    def _look(self, window: int) -> None:
         if window > self._capacity:
-            capacity = max(window, 2 * self._capacity)
+            capacity = -(-max(window, 2 * self._capacity) // GRAIN) * GRAIN
             for pool in self._pools:
                 pool.grow(self.rows, self._capacity, capacity)
-            self._capacity = capacity
-        elif window == self.window:
-            return
-        self.window = window
-        self._bind()
-
-    def _bind(self) -> None:
-        for layer in self._own:
-            layer.bind(self.rows, self.window)
+            self._capacity, self.window = capacity, 0
+            for layer in self._own:
+                layer.bind(self.rows)
+        if window != self.window:
+            self.window = window
+            for layer in self._own:
+                layer.look(window)
 
     def address(self, length: Tensor, nodes: int) -> None:
         """Send the next forward's `nodes` nodes to the slots after each row's `length` `[B]`."""
@@ -149,13 +159,6 @@ class RaggedCache(Cache):
             device = pool.data.device
             moved = pool.data.index_select(1, source.to(device))
             pool.data.index_copy_(1, target.to(device), moved)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep only `rows` `[B']` int64, in that order."""
-        for pool in self._pools:
-            pool.select(rows, self.rows)
-        self.rows = len(rows)
-        self._bind()
 
     def _flat(self, length: Tensor, offset: Tensor) -> Tensor:
         """`[B]` lengths and `[B, M]` or `[M]` offsets to `[B, M]` flat slots."""

@@ -11,7 +11,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from redrafter.outputs import GenerateOutput, GenerateStats, Stats
 from redrafter.request import Request
-from redrafter.step import Drawn, Proposer, prefill, step
+from redrafter.step import Drawn, Proposer, State, prefill, step
 from redrafter.stopping import cut, first_stop
 from redrafter.streaming import StepStreamer
 from redrafter.target import Target
@@ -22,13 +22,23 @@ __all__ = ["decode"]
 class _Row:
     """What the host knows of one row: its text so far, and what it was asked to record of each token."""
 
-    def __init__(self, prompt: list[int], depth: int):
-        self.prompt = prompt  # as it came, padding included
+    def __init__(self, prompt: list[int], room: int, depth: int):
+        self.prompt, self.room = prompt, room  # the prompt as it came, padding included; tokens that may follow it
         self.text: list[int] = []
         self.ended = False
         self.stats = Stats(accepted_by_depth=[0] * depth)
         self.scores: list[Tensor] = []  # `[count, V]` per step
         self.logits: list[Tensor] = []
+
+    def take(self, new: list[int], request: Request) -> list[int]:
+        """Write on, up to where the row stops. Returns what was written."""
+        new, self.ended = cut(new, self.room - len(self.text), request.eos)
+        for criterion in request.criteria:
+            stop = first_stop(criterion, self.prompt + self.text, new, request.pad_token)
+            if stop is not None:
+                new, self.ended = new[: stop + 1], True
+        self.text += new
+        return new
 
 
 def decode(
@@ -36,63 +46,55 @@ def decode(
 ) -> Tensor | GenerateOutput:
     """The loop around `step`. input_ids: `[B, P]` as the caller gave them; the result is laid out on from there."""
     _warn_slow(request)
-    rows = [_Row(prompt, proposer.depth) for prompt in input_ids.tolist()]
-    longest = int(request.length.max())
+    lengths, limits = request.length.tolist(), request.limit.tolist()
+    room = [limit - length for limit, length in zip(limits, lengths, strict=True)]
+    rows = [_Row(*pair, proposer.depth) for pair in zip(input_ids.tolist(), room, strict=True)]
+    longest = max(lengths)
     # A row's last step may overshoot its limit by K; standing still, it is then drafted for K further.
-    room = int(request.limit.max()) + 2 * proposer.depth + 1
+    width = max(limits) + 2 * proposer.depth + 1
     cache = target.new_cache(len(rows))
     cache.reserve(longest)
-    tokens = pad(request.prompts[:, :longest], (0, room - longest))
+    tokens = pad(request.prompts[:, :longest], (0, width - longest))
     state, drawn = prefill(tokens, request.length, longest, target, cache, request.sampler)
-    state = state.keep(_take(rows, drawn, request.length - 1, request, stream, drafted=None))
+    state = _take(rows, state, drawn, request, stream, drafted=None)
     while not all(row.ended for row in rows) and time.time() < request.deadline:
-        written = longest + max(len(row.text) for row in rows)
-        cache.reserve(written + proposer.depth + proposer.nodes)  # that overshoot
-        before = state.length
+        committed = longest + max(len(row.text) for row in rows) - 1
+        if len(rows) == proposer.nodes == 1:
+            cache.reserve_one(committed)
+        else:
+            cache.reserve(committed + proposer.depth + proposer.nodes)  # that overshoot
         state, drawn = step(state, proposer, target, cache, request.sampler)
-        state = state.keep(_take(rows, drawn, before, request, stream, drafted=proposer.nodes - 1))
+        state = _take(rows, state, drawn, request, stream, drafted=proposer.nodes - 1)
     if stream is not None:
         stream.end()
     return _output(rows, input_ids, request)
 
 
 def _take(
-    rows: list[_Row],
-    drawn: Drawn,
-    before: Tensor,
-    request: Request,
-    stream: StepStreamer | None,
-    *,
-    drafted: int | None,
-) -> Tensor:
-    """Write down what a step drew, each row up to where it stops. Returns `[B]` bool, the rows that go on.
+    rows: list[_Row], state: State, drawn: Drawn, request: Request, stream: StepStreamer | None, *, drafted: int | None
+) -> State:
+    """Write down what a step drew. Returns the state in which rows that have ended stand still.
 
-    before: `[B]`, committed tokens before the step. drafted: drafts verified per row; None for the prefill, which is no
-    step. The only place that reads from the device, once.
+    drafted: drafts verified per row; None for the prefill, which is no step. The only place that reads from the device,
+    once.
     """
-    accepted = drawn.path.accepted
-    count, done = cut(drawn.tokens, accepted, before, request.limit, request.eos)
-    read = torch.cat([drawn.tokens, count[:, None], accepted[:, None], done[:, None]], dim=1).tolist()
-    for index, (row, (*tokens, kept, drafts, last)) in enumerate(zip(rows, read, strict=True)):
+    ended = [row.ended for row in rows]
+    read = torch.cat([drawn.tokens, drawn.path.accepted[:, None]], dim=1).tolist()
+    for index, (row, (*tokens, accepted)) in enumerate(zip(rows, read, strict=True)):
         if row.ended:
             continue
-        new, row.ended = tokens[:kept], bool(last)
-        for criterion in request.criteria:
-            stop = first_stop(criterion, row.prompt + row.text, new, request.pad_token)
-            if stop is not None:
-                new, row.ended = new[: stop + 1], True
-        row.text += new
-        drafts = min(drafts, len(new))
+        new = row.take(tokens[: accepted + 1], request)
+        drafts = min(accepted, len(new))
         if drafted is not None:
             row.stats.count(drafted, drafts, len(new))
-        nodes = drawn.path.nodes[index, : len(new)]
-        if request.want_scores:
+        if request.want_scores or request.want_logits:
+            nodes = drawn.path.nodes[index, : len(new)]
             row.scores.append(drawn.scores[index, nodes])
-        if request.want_logits:
             row.logits.append(drawn.logits[index, nodes].float())
         if stream is not None:
             stream.put_step(index, new, drafts, row.ended)
-    return torch.tensor([not row.ended for row in rows], device=before.device)
+    now = [row.ended for row in rows]
+    return state if now == ended else state.keep(torch.tensor(now, device=state.active.device).logical_not_())
 
 
 def _output(rows: list[_Row], input_ids: Tensor, request: Request) -> Tensor | GenerateOutput:

@@ -64,14 +64,14 @@ class Request:
     """Everything that one decoding needs.
 
     prompts: `[B, P]` int64, each row's own tokens first. length: `[B]`, how many they are. limit: `[B]`, the most
-    tokens a row may come to. eos: `[E]` int64. criteria: what must be asked token by token on the host. deadline:
-    `time.time()` after which no step begins. slow_processors: names of processors that run node by node.
+    tokens a row may come to. eos: ids that end a row. criteria: what must be asked token by token on the host.
+    deadline: `time.time()` after which no step begins. slow_processors: names of processors that run node by node.
     """
 
     prompts: Tensor
     length: Tensor
     limit: Tensor
-    eos: Tensor
+    eos: frozenset[int]
     pad_token: int
     sampler: Sampler
     seeds: list[int] | None
@@ -154,7 +154,7 @@ def read_request(
     rows, width = input_ids.shape
     length = seen.sum(dim=1)
     _check_context(int(length.max()), target.context)
-    max_length, eos, deadline, others = _read_criteria(criteria, target.device)
+    max_length, eos, deadline, others = _read_criteria(criteria)
     limit = (max_length - (width - length)).clamp(max=target.context)
     own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
     seeds = _row_seeds(seed, rows) if config.do_sample else None
@@ -231,16 +231,16 @@ def _check_context(longest: int, context: int | None) -> None:
 
 
 def _read_criteria(
-    criteria: StoppingCriteriaList, device: torch.device
-) -> tuple[int, Tensor, float, list[StoppingCriteria]]:
+    criteria: StoppingCriteriaList,
+) -> tuple[int, frozenset[int], float, list[StoppingCriteria]]:
     """Length, EOS and time belong to the loop; the others are asked token by token."""
-    max_length, eos, deadline = _UNLIMITED, torch.empty(0, dtype=torch.long, device=device), float("inf")
+    max_length, eos, deadline = _UNLIMITED, frozenset[int](), float("inf")
     others = []
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:
             max_length = min(max_length, criterion.max_length)
         elif type(criterion) is EosTokenCriteria:
-            eos = torch.cat([eos, criterion.eos_token_id.to(device)])
+            eos |= set(criterion.eos_token_id.tolist())
         elif type(criterion) is MaxTimeCriteria:
             deadline = min(deadline, criterion.initial_timestamp + criterion.max_time)
         else:
@@ -248,10 +248,10 @@ def _read_criteria(
     return max_length, eos, deadline, others
 
 
-def _pad_token(config: GenerationConfig, eos: Tensor) -> int:
+def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:
     if isinstance(config.pad_token_id, int):
         return config.pad_token_id
-    return int(eos[0]) if len(eos) else 0
+    return min(eos, default=0)
 
 
 def _row_seeds(seed: Seed, rows: int) -> list[int]:

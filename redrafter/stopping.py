@@ -1,25 +1,22 @@
-"""Where a row ends."""
+"""Where a row ends. On the host: the tokens of a step are read once anyway, and few rows end at any step."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
 
 __all__ = ["cut", "first_stop"]
 
 
-def cut(tokens: Tensor, accepted: Tensor, length: Tensor, limit: Tensor, eos: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of a step's tokens become output, and whether the row ends with the last of them.
+def cut(new: Sequence[int], room: int, eos: Collection[int]) -> tuple[list[int], bool]:
+    """What of a step's tokens becomes output, and whether the row ends with the last of it.
 
-    tokens: `[B, K+1]`, the first `accepted[b] + 1` of which are real. length: `[B]`, committed tokens before the step,
-    so that token j makes the text `length + 2 + j` long. limit: `[B]`, its longest. eos: `[E]`. Returns `[B]` int64,
-    bool.
+    room: how many tokens the row may still come to, at least 1.
     """
-    index = torch.arange(tokens.shape[1], device=tokens.device)
-    stops = (tokens[:, :, None] == eos).any(dim=-1) | (length[:, None] + 2 + index >= limit[:, None])  # [B, K+1]
-    first = torch.where(stops, index, tokens.shape[1]).amin(dim=1)
-    return torch.minimum(first, accepted) + 1, first <= accepted
+    for index, token in enumerate(new):
+        if token in eos or index + 1 == room:
+            return list(new[: index + 1]), True
+    return list(new), False
 
 
 def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[int], pad: int) -> int | None:

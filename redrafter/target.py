@@ -102,7 +102,7 @@ class Target:
         try:
             out = self.model(
                 input_ids=tree.tokens,
-                attention_mask=self._mask(tree, length, cache.window),
+                attention_mask=None if cache.committed else self._mask(tree, length, cache.window),
                 # Nodes past the end of the context are never kept; they only must not index past a table.
                 position_ids=positions if self.context is None else positions.clamp(max=self.context - 1),
                 past_key_values=cache,

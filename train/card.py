@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from redrafter.train.config import TrainConfig, shown_command
 from transformers import PreTrainedModel
 
 from redrafter.drafter import RecurrentDrafter
 from redrafter.outputs import Stats
+from redrafter.train.config import TrainConfig, shown_command
 from redrafter.version import __version__
 
 __all__ = ["Report", "model_card", "shape", "sizes"]

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from redrafter.train.loss import targets
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
+from redrafter.train.loss import targets
 
 __all__ = ["Document", "Row", "Windows", "documents", "prompts", "read_rows"]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
-from redrafter.train.config import TrainConfig
 from torch import Tensor
 
 from redrafter.errors import ArgumentError
+from redrafter.train.config import TrainConfig
 
 __all__ = ["Clock", "Meter"]
 
@@ -67,13 +67,13 @@ class Meter:
         self.loss, self.accuracy = float("nan"), [float("nan")] * draft_len
 
     def add(self, step: int, loss: Tensor, counts: Tensor) -> None:
-        """A chunk's weighted sum of losses and its counts `[2, K]`; or, with counts of 0, the weight of a step."""
+        """A chunk of step number `step`, from 0: its weighted sum of losses `[]`, and its counts `[2, K]`."""
         self._sums[0] += loss
         self._sums[2:] += counts.flatten()
         self._bad = torch.where((self._bad < 0) & ~torch.isfinite(loss), step, self._bad)
 
     def weigh(self, weight: Tensor) -> None:
-        """The weight of the targets that the losses of a step are of."""
+        """The weight `[]` of all targets of a step."""
         self._sums[1] += weight
 
     def read(self) -> None:

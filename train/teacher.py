@@ -2,9 +2,17 @@
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 __all__ = ["Teacher"]
+
+
+class _NoCache(DynamicCache):
+    """Keeps nothing. Given no cache at all, transformers asks the positions whether several texts are packed into a row,
+    and the host waits for the device to answer."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
 
 
 class Teacher:
@@ -33,7 +41,7 @@ class Teacher:
 
         Returns hidden states `[B, T, D]` and logits `[B, T, V]`.
         """
-        logits = self.model(input_ids=tokens, use_cache=False).logits
+        logits = self.model(input_ids=tokens, past_key_values=_NoCache(), use_cache=True).logits
         hidden, self._seen = self._seen, None
         assert hidden is not None, "the model's head was not called"
         return hidden, logits

@@ -17,14 +17,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from redrafter.train.card import Report, model_card, shape, sizes
-from redrafter.train.config import TrainConfig, parse
-from redrafter.train.data import Windows, documents, prompts, read_rows
-from redrafter.train.loss import Unroll, anchors
-from redrafter.train.output import check_output, save
-from redrafter.train.progress import Clock, Meter
-from redrafter.train.teacher import Teacher
-from redrafter.train.walk import greedy_texts, walked
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,6 +25,14 @@ from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError
 from redrafter.outputs import Stats
 from redrafter.target import Target
+from redrafter.train.card import Report, model_card, shape, sizes
+from redrafter.train.config import TrainConfig, parse
+from redrafter.train.data import Windows, documents, prompts, read_rows
+from redrafter.train.loss import Unroll, anchors
+from redrafter.train.output import check_output, save
+from redrafter.train.progress import Clock, Meter
+from redrafter.train.teacher import Teacher
+from redrafter.train.walk import greedy_texts, walked
 
 __all__ = ["Report", "TrainConfig", "main", "new_drafter", "train"]
 
@@ -109,7 +109,7 @@ def train(
 def new_accelerator(config: TrainConfig) -> Accelerator:
     """As `accelerate launch` configured it, but for what `config` says itself."""
     # With one draft step the matrix that carries the recurrence on has no gradient.
-    handler = DistributedDataParallelKwargs(find_unused_parameters=config.draft_len == 1, broadcast_buffers=False)
+    handler = DistributedDataParallelKwargs(find_unused_parameters=config.draft_len == 1)
     return Accelerator(mixed_precision=config.mixed_precision, cpu=config.cpu, kwargs_handlers=[handler])
 
 
@@ -131,12 +131,24 @@ def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor |
         for module in drafter.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
-    for layer in drafter.layers:  # residual layers begin as the identity
-        nn.init.zeros_(layer.linear.weight)
-        nn.init.zeros_(layer.linear.bias)
+        for layer in drafter.layers:  # residual layers begin as the identity
+            nn.init.zeros_(layer.linear.weight)
+            nn.init.zeros_(layer.linear.bias)
+        if config.rnn:
+            # Embeddings are often far smaller than hidden states. Unless they are brought to their size, the drafter
+            # hardly sees for long which token it goes on from.
+            nn.init.normal_(drafter.rnn_w.weight, std=1 / (base.hidden_size**0.5 * _embedding_size(model)))
     if draft_ids is not None:
         drafter.draft_ids.copy_(draft_ids)
     return drafter
+
+
+@torch.no_grad()
+def _embedding_size(model: PreTrainedModel) -> float:
+    """Root mean square of some of a base's embeddings, as its own module gives them."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(min(1024, vocabulary), device=model.device)
+    return float(model.get_input_embeddings()(ids).float().square().mean().sqrt().clamp(min=1e-6))
 
 
 def _optimizer(drafter: RecurrentDrafter, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -161,7 +173,7 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
     model = load_model(
         config.model, dtype=config.dtype, device=accelerator.device, trust_remote_code=config.trust_remote_code
     )
-    target = Target(model.requires_grad_(False))  # refuses a base that could not be served
+    target = Target(model)  # refuses a base that could not be served
     if int(windows.tokens.max()) >= target.vocab_size:
         raise MismatchError(
             f"the tokenizer gives id {int(windows.tokens.max())}, the base knows {target.vocab_size} ids"
@@ -205,14 +217,15 @@ class _HeldOut:
         rows = read_rows([config.validate] if config.validate else config.data)
         chosen = (row for row in rows if row.split == "val" or (config.validate and row.split != "train"))
         room = config.length if target.context is None else min(config.length, target.context - 1)
-        starts = prompts(chosen, tokenizer, config.validate_prompts, room, config.seed)
-        self.target = target
-        self.texts, self.starts = greedy_texts(target, starts, config.validate_tokens)
+        begun = prompts(chosen, tokenizer, config.validate_prompts, room, config.seed)
+        written = zip(*greedy_texts(target, begun, config.validate_tokens), strict=True)
+        stepped = [(text, start) for text, start in written if len(text) > start + 1]  # else it ended at once
+        self.target, self.texts, self.starts = target, [text for text, _ in stepped], [start for _, start in stepped]
 
     def walk(self, drafter: RecurrentDrafter) -> Stats:
         """What `drafter` is worth on them, in the base's dtype, as it will be served."""
         model = self.target.model
-        served = copy.deepcopy(drafter).to(model.device, model.dtype).eval()  # type: ignore[arg-type]
+        served = copy.deepcopy(drafter).to(model.device, model.dtype).eval()
         return walked(served, self.target, self.texts, self.starts, *shape(drafter))
 
 

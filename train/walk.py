@@ -5,7 +5,6 @@ decoding would propose can be made for all positions at once, with decoding's ow
 """
 
 import torch
-from redrafter.train.teacher import Teacher
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
@@ -17,6 +16,7 @@ from redrafter.proposer import RecurrentProposer
 from redrafter.sampling import Sampler
 from redrafter.step import Plain, State
 from redrafter.target import Target
+from redrafter.train.teacher import Teacher
 from redrafter.verify import accept
 
 __all__ = ["greedy_texts", "walked"]

@@ -1,0 +1,99 @@
+"""How fast the boxed pair writes on this machine: one prompt at a time, every way in turn, so that ratios are paired.
+
+    python examples/tiny_pair/speed.py --prompts tests/data/held_out.jsonl --count 20 --threads 2
+
+The bare loop is the least that plain decoding can cost: the model, a `DynamicCache`, an argmax, nothing else.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.utils import logging
+
+from redrafter import ReDrafter, boxed_pair
+from redrafter.checkpoint import load_tokenizer
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt" each')
+parser.add_argument("--count", type=int, default=20, help="prompts, taken evenly from the file (default: %(default)s)")
+parser.add_argument("--new", type=int, default=64, help="tokens written after each (default: %(default)s)")
+parser.add_argument("--budgets", type=int, nargs="+", default=[8, 12, 16, 20, 26], help="node budgets")
+parser.add_argument("--repeats", type=int, default=3, help="runs of each, the best of which counts")
+parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
+parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="(default: %(default)s)")
+args = parser.parse_args()
+torch.set_num_threads(args.threads)
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+tokenizer = load_tokenizer(boxed_pair())
+first = ReDrafter.from_pretrained(boxed_pair())
+engines = {n: ReDrafter.from_pretrained(first.model, first.drafter, node_budget=n) for n in args.budgets}
+rows = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
+prompts = [tokenizer(row, add_special_tokens=False, return_tensors="pt").input_ids for row in rows]
+prompts = prompts[:: max(1, len(prompts) // args.count)][: args.count]
+length = {"max_new_tokens": args.new, "eos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
+how = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {"do_sample": False}
+
+
+@torch.inference_mode()
+def bare(ids: Tensor) -> Tensor:
+    """Greedy, whatever the temperature: the floor of what is compared."""
+    cache, text = DynamicCache(), [ids]
+    logits = first.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    for _ in range(args.new - 1):
+        text.append(logits[:, -1:].argmax(-1))
+        logits = first.model(text[-1], past_key_values=cache, use_cache=True).logits
+    return torch.cat([*text, logits[:, -1:].argmax(-1)], dim=1)
+
+
+def speculative(engine: ReDrafter) -> Callable[[Tensor], Tensor]:
+    def run(ids: Tensor) -> Tensor:
+        out = engine.generate(ids, seed=1, return_dict_in_generate=True, **length, **how)
+        counts[engine.proposer.nodes][0] += out.stats.emitted
+        counts[engine.proposer.nodes][1] += out.stats.steps
+        return out.sequences
+
+    return run
+
+
+counts = {n: [0, 0] for n in engines}
+ways: dict[str, Callable[[Tensor], Tensor]] = {
+    "bare loop": bare,
+    "plain": lambda ids: first.generate(ids, seed=1, speculate=False, **length, **how),
+    "model.generate": lambda ids: first.model.generate(ids, **length, **how),
+}
+ways |= {f"{n} nodes": speculative(engine) for n, engine in engines.items()}
+for run in ways.values():  # warm-up
+    run(prompts[0])
+counts.update({n: [0, 0] for n in engines})
+seconds: dict[str, list[float]] = {name: [] for name in ways}
+differ = 0
+for ids in prompts:
+    texts, taken = {}, {name: [] for name in ways}
+    for _ in range(args.repeats):
+        for name, run in ways.items():
+            began = time.perf_counter()
+            texts[name] = run(ids)
+            taken[name].append(time.perf_counter() - began)
+    for name, times in taken.items():  # the best of the repeats: whatever else the machine did only adds
+        seconds[name].append(min(times))
+    differ += sum(not torch.equal(texts[f"{n} nodes"], texts["plain"]) for n in engines)
+
+print(f"{len(prompts)} prompts x {args.new} tokens, temperature {args.temperature:g}, float32, {args.threads} threads")
+print(f"outputs that differ from plain decoding: {differ}")
+print(f"{'':16s}{'ms/token':>9s}{'tokens/step':>12s}{'x plain':>9s}{'x model.generate':>18s}")
+for name, times in seconds.items():
+    total, plain, stock = sum(times), sum(seconds["plain"]), sum(seconds["model.generate"])
+    emitted, steps = counts[int(name.split()[0])] if name.endswith("nodes") else (1, 1)
+    per_token = 1000 * total / (args.new * len(prompts))
+    print(f"{name:16s}{per_token:9.2f}{emitted / steps:12.2f}{plain / total:9.2f}{stock / total:18.2f}")
+over = statistics.median(p / b for p, b in zip(seconds["plain"], seconds["bare loop"], strict=True))
+print(f"plain decoding over the bare loop, median of paired runs: {over:.3f}")
