@@ -39,6 +39,11 @@ class _Pool:
         if old:
             grown[:, :, :old] = rearrange(self.data, "g (b s) h d -> g b s h d", b=rows)
         self.data = rearrange(grown, "g b s h d -> g (b s) h d")
+        self.slots = self.data.unbind(0)  # G of `[B * S, heads, dim]`, to write to
+
+    def look(self, rows: int, window: int) -> None:
+        """Let attention read the first `window` slots of each row."""
+        self.seen = rearrange(self.data, "g (b s) h d -> g b h s d", b=rows).narrow(3, 0, window).unbind(0)
 
 
 class _Layer(CacheLayerMixin):
@@ -49,26 +54,17 @@ class _Layer(CacheLayerMixin):
     def __init__(self, cache: "RaggedCache", keys: tuple[_Pool, int], values: tuple[_Pool, int]):
         super().__init__()
         self.is_initialized = True
-        self._cache, self._keys, self._values = cache, keys, values
-
-    def bind(self, rows: int) -> None:
-        """Views of the pools: flat ones to write to, and `[B, heads, S, dim]` to read from."""
-        (key_pool, key_index), (value_pool, value_index) = self._keys, self._values
-        self.key_slots, self.value_slots = key_pool.data[key_index], value_pool.data[value_index]
-        self._all = [rearrange(x, "(b s) h d -> b h s d", b=rows) for x in (self.key_slots, self.value_slots)]
-
-    def look(self, window: int) -> None:
-        """Let attention read the first `window` slots."""
-        self.keys, self.values = (slots.narrow(2, 0, window) for slots in self._all)
+        self._cache, self._homes = cache, (keys, values)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: `[B, heads, N, dim]`, one per node."""
+        """key_states, value_states: `[B, heads, N, dim]`, one per node. Returns `[B, heads, S, dim]` each."""
         slots = self._cache.slots(key_states.device)
-        self.key_slots.index_copy_(0, slots, key_states.transpose(1, 2).flatten(0, 1))
-        self.value_slots.index_copy_(0, slots, value_states.transpose(1, 2).flatten(0, 1))
-        return self.keys, self.values  # type: ignore[return-value]
+        for states, (pool, index) in zip((key_states, value_states), self._homes, strict=True):
+            pool.slots[index].index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
+        (keys, k), (values, v) = self._homes
+        return keys.seen[k], values.seen[v]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: shapes are known before the first forward."""
@@ -103,8 +99,7 @@ class RaggedCache(Cache):
         for key, members in groups.items():
             self._pools.append(_Pool(len(members), *key))
             homes |= {member: (self._pools[-1], index) for index, member in enumerate(members)}
-        self._own = [_Layer(self, homes[i, "keys"], homes[i, "values"]) for i in range(len(shapes))]
-        super().__init__(layers=list(self._own))
+        super().__init__(layers=[_Layer(self, homes[i, "keys"], homes[i, "values"]) for i in range(len(shapes))])
         self.rows, self.window, self.committed, self._capacity = rows, 0, 0, 0
 
     def reserve(self, slots: int) -> None:
@@ -128,12 +123,10 @@ class RaggedCache(Cache):
             for pool in self._pools:
                 pool.grow(self.rows, self._capacity, capacity)
             self._capacity, self.window = capacity, 0
-            for layer in self._own:
-                layer.bind(self.rows)
         if window != self.window:
             self.window = window
-            for layer in self._own:
-                layer.look(window)
+            for pool in self._pools:
+                pool.look(self.rows, window)
 
     def address(self, length: Tensor, nodes: int) -> None:
         """Send the next forward's `nodes` nodes to the slots after each row's `length` `[B]`."""

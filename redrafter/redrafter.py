@@ -15,7 +15,7 @@ from redrafter.target import Target
 
 __all__ = ["ReDrafter"]
 
-CPU_NODE_BUDGET = 12  # a node costs arithmetic there: measured best for the boxed pair, see docs/design.md
+CPU_NODE_BUDGET = 12  # a node costs arithmetic there; measured best for the boxed pair, see README.md
 
 
 class ReDrafter(Engine):

@@ -55,7 +55,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1, 1.0),
 }
-_UNLIMITED = 1 << 40
 _NOT_INPUTS = ("inputs_embeds", "past_key_values", "position_ids", "assistant_model", "negative_prompt_ids")
 
 
@@ -154,8 +153,10 @@ def read_request(
     rows, width = input_ids.shape
     length = seen.sum(dim=1)
     _check_context(int(length.max()), target.context)
-    max_length, eos, deadline, others = _read_criteria(criteria)
-    limit = (max_length - (width - length)).clamp(max=target.context)
+    max_length, eos, deadline, others = _read_criteria(criteria, config.max_length)
+    limit = max_length - (width - length)
+    if target.context is not None:
+        limit = limit.clamp(max=target.context)
     own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
     seeds = _row_seeds(seed, rows) if config.do_sample else None
     functions, slow, divisor = _build(processors, width, temperature, rows, target.device)
@@ -231,21 +232,21 @@ def _check_context(longest: int, context: int | None) -> None:
 
 
 def _read_criteria(
-    criteria: StoppingCriteriaList,
+    criteria: StoppingCriteriaList, default: int
 ) -> tuple[int, frozenset[int], float, list[StoppingCriteria]]:
     """Length, EOS and time belong to the loop; the others are asked token by token."""
-    max_length, eos, deadline = _UNLIMITED, frozenset[int](), float("inf")
+    lengths, eos, deadline = list[int](), frozenset[int](), float("inf")
     others = []
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:
-            max_length = min(max_length, criterion.max_length)
+            lengths.append(criterion.max_length)
         elif type(criterion) is EosTokenCriteria:
             eos |= set(criterion.eos_token_id.tolist())
         elif type(criterion) is MaxTimeCriteria:
             deadline = min(deadline, criterion.initial_timestamp + criterion.max_time)
         else:
             others.append(criterion)
-    return max_length, eos, deadline, others
+    return min(lengths, default=default), eos, deadline, others
 
 
 def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:

@@ -22,7 +22,8 @@ def fill(cache, length, nodes, value):
 
 
 def column(cache, layer, row):
-    keys, values = cache.layers[layer].keys, cache.layers[layer].values
+    (keys, k), (values, v) = cache.layers[layer]._homes
+    keys, values = keys.seen[k], values.seen[v]
     assert torch.equal(values[row, :, :, 0], torch.where(keys[row, :, :, 0] == 0, 0, keys[row, :, :, 0] + 0.5))
     return keys[row, 0, :, -1]
 

@@ -8,8 +8,8 @@ __all__ = ["Teacher"]
 
 
 class _NoCache(DynamicCache):
-    """Keeps nothing. Given no cache at all, transformers asks the positions whether several texts are packed into a row,
-    and the host waits for the device to answer."""
+    """Keeps nothing. Given no cache at all, transformers asks the positions whether several texts are packed into a
+    row, and the host waits for the device to answer."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         return key_states, value_states

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from data import prompts, read_rows
 from recipe import Recipe
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from variants import FinalBeams, Uncoupled
 
 from redrafter import Engine, GenerateOutput, RecurrentDrafter
+from redrafter.noise import gumbel
 from redrafter.proposer import RecurrentProposer
 from redrafter.step import Proposer
 from redrafter.target import Target
@@ -70,21 +70,27 @@ class Measure:
         }
 
     def divergences(self, proposer: Proposer, temperature: float) -> dict[str, Any]:
-        """Rows whose tokens differ from plain decoding's, each with the top-two margin (greedy) where they part."""
+        """Rows whose tokens differ from plain decoding's, each with plain decoding's top-two margin where they part:
+        of the scores that are compared there, temperature and noise included."""
         margins = []
+        starts = iter(self.starts)
         plain = self.outputs(proposer, temperature=temperature, speculate=False, logits=True)
         for ours, theirs in zip(self.outputs(proposer, temperature=temperature), plain, strict=True):
-            for row, (a, b) in enumerate(zip(ours.sequences.tolist(), theirs.sequences.tolist(), strict=False)):
-                parted = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+            assert theirs.logits is not None and theirs.stats is not None
+            width = theirs.sequences.shape[1] - len(theirs.logits)
+            for row, (a, b) in enumerate(zip(ours.sequences.tolist(), theirs.sequences.tolist(), strict=True)):
+                position = len(next(starts)["ids"])  # of the first new token
+                parted = next((i for i, (x, y) in enumerate(zip(a[width:], b[width:], strict=False)) if x != y), None)
                 if parted is not None:
-                    column = parted - (theirs.sequences.shape[1] - len(theirs.logits or ()))
-                    margins.append(_margin((theirs.logits or ())[column][row]))
+                    scores = theirs.logits[parted][row].float()
+                    if temperature:
+                        seed = torch.tensor([theirs.stats.seeds[row]], device=scores.device)
+                        at = torch.tensor([[position + parted]], device=scores.device)
+                        ids = torch.arange(len(scores), device=scores.device)
+                        scores = scores / temperature + gumbel(seed, at, ids)[0, 0]
+                    first, second = scores.topk(2).values.tolist()
+                    margins.append(first - second)
         return {"rows": len(self.starts), "diverged": len(margins), "margins": [round(m, 4) for m in margins]}
-
-
-def _margin(logits: Tensor) -> float:
-    first, second = logits.float().topk(2).values.tolist()
-    return first - second
 
 
 def make(recipe: Recipe, into: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from redrafter.checkpoint import load_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt" each')
-parser.add_argument("--count", type=int, default=20, help="prompts, taken evenly from the file (default: %(default)s)")
+parser.add_argument("--count", type=int, default=20, help="prompts, the first of the file (default: %(default)s)")
 parser.add_argument("--new", type=int, default=64, help="tokens written after each (default: %(default)s)")
 parser.add_argument("--budgets", type=int, nargs="+", default=[8, 12, 16, 20, 26], help="node budgets")
 parser.add_argument("--repeats", type=int, default=3, help="runs of each, the best of which counts")
@@ -38,7 +38,7 @@ first = ReDrafter.from_pretrained(boxed_pair())
 engines = {n: ReDrafter.from_pretrained(first.model, first.drafter, node_budget=n) for n in args.budgets}
 rows = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
 prompts = [tokenizer(row, add_special_tokens=False, return_tensors="pt").input_ids for row in rows]
-prompts = prompts[:: max(1, len(prompts) // args.count)][: args.count]
+prompts = prompts[: args.count]
 length = {"max_new_tokens": args.new, "eos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
 how = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {"do_sample": False}
 

@@ -1,0 +1,53 @@
+"""The pair in the box, on prompts that neither model was trained on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from redrafter import ReDrafter, boxed_pair
+from redrafter.checkpoint import load_tokenizer
+
+LINES = (Path(__file__).parent / "data" / "held_out.jsonl").read_text().splitlines()
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return ReDrafter.from_pretrained(boxed_pair(), node_budget=26)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """The 200 prompts, by length, so that a batch holds little padding."""
+    tokenizer = load_tokenizer(boxed_pair())
+    prompts = [tokenizer(json.loads(line)["prompt"], add_special_tokens=False).input_ids for line in LINES]
+    prompts.sort(key=len)
+    return [tokenizer.pad({"input_ids": prompts[i : i + 50]}, return_tensors="pt") for i in range(0, len(prompts), 50)]
+
+
+def test_greedy_text_of_200_held_out_prompts_is_that_of_model_generate(pair, batches):
+    emitted = steps = rows = 0
+    for batch in batches:
+        expected = pair.model.generate(**batch, max_new_tokens=NEW, do_sample=False)
+        out = pair.generate(**batch, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, expected)
+        emitted, steps, rows = emitted + out.stats.emitted, steps + out.stats.steps, rows + len(expected)
+    assert rows == 200
+    assert emitted / steps > 2.5  # 3.06 over 128 new tokens; short texts lose the end of their last step
+
+
+def test_sampled_text_is_that_of_plain_decoding(pair, batches):
+    how = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 7}
+    out = pair.generate(**batches[1], return_dict_in_generate=True, **how)
+    assert torch.equal(out.sequences, pair.generate(**batches[1], speculate=False, **how))
+    assert out.stats.tokens_per_step > 2.0  # 2.49 over 128 new tokens
+
+
+def test_the_box_is_small_and_carries_its_cards():
+    files = [file for file in boxed_pair().rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 16e6
+    for card in (boxed_pair() / "README.md", boxed_pair() / "drafter" / "README.md"):
+        assert "license: apache-2.0" in card.read_text()
+    assert "classic_books" in (boxed_pair() / "README.md").read_text()

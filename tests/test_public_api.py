@@ -1,0 +1,52 @@
+import pkgutil
+import re
+from importlib import import_module
+from pathlib import Path
+
+import redrafter
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_public_names_are_exactly_those_listed():
+    assert sorted(redrafter.__all__) == [
+        "ArgumentError",
+        "CheckpointError",
+        "DrafterConfig",
+        "Engine",
+        "GenerateOutput",
+        "GenerateStats",
+        "MismatchError",
+        "ReDrafter",
+        "ReDrafterError",
+        "RecurrentDrafter",
+        "Stats",
+        "StepStreamer",
+        "UnsupportedError",
+        "__version__",
+        "boxed_pair",
+    ]
+    for name in redrafter.__all__:
+        value = getattr(redrafter, name)
+        assert name == "__version__" or value.__doc__, f"{name} has no docstring"
+
+
+def test_every_module_lists_its_names_and_they_exist():
+    for module in pkgutil.walk_packages(redrafter.__path__, "redrafter."):
+        if module.name.endswith(("__main__", ".version")):
+            continue
+        loaded = import_module(module.name)
+        assert loaded.__doc__, module.name
+        for name in getattr(loaded, "__all__", []):
+            assert hasattr(loaded, name), f"{module.name}.{name}"
+
+
+def test_the_changelog_knows_the_version():
+    assert f"## {redrafter.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_nothing_in_a_step_waits_for_the_device_or_loops_over_rows():
+    """The files that a step runs through, but for building a cache or a target and for a user's own processors."""
+    for name in ("step", "beam", "tree", "mask", "noise", "sampling", "verify", "proposer", "prefixes"):
+        source = (ROOT / "redrafter" / f"{name}.py").read_text()
+        assert not re.search(r"\.item\(|\.tolist\(|\.cpu\(|\.nonzero\(|\bint\(|\bbool\(", source), name

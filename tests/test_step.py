@@ -1,0 +1,55 @@
+"""A step has fixed shapes and never reads a value: shown by running it on tensors that have none."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conftest import tiny_drafter, tiny_model, uneven_batch, with_tree
+from redrafter.sampling import Sampler
+from redrafter.step import Plain, prefill, step
+
+READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique", "aten::item"}
+
+
+class Trace(TorchDispatchMode):
+    """Names and result shapes of every operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen.append((func._schema.name, tuple(out.shape) if isinstance(out, torch.Tensor) else None))
+        return out
+
+
+def run(engine, proposer, seeds, count):
+    ids, mask = uneven_batch(rows=3)
+    length = mask.sum(1)
+    tokens = torch.zeros(3, 60, dtype=torch.long)
+    for row in range(3):
+        tokens[row, : length[row]] = ids[row, mask[row].bool()]
+    sampler = Sampler(seeds, (), torch.ones(3), length, length + 40, torch.arange(engine.target.vocab_size))
+    cache = engine.target.new_cache(3)
+    cache.reserve(60)
+    traces = []
+    with torch.no_grad():
+        state, _ = prefill(tokens, length, int(length.max()), engine.target, cache, sampler)
+        for _ in range(count):
+            with Trace() as trace:
+                state, drawn = step(state, proposer, engine.target, cache, sampler)
+            traces.append((trace.seen, drawn.path.accepted.tolist()))
+    return traces
+
+
+def test_steps_have_the_same_operators_and_shapes_whatever_is_accepted():
+    engine = with_tree(tiny_model("llama"), tiny_drafter(), 4, 3)
+    for proposer in (engine.proposer, Plain()):
+        for seeds in (None, torch.tensor([1, 2, 3])):
+            traces = run(engine, proposer, seeds, count=6)
+            first = traces[0][0]
+            assert len(first) > 100
+            assert all(seen == first for seen, _ in traces)
+            assert not READS & {name for name, _ in first}
+            if seeds is not None and proposer.depth:
+                assert len({tuple(accepted) for _, accepted in traces}) > 1  # or nothing was shown
