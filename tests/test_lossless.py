@@ -12,6 +12,7 @@ from conftest import (
     uneven_batch,
     with_tree,
 )
+from redrafter.noise import gumbel
 
 TREES = [(1, 1), (1, 5), (5, 5), (10, 3)]
 NEW = 24
@@ -159,11 +160,34 @@ def test_generation_to_the_exact_end_of_the_context_works():
 
 def test_a_row_that_overshot_its_limit_stands_still_while_others_go_on(llama):
     ids, mask = uneven_batch()
-    arguments = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
-    expected = llama.generate(ids, attention_mask=mask, **arguments)
-    script = row_texts(expected, mask)
+    new = 1 + 2 * 8 + 1  # the prefill's token, two steps of eight, and one token: the third step overshoots by seven
+    arguments = {"do_sample": False, "eos_token_id": None}
+    longer = llama.generate(ids, attention_mask=mask, max_new_tokens=new + 8, **arguments)
+    expected = longer[:, : ids.shape[1] + new]
+    script = row_texts(longer, mask)
     script[1:] += 37  # the first row is always guessed right, the others never
-    out = scripted_engine(llama, script, 1, 7).generate(ids, mask, return_dict_in_generate=True, **arguments)
+    arguments |= {"max_new_tokens": new, "return_dict_in_generate": True}
+    out = scripted_engine(llama, script, 1, 7).generate(ids, mask, **arguments)
     assert torch.equal(out.sequences, expected)
     steps = [row.steps for row in out.stats.rows]
-    assert steps[0] <= 4 and steps[1:] == [NEW - 1] * 3
+    assert steps == [3] + [new - 1] * 3
+
+
+def test_a_token_is_the_argmax_of_its_scores_and_the_noise_of_its_seed_and_position(llama):
+    ids, mask = uneven_batch(rows=2)
+    out = with_tree(llama, tiny_drafter(), 5, 5).generate(
+        ids,
+        mask,
+        max_new_tokens=NEW,
+        do_sample=True,
+        temperature=0.8,
+        eos_token_id=None,
+        seed=[21, 5],
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    for row, seed in enumerate(out.stats.seeds):
+        positions = int(mask[row].sum()) + torch.arange(NEW)[None]
+        noise = gumbel(torch.tensor([seed]), positions, torch.arange(llama.config.vocab_size))[0]  # [NEW, V]
+        scores = torch.stack([column[row] for column in out.scores])
+        assert torch.equal((scores + noise).argmax(-1), out.sequences[row, ids.shape[1] :])
