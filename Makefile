@@ -7,7 +7,8 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint check format clean
 
 demo: $(READY)
-	$(BIN)/redrafter generate --compare --max-new-tokens 160 "The old man looked at the sea and"
+	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
+		"The old man looked at the sea and"
 
 test: $(READY)
 	$(BIN)/python -m pytest
