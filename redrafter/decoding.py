@@ -100,7 +100,7 @@ def _take(
 def _output(rows: list[_Row], input_ids: Tensor, request: Request) -> Tensor | GenerateOutput:
     width = max(len(row.text) for row in rows)
     new = torch.tensor([row.text + [request.pad_token] * (width - len(row.text)) for row in rows])
-    sequences = torch.cat([input_ids, new.to(input_ids)], dim=1)
+    sequences = torch.cat([input_ids, new.to(input_ids.device)], dim=1)
     if not request.as_dict:
         return sequences
     # transformers annotates these fields more narrowly than what it puts there itself.

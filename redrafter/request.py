@@ -102,7 +102,7 @@ def _refuse_mode(name: str, value: Any) -> None:
 
 def check_inputs(input_ids: Any, mask: Any, target: Target) -> Tensor:
     """Check ids `[B, P]` and their mask. Returns the mask, bool `[B, P]`, left-padded, at least one token in a row."""
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"input_ids must be an integer tensor [batch, length], got {_shown(input_ids)}")
     if input_ids.numel() == 0:
         raise ArgumentError(f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}")
@@ -161,7 +161,7 @@ def read_request(
     seeds = _row_seeds(seed, rows) if config.do_sample else None
     functions, slow, divisor = _build(processors, width, temperature, rows, target.device)
     return Request(
-        prompts=input_ids.gather(1, own_first),
+        prompts=input_ids.long().gather(1, own_first),
         length=length,
         limit=limit,
         eos=eos,

@@ -221,6 +221,11 @@ def test_bad_inputs_are_named(engine):
             engine.generate(ids, mask, **GREEDY)
 
 
+def test_ids_may_be_of_either_integer_width(llama, engine):
+    expected = llama.generate(IDS, attention_mask=MASK, **GREEDY)
+    assert torch.equal(engine.generate(IDS.int(), MASK.bool(), **GREEDY), expected)
+
+
 def test_a_prompt_one_short_of_the_context_writes_one_token(llama, engine):
     ids = torch.full((1, CONTEXT - 1), 5)
     assert engine.generate(ids, max_length=CONTEXT, do_sample=False).shape[1] == CONTEXT
