@@ -87,9 +87,10 @@ def _take(
         drafts = min(accepted, len(new))
         if drafted is not None:
             row.stats.count(drafted, drafts, len(new))
-        if request.want_scores or request.want_logits:
-            nodes = drawn.path.nodes[index, : len(new)]
+        nodes = drawn.path.nodes[index, : len(new)]
+        if request.want_scores:
             row.scores.append(drawn.scores[index, nodes])
+        if request.want_logits:
             row.logits.append(drawn.logits[index, nodes].float())
         if stream is not None:
             stream.put_step(index, new, drafts, row.ended)

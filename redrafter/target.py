@@ -155,8 +155,8 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder; only decoder-only causal LMs can be verified as a tree")
-    stateful = {kind for kind in getattr(config, "layer_types", None) or () if not kind.endswith("attention")}
-    stateful |= {kind for kind in getattr(config, "layer_types", None) or () if "linear" in kind}
+    kinds_of_layers = getattr(config, "layer_types", None) or ()
+    stateful = {kind for kind in kinds_of_layers if "linear" in kind or not kind.endswith("attention")}
     if stateful or getattr(model, "_is_stateful", False):
         kinds = ", ".join(sorted(stateful)) or "recurrent"
         raise UnsupportedError(

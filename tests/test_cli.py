@@ -509,25 +509,21 @@ def test_help_has_an_example(capsys, command):
     assert "example" in out
 
 
-def light(code: str) -> list[str]:
-    """A program that may import the command line's own modules, and what those import, but not the whole library."""
-    package = f"import sys, types; p = types.ModuleType('redrafter'); p.__path__ = {list(redrafter.__path__)!r}; "
-    return [sys.executable, "-c", package + "sys.modules['redrafter'] = p; " + code]
-
-
 def test_help_does_not_wait_for_torch():
-    code = "import atexit; atexit.register(lambda: print('torch' in sys.modules)); from redrafter.cli import main; "
-    done = subprocess.run(light(code + "main(['generate', '--help'])"), capture_output=True, text=True)
+    code = (
+        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); from redrafter.cli import main; "
+    )
+    done = subprocess.run([sys.executable, "-c", code + "main(['generate', '--help'])"], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.endswith("\nFalse\n")
 
 
 def test_a_reader_that_has_left_is_no_error():
-    code = "import redrafter.cli.program as program; program._hush = lambda: None; "
+    code = "import sys; import redrafter.cli.program as program; program._hush = lambda: None; "
     code += "sys.exit(program.guarded(lambda: print('x') or 0))"
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(light(code), stdout=write, stderr=subprocess.PIPE)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
 

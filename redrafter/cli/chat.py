@@ -4,14 +4,13 @@ import argparse
 import contextlib
 import sys
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from redrafter.cli.loading import Pair, Run, Template
 from redrafter.cli.options import GenerationOptions, LoadOptions, read_options
 from redrafter.cli.printer import Printer, use_color
 from redrafter.cli.program import report
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.outputs import Stats
+from redrafter.outputs import GenerateStats, Stats
 
 __all__ = ["History", "run"]
 
@@ -83,29 +82,23 @@ class History:
 class _Totals:
     """How the whole talk went."""
 
-    answers: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    stats: Stats = field(default_factory=Stats)
+    stats: list[Stats] = field(default_factory=list)  # one per answer
 
     def add(self, run: Run) -> None:
-        self.answers += 1
         self.tokens += run.count
         self.seconds += run.seconds
-        mine, new = self.stats, run.stats
-        mine.steps += new.steps
-        mine.accepted += new.accepted
-        mine.emitted += new.emitted
-        depths = zip_longest(mine.accepted_by_depth, new.accepted_by_depth, fillvalue=0)
-        mine.accepted_by_depth = [before + now for before, now in depths]
+        self.stats.append(run.stats)
 
     def __str__(self) -> str:
-        if not self.answers:
+        if not self.stats:
             return "no answers yet"
-        shares = [f"{count / max(self.stats.steps, 1):.2f}" for count in self.stats.accepted_by_depth]
+        total = GenerateStats.of(self.stats, None)
+        shares = [f"{count / max(total.steps, 1):.2f}" for count in total.accepted_by_depth]
         return (
-            f"{self.answers} answers, {self.tokens} tokens in {self.seconds:.2f} s, "
-            f"{self.tokens / self.seconds:.1f} tokens/s, {self.stats.tokens_per_step:.2f} tokens per step"
+            f"{len(self.stats)} answers, {self.tokens} tokens in {self.seconds:.2f} s, "
+            f"{self.tokens / self.seconds:.1f} tokens/s, {total.tokens_per_step:.2f} tokens per step"
             + (f"; share of steps that accepted 1, 2, ... drafts: {' '.join(shares)}" if shares else "")
         )
 
