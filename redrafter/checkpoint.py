@@ -130,7 +130,7 @@ def load_drafter(
         file = cached_file(str(model), SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is None:
             raise CheckpointError(
-                f"{model} has no {SHAPE_FILE}, so it holds no drafter: pass drafter=, or merge one in"
+                f"{model} has no {SHAPE_FILE}, so it holds no drafter: give one, or merge it in (redrafter convert)"
             )
         shape = TreeShape.read(Path(file))
         drafter = RecurrentDrafter.from_pretrained(model, subfolder=DRAFTER_FOLDER, revision=revision)
