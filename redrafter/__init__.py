@@ -9,7 +9,14 @@ more.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, UnsupportedError
+from redrafter.errors import (
+    ArgumentError,
+    CacheFullError,
+    CheckpointError,
+    MismatchError,
+    ReDrafterError,
+    UnsupportedError,
+)
 from redrafter.version import __version__
 
 if TYPE_CHECKING:
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArgumentError",
+    "CacheFullError",
     "CheckpointError",
     "DrafterConfig",
     "Engine",

@@ -4,13 +4,14 @@
     ├── ArgumentError        an argument that cannot be honoured: unknown, out of range, of the wrong shape
     ├── UnsupportedError     a model or a decoding mode that this method cannot serve
     ├── MismatchError        a drafter that was made for another target
-    └── CheckpointError      files that are missing, cut short or not what they claim
+    ├── CheckpointError      files that are missing, cut short or not what they claim
+    └── CacheFullError       more keys and values at once than the memory set aside for them holds
 
 A message says what was wrong, what was found, and what to type instead. The command line prints it on one
 line and exits with code 2.
 """
 
-__all__ = ["ArgumentError", "CheckpointError", "MismatchError", "ReDrafterError", "UnsupportedError"]
+__all__ = ["ArgumentError", "CacheFullError", "CheckpointError", "MismatchError", "ReDrafterError", "UnsupportedError"]
 
 
 class ReDrafterError(Exception):
@@ -31,6 +32,10 @@ class MismatchError(ReDrafterError):
 
 class CheckpointError(ReDrafterError):
     """A checkpoint is missing a file or a tensor, is truncated, or holds what it should not."""
+
+
+class CacheFullError(ReDrafterError):
+    """The paged cache has too few free blocks for a row."""
 
 
 def first_line(error: BaseException) -> str:

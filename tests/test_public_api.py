@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 def test_public_names_are_exactly_those_listed():
     assert sorted(redrafter.__all__) == [
         "ArgumentError",
+        "CacheFullError",
         "CheckpointError",
         "DrafterConfig",
         "Engine",
