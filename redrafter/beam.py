@@ -6,18 +6,20 @@ W beams that survive to the end; the lattice costs the drafter nothing more and 
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from redrafter import kernels
 from redrafter.tree import Tree, keep_best, tree_of
 
-__all__ = ["Expand", "beam_search"]
+__all__ = ["Expand", "beam_search", "pick"]
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]
-"""`expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`: unnormalised log-probabilities, float32, of what may
-follow each beam's last token at search step k. `sources` says which of the previous step's beams each one continues."""
+"""`expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`: unnormalised log-probabilities of what may follow
+each beam's last token at search step k. `sources` says which of the previous step's beams each one continues."""
 
 
 def beam_search(root: Tensor, expand: Expand, *, beams: int, depth: int, nodes: int, ids: Tensor | None = None) -> Tree:
@@ -26,24 +28,40 @@ def beam_search(root: Tensor, expand: Expand, *, beams: int, depth: int, nodes: 
     root: `[B]` int64, the pending token. ids: `[V']` int64, the target's id of each of the proposer's ids; None where
     they are the same.
     """
-    rows, device = root.shape[0], root.device
-    token, score = root[:, None], torch.zeros(rows, 1, device=device)
-    source = beam_node = torch.zeros(rows, 1, dtype=torch.long, device=device)  # beam_node: a beam's end in the tree
-    tokens, parents, scores = [token], [beam_node], [score]
+    rows = len(root)
+    level, first, score, source = _layout(rows, beams, depth, root.device)
+    token = root[:, None]
+    tokens, sources, scores = [token], [source], [score]
     for k in range(depth):
-        log_probs = expand(k, token, source).log_softmax(dim=-1)  # [B, w, V']
-        best, index = log_probs.topk(beams, dim=-1)  # [B, w, W]: the best W pairs are among the best W of each beam
-        total = best + score[:, :, None]
-        score, pair = rearrange(total, "b w n -> b (w n)").topk(beams, dim=-1)  # [B, W]
-        source = pair // beams
-        token = rearrange(index, "b w n -> b (w n)").gather(1, pair)
-        token = token if ids is None else ids[token]
+        score, source, token = pick(expand(k, token, source), score, beams, ids)  # [B, W] each
         tokens.append(token)
-        parents.append(beam_node.gather(1, source))
+        sources.append(source)
         scores.append(score)
-        beam_node = torch.arange(1 + k * beams, 1 + (k + 1) * beams, device=device).expand(rows, beams)
-    node = torch.arange(1 + beams * depth, device=device)
-    lattice = torch.cat(tokens, 1), torch.cat(parents, 1), ((node + beams - 1) // beams).expand(rows, -1)
-    if nodes < len(node):
+    lattice = torch.cat(tokens, 1), torch.cat(sources, 1) + first, level.expand(rows, -1)
+    if nodes < 1 + beams * depth:
         lattice = keep_best(*lattice, torch.cat(scores, 1), nodes)
     return tree_of(*lattice, max_depth=depth)
+
+
+@lru_cache(maxsize=64)
+def _layout(rows: int, beams: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What every search begins with. Of each node, its depth and the node that the previous step's first beam ends in,
+    `[N]` int64; of each row's root, its score and its source, `[B, 1]`. Not to be written to."""
+    level = (torch.arange(1 + beams * depth, device=device) + beams - 1) // beams
+    zero = torch.zeros(rows, 1, device=device)
+    return level, (1 + (level - 2) * beams).clamp_(min=0), zero, zero.long()
+
+
+def pick(scores: Tensor, total: Tensor, wide: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The `wide` = W best pairs of a beam and what follows it.
+
+    scores: `[B, w, V']`, unnormalised log-probabilities. total: `[B, w]` float32, of the beams so far. ids: as in
+    `beam_search`. Returns their cumulative log-probabilities float32, beams and tokens int64, `[B, W]`, best first.
+    """
+    if kernels.TRITON and scores.is_cuda:
+        return kernels.pick(scores, total, wide, ids)
+    log_probs = scores.log_softmax(dim=-1, dtype=torch.float32)
+    best, index = log_probs.topk(wide, dim=-1)  # [B, w, W]: the best W pairs are among the best W of each beam
+    score, pair = rearrange(best + total[:, :, None], "b w n -> b (w n)").topk(wide, dim=-1)  # [B, W]
+    token = rearrange(index, "b w n -> b (w n)").gather(1, pair)
+    return score, pair // wide, token if ids is None else ids[token]

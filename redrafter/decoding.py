@@ -5,16 +5,15 @@ import warnings
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from redrafter.batch import Batch
 from redrafter.outputs import GenerateOutput, GenerateStats, Stats
 from redrafter.request import Request
-from redrafter.step import Drawn, Proposer, State, prefill, step
+from redrafter.step import Drawn
 from redrafter.stopping import cut, first_stop
 from redrafter.streaming import StepStreamer
-from redrafter.target import Target
 
 __all__ = ["decode"]
 
@@ -41,61 +40,58 @@ class _Row:
         return new
 
 
-def decode(
-    target: Target, proposer: Proposer, request: Request, input_ids: Tensor, stream: StepStreamer | None
-) -> Tensor | GenerateOutput:
+def decode(batch: Batch, request: Request, input_ids: Tensor, stream: StepStreamer | None) -> Tensor | GenerateOutput:
     """The loop around `step`. input_ids: `[B, P]` as the caller gave them; the result is laid out on from there."""
     _warn_slow(request)
-    lengths, limits = request.length.tolist(), request.limit.tolist()
-    room = [limit - length for limit, length in zip(limits, lengths, strict=True)]
-    rows = [_Row(*pair, proposer.depth) for pair in zip(input_ids.tolist(), room, strict=True)]
-    longest = max(lengths)
-    # A row's last step may overshoot its limit by K; standing still, it is then drafted for K further.
-    width = max(limits) + 2 * proposer.depth + 1
-    cache = target.new_cache(len(rows))
-    cache.reserve(longest)
-    tokens = pad(request.prompts[:, :longest], (0, width - longest))
-    state, drawn = prefill(tokens, request.length, longest, target, cache, request.sampler)
-    state = _take(rows, state, drawn, request, stream, drafted=None)
-    while not all(row.ended for row in rows) and time.time() < request.deadline:
-        committed = longest + max(len(row.text) for row in rows) - 1
-        if len(rows) == proposer.nodes == 1:
-            cache.reserve_one(committed)
-        else:
-            cache.reserve(committed + proposer.depth + proposer.nodes)  # that overshoot
-        state, drawn = step(state, proposer, target, cache, request.sampler)
-        state = _take(rows, state, drawn, request, stream, drafted=proposer.nodes - 1)
+    lengths, depth, drafted = request.lengths, batch.proposer.depth, batch.proposer.nodes - 1
+    room = [limit - length for limit, length in zip(request.limits, lengths, strict=True)]
+    rows = [_Row(*pair, depth) for pair in zip(input_ids.tolist(), room, strict=True)]
+    try:
+        _take(rows, batch, *batch.prefill(), request, stream, drafted=None)
+        while not all(row.ended for row in rows) and time.time() < request.deadline:
+            longest = max(lengths) + max(len(row.text) for row in rows) - 1
+            _take(rows, batch, *batch.step(longest), request, stream, drafted=drafted)
+    finally:
+        batch.close([row.text for row in rows])
     if stream is not None:
         stream.end()
     return _output(rows, input_ids, request)
 
 
 def _take(
-    rows: list[_Row], state: State, drawn: Drawn, request: Request, stream: StepStreamer | None, *, drafted: int | None
-) -> State:
-    """Write down what a step drew. Returns the state in which rows that have ended stand still.
+    rows: list[_Row],
+    batch: Batch,
+    drawn: Drawn,
+    report: list[list[int]],
+    request: Request,
+    stream: StepStreamer | None,
+    *,
+    drafted: int | None,
+) -> None:
+    """Write down what a step drew; from then on, rows that have ended stand still.
 
-    drafted: drafts verified per row; None for the prefill, which is no step. The only place that reads from the device,
-    once.
+    report: per row its tokens and, last, the accepted length. drafted: drafts verified per row; None for the prefill,
+    which is no step.
     """
-    ended = [row.ended for row in rows]
-    read = torch.cat([drawn.tokens, drawn.path.accepted[:, None]], dim=1).tolist()
-    for index, (row, (*tokens, accepted)) in enumerate(zip(rows, read, strict=True)):
+    ended = False
+    for index, (row, (*tokens, accepted)) in enumerate(zip(rows, report, strict=True)):
         if row.ended:
             continue
         new = row.take(tokens[: accepted + 1], request)
+        ended |= row.ended
         drafts = min(accepted, len(new))
         if drafted is not None:
             row.stats.count(drafted, drafts, len(new))
-        nodes = drawn.path.nodes[index, : len(new)]
-        if request.want_scores:
-            row.scores.append(drawn.scores[index, nodes])
-        if request.want_logits:
-            row.logits.append(drawn.logits[index, nodes].float())
+        if request.want_scores or request.want_logits:
+            nodes = drawn.path.nodes[index, : len(new)]
+            if request.want_scores:
+                row.scores.append(drawn.scores[index, nodes].float())
+            if request.want_logits:
+                row.logits.append(drawn.logits[index, nodes].float())
         if stream is not None:
             stream.put_step(index, new, drafts, row.ended)
-    now = [row.ended for row in rows]
-    return state if now == ended else state.keep(torch.tensor(now, device=state.active.device).logical_not_())
+    if ended:
+        batch.keep([not row.ended for row in rows])
 
 
 def _output(rows: list[_Row], input_ids: Tensor, request: Request) -> Tensor | GenerateOutput:

@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.product import product
 
 __all__ = ["DrafterConfig", "RecurrentDrafter"]
 
@@ -121,6 +122,8 @@ class RecurrentDrafter(PreTrainedModel):
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", ids)
+        self.rnn_joined: Tensor | None
+        self.register_buffer("rnn_joined", None, persistent=False)
         self.post_init()
 
     def step(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,9 +143,23 @@ class RecurrentDrafter(PreTrainedModel):
 
     forward = step
 
+    def join_recurrence(self) -> None:
+        """From now on, until training, compute `W e + U s` as one product, from a copy of both weights: two small ones
+        leave a GPU's memory bus idle half the time."""
+        if self.config.rnn:
+            self.rnn_joined = torch.cat([self.rnn_w.weight, self.rnn_u.weight], dim=1).detach()
+
+    def train(self, mode: bool = True) -> RecurrentDrafter:
+        if mode:
+            self.rnn_joined = None
+        return super().train(mode)
+
     def _recur(self, embedding: Tensor, state: Tensor | None) -> Tensor:
         if not self.config.rnn:
             return embedding if state is None else state + embedding
+        if self.rnn_joined is not None and state is not None:
+            joined = product(torch.cat([embedding, state], dim=-1), self.rnn_joined) + self.rnn_u.bias
+            return silu(joined) if self.config.recurrence == "apple" else joined
         if self.config.recurrence == "trtllm":
             return self.rnn_w(embedding) if state is None else self.rnn_w(embedding) + self.rnn_u(state)
         carried = self.rnn_u.bias if state is None else self.rnn_u(state)

@@ -1,5 +1,6 @@
 """`generate`, as Hugging Face users know it."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,13 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from redrafter.batch import Batch, DenseBatch
+from redrafter.captured import PagedBatch, StepGraphs
 from redrafter.decoding import decode
 from redrafter.errors import ArgumentError
+from redrafter.options import EngineOptions
 from redrafter.outputs import GenerateOutput
-from redrafter.request import Seed, check_arguments, check_inputs, read_request
+from redrafter.request import Request, Seed, check_arguments, check_inputs, read_request
 from redrafter.step import Plain, Proposer
 from redrafter.streaming import ColumnStream, StepStreamer
 from redrafter.target import Target
@@ -24,10 +28,38 @@ Streamer = BaseStreamer | StepStreamer
 
 
 class Engine:
-    """A target and what proposes for it. Holds no state of any request."""
+    """A target and what proposes for it. Of requests it keeps nothing but what makes the next one faster: on a GPU the
+    captured steps, and keys and values of texts that a prompt may begin with again."""
 
-    def __init__(self, target: Target, proposer: Proposer):
-        self.target, self.proposer = target, proposer
+    def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
+        self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
+        self._plain = Plain()
+        self._graphs: StepGraphs | None = None
+        self._warned = False
+
+    def proposer_for(self, rows: int) -> Proposer:
+        """What proposes for a batch of so many rows."""
+        return self.proposer
+
+    def open_batch(self, request: Request, proposer: Proposer) -> Batch:
+        """The rows of a request, to be decoded with a proposer; to be closed."""
+        if self.target.unpacked is None:
+            if self._graphs is None:
+                self._graphs = StepGraphs.on(self.target, self.options)
+            return PagedBatch(self._graphs, proposer, request)
+        if self.target.device.type == "cuda" and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.target.name} is decoded without CUDA graphs, slower: {self.target.unpacked}", stacklevel=6
+            )
+        return DenseBatch(self.target, proposer, request)
+
+    def drop_graphs(self) -> None:
+        """Forget captured steps, and so free what they hold; the next batch captures again. For when no batch is
+        open."""
+        if self._graphs is not None:
+            self._graphs._kept.clear()
+            self._graphs._pool = None  # a pool ends with the last graph in it
 
     @property
     def model(self) -> Any:
@@ -121,13 +153,15 @@ class Engine:
                 logits_processor,
                 stopping_criteria,
                 prepared,
+                options=self.options,
                 seed=seed,
                 temperature=temperature,
             )
             stream: Any = streamer
             if isinstance(streamer, BaseStreamer):
                 stream = ColumnStream(streamer, len(input_ids), request.pad_token)
-            return decode(self.target, self.proposer if speculate else Plain(), request, input_ids, stream)
+            proposer = self.proposer_for(len(request.lengths)) if speculate else self._plain
+            return decode(self.open_batch(request, proposer), request, input_ids, stream)
 
         return custom_generate
 

@@ -11,6 +11,7 @@ constants go to the device in the first call. The exception is `PerNode`, for pr
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import LogitsProcessor
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.prefixes import Prefixes
 
-__all__ = ["PerNode", "Prefixes", "Processor", "row_temperature", "tree_processors"]
+__all__ = ["PerNode", "Prefixes", "Processor", "RowTemperature", "tree_processors"]
 
 
 Processor = Callable[[Tensor, Prefixes], Tensor]
@@ -47,9 +48,14 @@ def tree_processors(processors: Iterable[LogitsProcessor], *, width: int) -> tup
     return built, [p.name for p in built if isinstance(p, PerNode)]
 
 
-def row_temperature(temperature: Tensor) -> Processor:
+@dataclass(frozen=True)
+class RowTemperature:
     """Divide by each row's own temperature, `[B]`."""
-    return lambda scores, prefixes: scores / temperature[:, None, None]
+
+    temperature: Tensor
+
+    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        return scores / self.temperature[:, None, None]
 
 
 class PerNode:

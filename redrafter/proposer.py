@@ -1,8 +1,11 @@
 """The recurrent drafter as a proposer of trees."""
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from redrafter.beam import beam_search
 from redrafter.drafter import RecurrentDrafter
@@ -16,23 +19,46 @@ __all__ = ["RecurrentProposer"]
 
 @dataclass(frozen=True)
 class RecurrentProposer:
-    """Beam search with a drafter's `step`: `beams` = W wide, `depth` = K deep, cut to the `nodes` = N best nodes."""
+    """Beam search with a drafter's `step`: `beams` = W wide, `depth` = K deep, cut to the `nodes` = N best nodes.
+
+    compiled: run the drafter's step as torch.compile makes it, at the cost of some seconds at its first use.
+    """
 
     drafter: RecurrentDrafter
     target: Target
     beams: int
     depth: int
     nodes: int
+    compiled: bool = False
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree:
         carried: Tensor | None = None  # [B, w, D], the recurrence of each beam
         hidden, ids = state.hidden[:, None], self.drafter.draft_ids
+        advance = _compiled_advance() if self.compiled else _advance
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried
-            if carried is not None:
-                carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
-            logits, carried = self.drafter.step(self.target.embed(tokens), carried, hidden)
+            logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, hidden)
             return sampler.draft_scores(logits, noise, k, ids)
 
         return beam_search(state.pending[:, 0], expand, beams=self.beams, depth=self.depth, nodes=self.nodes, ids=ids)
+
+
+def _advance(
+    drafter: RecurrentDrafter,
+    embedding: nn.Module,
+    tokens: Tensor,
+    sources: Tensor,
+    carried: Tensor | None,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One drafter step of every beam, from the recurrence of the beam that it continues. tokens, sources: `[B, w]`;
+    carried: `[B, w', D]`; hidden: `[B, 1, D]`. Returns logits `[B, w, V']` and the new recurrence `[B, w, D]`."""
+    if carried is not None:
+        carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
+    return drafter.step(embedding(tokens), carried, hidden)
+
+
+@cache
+def _compiled_advance() -> Any:
+    return torch.compile(_advance, dynamic=True)

@@ -1,6 +1,7 @@
 """ReDrafter: a Hugging Face model that a recurrent drafter makes write faster."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from transformers import PreTrainedModel
 from redrafter.checkpoint import TreeShape, check_beams, load_drafter, load_model
 from redrafter.drafter import RecurrentDrafter
 from redrafter.engine import Engine
+from redrafter.options import EngineOptions
 from redrafter.proposer import RecurrentProposer
+from redrafter.step import Proposer
 from redrafter.target import Target
+from redrafter.tuning import Tuning, default_nodes, find_tuning
 
 __all__ = ["ReDrafter"]
 
@@ -25,23 +29,37 @@ class ReDrafter(Engine):
     ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
     """
 
-    def __init__(self, target: Target, drafter: RecurrentDrafter, shape: TreeShape | None = None):
-        """shape: what it leaves open comes from the drafter's config; the node budget, from the device."""
+    def __init__(
+        self,
+        target: Target,
+        drafter: RecurrentDrafter,
+        shape: TreeShape | None = None,
+        *,
+        options: EngineOptions | None = None,
+        tuning: Tuning | None = None,
+    ):
+        """shape: what it leaves open comes from the drafter's config; the node budget, from the device and the batch
+        size. tuning: shapes by batch size, in place of `shape`."""
         config = drafter.config
-        shape = (shape or TreeShape()).over(TreeShape(config.draft_beams, config.draft_len_per_beam))
-        beams, depth = shape.num_beams, shape.draft_len_per_beam
-        assert beams is not None and depth is not None
-        check_beams(config, beams)
+        self._default = TreeShape(config.draft_beams, config.draft_len_per_beam)
+        shape = (shape or TreeShape()).over(self._default)
+        depth = shape.draft_len_per_beam
+        assert depth is not None
         if config.trained_draft_len is not None and depth > config.trained_draft_len:
             warnings.warn(
                 f"draft_len_per_beam={depth} is more than the {config.trained_draft_len} steps that the drafter was "
                 "trained for; the further ones will seldom be accepted",
                 stacklevel=3,
             )
-        lattice = 1 + beams * depth
-        budget = shape.node_budget or (CPU_NODE_BUDGET if target.device.type == "cpu" else lattice)
-        self.drafter = drafter
-        super().__init__(target, RecurrentProposer(drafter, target, beams, depth, min(budget, lattice)))
+        self.drafter, self.tuning, self.shape = drafter, tuning, shape
+        self._proposers: dict[tuple[int, int, int], RecurrentProposer] = {}
+        self._compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
+        if target.device.type == "cuda":
+            drafter.join_recurrence()
+        super().__init__(target, self._propose(target, shape), options)
+        for tuned in tuning.shapes.values() if tuning is not None else ():
+            if tuned is not None:
+                self._propose(target, tuned)  # a shape that this drafter cannot have is refused here
 
     @classmethod
     def from_pretrained(
@@ -52,21 +70,53 @@ class ReDrafter(Engine):
         num_beams: int | None = None,
         draft_len_per_beam: int | None = None,
         node_budget: int | None = None,
+        tuning: str | Path | None = "auto",
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
+        kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
+        max_input_len: int | None = EngineOptions.max_input_len,
+        max_seq_len: int | None = EngineOptions.max_seq_len,
+        compile: bool = EngineOptions.compile,
         **model_kwargs: Any,
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
 
         Without `drafter`, `model` is a merged checkpoint, such as `boxed_pair()`. num_beams, draft_len_per_beam: the
-        beam search; from the checkpoint when None. node_budget: nodes verified per step, 1 + beams * length at most
-        (which is the default on a GPU; a CPU verifies fewer). model_kwargs: for `AutoModelForCausalLM`.
+        beam search; from the checkpoint when None. node_budget: nodes verified per step, 1 + beams * length at most;
+        None: as many as suit the device and the batch size. tuning: shapes by batch size, from the file that
+        `redrafter tune` wrote for this pair on this device if there is one ("auto"), from the file at a path, or not
+        at all (None); any of the three before it, where given, wins over all of it. kv_cache_free_gpu_memory_fraction,
+        max_input_len, max_seq_len, compile: see `EngineOptions`. model_kwargs: for `AutoModelForCausalLM`.
 
         Raises `CheckpointError`, `MismatchError`, `UnsupportedError` or `ArgumentError`.
         """
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
+        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **model_kwargs)
         target = Target(loaded)
         drafter, shape = load_drafter(model, drafter, target, model_kwargs.get("revision"))
-        return cls(target, drafter, asked.over(shape))
+        found = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
+        return cls(target, drafter, asked.over(shape), options=options, tuning=found)
+
+    def proposer_for(self, rows: int) -> Proposer:
+        """By the tuning, if there is one; else, on a GPU, by what a forward over so many nodes costs there, unless a
+        node budget was asked for."""
+        shape: TreeShape | None = self.shape
+        if self.tuning is not None:
+            shape = self.tuning.shape_for(rows)
+        elif self.shape.node_budget is None and self.target.device.type == "cuda":
+            nodes = default_nodes(rows, self.proposer.nodes)
+            shape = None if nodes is None else replace(self.shape, node_budget=nodes)
+        return self._plain if shape is None else self._propose(self.target, shape)
+
+    def _propose(self, target: Target, shape: TreeShape) -> RecurrentProposer:
+        """One object per shape, by which captured steps are kept."""
+        shape = shape.over(self._default)
+        beams, depth = shape.num_beams, shape.draft_len_per_beam
+        assert beams is not None and depth is not None
+        check_beams(self.drafter.config, beams)
+        lattice = 1 + beams * depth
+        nodes = min(shape.node_budget or (CPU_NODE_BUDGET if target.device.type == "cpu" else lattice), lattice)
+        new = RecurrentProposer(self.drafter, target, beams, depth, nodes, self._compiled)
+        return self._proposers.setdefault((beams, depth, nodes), new)

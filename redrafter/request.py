@@ -23,7 +23,8 @@ from transformers.generation.stopping_criteria import (
 )
 
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.processors import Processor, row_temperature, tree_processors
+from redrafter.options import EngineOptions
+from redrafter.processors import Processor, RowTemperature, tree_processors
 from redrafter.sampling import Sampler
 from redrafter.target import Target
 
@@ -62,14 +63,16 @@ _NOT_INPUTS = ("inputs_embeds", "past_key_values", "position_ids", "assistant_mo
 class Request:
     """Everything that one decoding needs.
 
-    prompts: `[B, P]` int64, each row's own tokens first. length: `[B]`, how many they are. limit: `[B]`, the most
-    tokens a row may come to. eos: ids that end a row. criteria: what must be asked token by token on the host.
-    deadline: `time.time()` after which no step begins. slow_processors: names of processors that run node by node.
+    prompts: `[B, P]` int64, each row's own tokens first. length: `[B]`, how many they are; lengths: the same on the
+    host. limits: the most tokens that each row may come to. eos: ids that end a row. criteria: what must be asked token
+    by token on the host. deadline: `time.time()` after which no step begins. slow_processors: names of processors that
+    run node by node.
     """
 
     prompts: Tensor
     length: Tensor
-    limit: Tensor
+    lengths: list[int]
+    limits: list[int]
     eos: frozenset[int]
     pad_token: int
     sampler: Sampler
@@ -137,6 +140,7 @@ def read_request(
     criteria: StoppingCriteriaList,
     prepared: Mapping[str, Any],
     *,
+    options: EngineOptions,
     seed: Seed,
     temperature: Any,
 ) -> Request:
@@ -152,18 +156,20 @@ def read_request(
         raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
     rows, width = input_ids.shape
     length = seen.sum(dim=1)
-    _check_context(int(length.max()), target.context)
+    _check_length(int(length.max()), target.context, options)
     max_length, eos, deadline, others = _read_criteria(criteria, config.max_length)
     limit = max_length - (width - length)
-    if target.context is not None:
-        limit = limit.clamp(max=target.context)
+    for most in (target.context, options.max_seq_len):
+        if most is not None:
+            limit = limit.clamp(max=most)
     own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
     seeds = _row_seeds(seed, rows) if config.do_sample else None
     functions, slow, divisor = _build(processors, width, temperature, rows, target.device)
     return Request(
         prompts=input_ids.long().gather(1, own_first),
         length=length,
-        limit=limit,
+        lengths=length.tolist(),
+        limits=limit.tolist(),
         eos=eos,
         pad_token=_pad_token(config, eos),
         sampler=Sampler(
@@ -220,14 +226,23 @@ def _build(
         divisor *= given[place].temperature
     before, slow_before = tree_processors(given[:place], width=width)
     after, slow_after = tree_processors(given[place + 1 :], width=width)
-    return (*before, row_temperature(divisor), *after), slow_before + slow_after, divisor
+    return (*before, RowTemperature(divisor), *after), slow_before + slow_after, divisor
 
 
-def _check_context(longest: int, context: int | None) -> None:
+def _check_length(longest: int, context: int | None, options: EngineOptions) -> None:
     if context is not None and longest >= context:
         raise ArgumentError(
             f"the prompt has {longest} tokens and the target's context is {context}: no room is left to write; "
             "shorten the prompt"
+        )
+    if options.max_input_len is not None and longest > options.max_input_len:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and max_input_len is {options.max_input_len}: shorten it, or raise that"
+        )
+    if options.max_seq_len is not None and longest >= options.max_seq_len:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and max_seq_len is {options.max_seq_len}: no room is left to write; "
+            "shorten it, or raise that"
         )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from redrafter.noise import gumbel
-from redrafter.processors import Prefixes, Processor
+from redrafter.processors import PerNode, Prefixes, Processor
 
 __all__ = ["Sampler"]
 
@@ -27,6 +27,11 @@ class Sampler:
     limit: Tensor
     ids: Tensor
 
+    @property
+    def capturable(self) -> bool:
+        """Whether nothing here runs on the host, so that a step may stand in a CUDA graph."""
+        return not any(isinstance(processor, PerNode) for processor in self.processors)
+
     def noise(self, position: Tensor, count: int) -> Tensor | None:
         """Noise of the tokens at positions `position[b] ... position[b] + count - 1`: `[B, count, V]`, None if
         greedy."""
@@ -35,7 +40,9 @@ class Sampler:
         return gumbel(self.seeds, position[:, None] + torch.arange(count, device=position.device), self.ids)
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Processed logits `[B, N, V]`, float32."""
+        """Processed logits `[B, N, V]`, float32; the logits themselves where an argmax of them is all that is asked."""
+        if self.seeds is None and not self.processors:
+            return logits
         scores = logits.float()
         for processor in self.processors:
             scores = processor(scores, prefixes)
@@ -51,6 +58,6 @@ class Sampler:
         """A drafter's logits `[B, w, V']` at search step `step`, as the target will draw: at its temperature, under its
         noise. Choosing by shared noise changes how often a guess hits and nothing else (Daliri et al. 2024)."""
         if noise is None:
-            return logits.float()
+            return logits
         here = noise[:, step] if ids is None else noise[:, step].index_select(1, ids)  # [B, V']
         return logits.float() / self.temperature[:, None, None] + here[:, None]

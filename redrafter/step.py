@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from redrafter.cache import RaggedCache
+from redrafter.paged import PagedCache
 from redrafter.processors import Prefixes
 from redrafter.sampling import Sampler
 from redrafter.target import Target
@@ -76,8 +77,14 @@ class Drawn:
     logits: Tensor
     scores: Tensor
 
+    def report(self) -> Tensor:
+        """`[B, K+2]` int64: what the host must know, the tokens and the accepted length."""
+        return torch.cat([self.tokens, self.path.accepted[:, None]], dim=1)
 
-def step(state: State, proposer: Proposer, target: Target, cache: RaggedCache, sampler: Sampler) -> tuple[State, Drawn]:
+
+def step(
+    state: State, proposer: Proposer, target: Target, cache: RaggedCache | PagedCache, sampler: Sampler
+) -> tuple[State, Drawn]:
     """Propose a tree, verify it in one forward, let the target draw at every node, keep what it drew itself, commit."""
     noise = sampler.noise(state.length + 1, proposer.depth + 1)  # [B, K+1, V], of the tokens to be drawn
     tree = proposer.propose(state, sampler, noise)  # [B, N]
@@ -91,13 +98,21 @@ def step(state: State, proposer: Proposer, target: Target, cache: RaggedCache, s
 
 
 def prefill(
-    tokens: Tensor, prompt: Tensor, longest: int, target: Target, cache: RaggedCache, sampler: Sampler
+    tokens: Tensor,
+    prompt: Tensor,
+    target: Target,
+    cache: RaggedCache | PagedCache,
+    sampler: Sampler,
+    *,
+    start: Tensor | None = None,
+    new: int,
 ) -> tuple[State, Drawn]:
     """Read the prompts and draw each row's first pending token. Not counted as a step.
 
-    tokens: `[B, T]` int64, each row's prompt and then room to write. prompt: `[B]`, prompt lengths, at most `longest`.
+    tokens: `[B, T]` int64, each row's prompt and then room to write. prompt: `[B]`, prompt lengths. start: `[B]`, how
+    much of them the cache holds already; new: the most that a row has beyond that.
     """
-    logits, hidden = target.prefill(tokens[:, :longest], prompt, cache)  # [B, V], [B, D]
+    logits, hidden = target.prefill(tokens, prompt, cache, start=start, new=new)  # [B, V], [B, D]
     last = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
     tree = chain(last.pending)  # [B, 1]
     scores = sampler.scores(logits[:, None], _prefixes(last, tree, sampler, cache.window))  # [B, 1, V]

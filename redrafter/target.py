@@ -12,14 +12,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from redrafter import kernels
+from redrafter.blocks import BLOCK
 from redrafter.cache import LayerShape, RaggedCache
-from redrafter.errors import UnsupportedError
+from redrafter.errors import UnsupportedError, first_line
 from redrafter.mask import AttentionKind, additive, visible
+from redrafter.packed import PackedForward
+from redrafter.paged import PagedCache, PagedStore
 from redrafter.tree import Tree, chain, tree_of
 
 __all__ = ["Target"]
 
-PREFILL_CHUNK = 512  # prompt tokens per forward; bounds the mask, not the result
+PREFILL_CHUNK = 512  # prompt tokens of a row per forward; bounds the mask, not the result
+PREFILL_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
 ATTENTION = ("eager", "sdpa")  # what takes a 4-D mask
 
 
@@ -28,6 +33,7 @@ class Target:
 
     model: a loaded `PreTrainedModel` with a language-modelling head, in eval mode.
     context: positions the model can tell apart, or None when it names no limit.
+    unpacked: why it cannot be decoded packed, on a paged cache; None when it can.
     Raises `UnsupportedError` for encoder-decoders, recurrent or hybrid layers, attention implementations that take no
     4-D mask, and any model whose tree forward differs from its plain one.
     """
@@ -58,35 +64,52 @@ class Target:
         """The target's own embedding table, `[...]` ids to `[..., D]`: what a drafter's recurrence reads."""
         return self.embedding(tokens)
 
-    def verify(self, tree: Tree, length: Tensor, cache: RaggedCache) -> tuple[Tensor, Tensor]:
+    def verify(self, tree: Tree, length: Tensor, cache: RaggedCache | PagedCache) -> tuple[Tensor, Tensor]:
         """One forward over every node of the tree. length: `[B]`, each row's committed tokens.
 
         Returns logits `[B, N, V]` and the hidden states that the head saw, `[B, N, D]`. Nothing is committed.
         """
         return self._forward(tree, length, cache)
 
-    def prefill(self, prompts: Tensor, length: Tensor, cache: RaggedCache) -> tuple[Tensor, Tensor]:
+    def prefill(
+        self,
+        prompts: Tensor,
+        length: Tensor,
+        cache: RaggedCache | PagedCache,
+        *,
+        start: Tensor | None = None,
+        new: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Read prompts `[B, P]`, right-padded to any ids, of `length` `[B]` tokens, in chunks; a chunk is a chain.
 
+        start: `[B]`, tokens that the cache already holds, fewer than `length`; new: the most that a row has beyond.
         Returns the last prompt token's logits `[B, V]` and hidden `[B, D]`.
         """
-        last = length - 1
+        rows, width = prompts.shape
+        start = torch.zeros_like(length) if start is None else start
+        new = width if new is None else new
+        chunk = max(min(PREFILL_CHUNK, PREFILL_TOKENS // rows), 1)
         logits = hidden = None
-        for start in range(0, prompts.shape[1], PREFILL_CHUNK):
-            piece = chain(prompts[:, start : start + PREFILL_CHUNK])
-            stop = start + piece.tokens.shape[1]
-            here = ((last >= start) & (last < stop))[:, None]  # [B, 1]
-            new = self._forward(piece, torch.full_like(length, start), cache, (last - start).clamp(0, stop - start - 1))
-            new_logits, new_hidden = (x.squeeze(1) for x in new)
+        for offset in range(0, new, chunk):
+            size = min(chunk, new - offset)
+            behind = start + offset  # [B]
+            at = behind[:, None] + torch.arange(size, device=length.device)  # [B, size]
+            piece = chain(prompts.gather(1, at.clamp(max=width - 1)))
+            last = length - 1 - behind  # [B], the node of the last prompt token, if it is here
+            here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
+            found = self._forward(piece, behind, cache, last.clamp(0, size - 1))
+            new_logits, new_hidden = (x.squeeze(1) for x in found)
             logits = new_logits if logits is None else torch.where(here, new_logits, logits)
             hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
         assert logits is not None and hidden is not None, "a prompt has at least one token"
         return logits, hidden
 
     def _forward(
-        self, tree: Tree, length: Tensor, cache: RaggedCache, only: Tensor | None = None
+        self, tree: Tree, length: Tensor, cache: RaggedCache | PagedCache, only: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`only` `[B]`: compute the head at this one node of each row instead of at all of them."""
+        if isinstance(cache, PagedCache):
+            return self.packed(tree, length, cache, only)
         seen: list[Tensor] = []
 
         def tap(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -137,8 +160,18 @@ class Target:
             expected.append(torch.stack([in_b[0], in_a[1], in_b[1], in_a[2], in_b[2], in_b[3]]))
         self.shapes = _layer_shapes(out.past_key_values, self.name)
 
-        cache, length = self.new_cache(2), torch.tensor(lengths, device=self.device)
+        length = torch.tensor(lengths, device=self.device)
+        cache = self.new_cache(2)
         cache.reserve(long + 8)
+        self._try(ids, prompts, length, cache, torch.stack(expected))
+        self.packed = PackedForward(self.model, self.head, self.config, self.context)
+        self.unpacked = self._why_not_packed(ids, prompts, length, torch.stack(expected))
+
+    def _try(
+        self, ids: Tensor, prompts: Tensor, length: Tensor, cache: RaggedCache | PagedCache, expected: Tensor
+    ) -> None:
+        """The small tree on `cache`, after a prefill; raise `UnsupportedError` when it fails or differs."""
+        root, a, b, c, d, e = ids[2 * prompts.shape[1] :][:6]
         tokens = torch.stack([root, a, b, c, d]).expand(2, 5)
         parents, depth = (torch.tensor(x, device=self.device).expand(2, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
         try:
@@ -147,8 +180,26 @@ class Target:
             cache.commit(length, torch.tensor([0, 2, 4], device=self.device).expand(2, 3))
             after, _ = self.verify(chain(e.expand(2, 1)), length + 3, cache)
         except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-            raise UnsupportedError(f"{self.name} cannot run a token tree: {error}") from error
-        _compare(torch.cat([logits, after], dim=1), torch.stack(expected), self.name)
+            raise UnsupportedError(f"{self.name} cannot run a token tree: {first_line(error)}") from error
+        _compare(torch.cat([logits, after], dim=1), expected, self.name)
+
+    def _why_not_packed(self, ids: Tensor, prompts: Tensor, length: Tensor, expected: Tensor) -> str | None:
+        """Why a GPU must decode this model on the dense cache, slower; None when it need not."""
+        if self.device.type != "cuda":
+            return "it is not on a GPU"
+        if len({shape.device for shape in self.shapes}) > 1:
+            return "it is spread over several devices; load it on one with device='cuda'"
+        if not kernels.TRITON:
+            return "Triton is not installed; pip install triton"
+        if any(kind.chunk for kind in self.kinds.values()):
+            return "its layers attend within chunks, which the tree attention kernel does not know"
+        blocks = -(-(prompts.shape[1] + 8) // BLOCK)
+        table = torch.arange(1, 1 + 2 * blocks, dtype=torch.int32, device=self.device).view(2, blocks)
+        try:
+            self._try(ids, prompts, length, PagedCache(PagedStore(self.shapes, 1 + 2 * blocks), table), expected)
+        except UnsupportedError as error:
+            return f"its attention cannot be replaced: {error}"
+        return None
 
 
 def _refuse(model: PreTrainedModel, name: str) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redrafter import kernels
+
 __all__ = ["Tree", "chain", "keep_best", "tree_of"]
 
 
@@ -31,6 +33,8 @@ class Tree:
 
 def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int) -> Tree:
     """Close the parent relation: `ancestors = (I + P)^(2^m)` with `2^m >= max_depth`, by repeated squaring."""
+    if kernels.TRITON and tokens.is_cuda:
+        return Tree(tokens, parents, depth, kernels.ancestors(parents, max_depth))
     nodes = tokens.shape[1]
     eye = torch.eye(nodes, device=tokens.device)
     reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]

@@ -1,16 +1,24 @@
 """Tiny targets of many architectures, and proposers that are right always, never, or at random."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+
+os.environ["REDRAFTER_HOME"] = os.devnull  # no tuning of this machine's own
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch puts off
+
 import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
+from redrafter.captured import StepGraphs, prepare
 from redrafter.checkpoint import TreeShape
+from redrafter.paged import PagedStore
 from redrafter.sampling import Sampler
 from redrafter.step import State
 from redrafter.target import Target
@@ -131,6 +139,15 @@ def row_texts(sequences: Tensor, mask: Tensor) -> Tensor:
 
 def with_tree(model: PreTrainedModel, drafter: RecurrentDrafter, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
     return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes))
+
+
+def paged(engine: Engine, blocks: int = 200) -> Engine:
+    """The engine as it works on a GPU, on a paged cache, with the slow reference of attention."""
+    engine.target.unpacked = None
+    engine._graphs = StepGraphs(engine.target, PagedStore(engine.target.shapes, blocks))
+    with torch.inference_mode():
+        prepare(engine.target, engine._graphs.store, compile=False)
+    return engine
 
 
 def scripted_engine(model: PreTrainedModel, script: Tensor, beams: int, depth: int, offset: int = 0) -> Engine:

@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 
 from redrafter import processors
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.processors import PerNode, Prefixes, row_temperature, tree_processors
+from redrafter.processors import PerNode, Prefixes, RowTemperature, tree_processors
 from redrafter.tree import chain, tree_of
 
 VOCAB, WIDTH = 40, 15
@@ -203,10 +203,10 @@ def test_scores_that_are_nan_or_infinite_become_finite() -> None:
     assert got.isfinite().all() and got[0, 0, 0] == 0
 
 
-def test_a_row_temperature_divides_its_own_row() -> None:
+def test_a_RowTemperature_divides_its_own_row() -> None:
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
     kept = scores.clone()
-    got = row_temperature(torch.tensor([0.5, 1.0, 2.0]))(scores, prefixes)
+    got = RowTemperature(torch.tensor([0.5, 1.0, 2.0]))(scores, prefixes)
     for row, temperature in enumerate([0.5, 1.0, 2.0]):
         torch.testing.assert_close(got[row], kept[row] / temperature)
     assert torch.equal(scores, kept)

@@ -34,7 +34,7 @@ def run(engine, proposer, seeds, count):
     cache.reserve(60)
     traces = []
     with torch.no_grad():
-        state, _ = prefill(tokens, length, int(length.max()), engine.target, cache, sampler)
+        state, _ = prefill(tokens, length, engine.target, cache, sampler, new=int(length.max()))
         for _ in range(count):
             with Trace() as trace:
                 state, drawn = step(state, proposer, engine.target, cache, sampler)

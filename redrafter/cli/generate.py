@@ -19,6 +19,7 @@ from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError
 from redrafter.outputs import Stats
 from redrafter.proposer import RecurrentProposer
+from redrafter.step import Proposer
 from redrafter.version import __version__
 
 __all__ = ["run"]
@@ -80,8 +81,7 @@ class _Job:
 
     def document(self, found: Run, comparison: "_Comparison | None") -> dict[str, Any]:
         """What `--json` prints. Lists have one entry per output row."""
-        proposer, target = self.pair.engine.proposer, self.pair.engine.target
-        assert isinstance(proposer, RecurrentProposer)
+        proposer, target = self.pair.engine.proposer_for(len(self.prompts)), self.pair.engine.target
         return {
             "prompts": self.prompts,
             "texts": [self.pair.tokenizer.decode(row, skip_special_tokens=True) for row in found.tokens],
@@ -93,11 +93,7 @@ class _Job:
             "compare": None if comparison is None else asdict(comparison),
             "model": self.pair.name,
             "drafter": self.pair.drafter_name,
-            "shape": {
-                "num_beams": proposer.beams,
-                "draft_len_per_beam": proposer.depth,
-                "nodes": proposer.nodes,
-            },
+            "shape": _shape(proposer),
             "options": asdict(self.options),
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
@@ -177,6 +173,13 @@ def _speed(run: Run) -> str:
         f"{run.count} tokens in {run.seconds:.2f} s, {run.tokens_per_second:.1f} tokens/s, "
         f"{run.stats.tokens_per_step:.2f} tokens per step"
     )
+
+
+def _shape(proposer: Proposer) -> dict[str, int] | None:
+    """None where a tuning, or the default by batch size, has switched speculation off."""
+    if not isinstance(proposer, RecurrentProposer):
+        return None
+    return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
 
 
 def _stats(stats: Stats) -> dict[str, Any]:

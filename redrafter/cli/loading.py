@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.checkpoint import DRAFTER_FOLDER, boxed_pair, load_tokenizer
 from redrafter.cli.options import GenerationOptions, LoadOptions
 from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.options import EngineOptions
 from redrafter.outputs import GenerateOutput, GenerateStats
 from redrafter.redrafter import ReDrafter
 from redrafter.streaming import StepStreamer
@@ -73,6 +74,8 @@ class Pair:
             dtype=options.dtype,
             device=options.device,
             trust_remote_code=options.trust_remote_code,
+            tuning=None if options.tuning == "none" else options.tuning,
+            **{each.name: getattr(options, each.name) for each in fields(EngineOptions)},
         )
 
     def run(

@@ -6,8 +6,18 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from redrafter.errors import ArgumentError
+from redrafter.options import EngineOptions
 
-__all__ = ["GenerationOptions", "LoadOptions", "add_options", "read_options"]
+__all__ = [
+    "BenchOptions",
+    "GenerationOptions",
+    "LoadOptions",
+    "TuneOptions",
+    "add_options",
+    "integers",
+    "names",
+    "read_options",
+]
 
 T = TypeVar("T")
 
@@ -16,6 +26,11 @@ _METAVARS = {int: "N", float: "X"}
 
 def _option(default: Any, help: str, **argument: Any) -> Any:
     return field(default=default, metadata={"help": help, **argument})
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """ "1,2,4" as numbers."""
+    return tuple(int(number) for number in text.split(","))
 
 
 @dataclass(frozen=True)
@@ -32,12 +47,30 @@ class LoadOptions:
     draft_len_per_beam: int | None = _option(None, "tokens drafted per beam (default: the checkpoint's)", type=int)
     node_budget: int | None = _option(
         None,
-        "drafts verified per step, counting the root (default: the checkpoint's, or what suits the device)",
+        "drafts verified per step, counting the root (default: the checkpoint's, or what suits device and batch size)",
         type=int,
+    )
+    tuning: str = _option(
+        "auto",
+        "shapes by batch size: the file that `redrafter tune` wrote for this pair and device if there is one (auto), "
+        "another FILE, or none; the three flags before this one win over it",
+        metavar="FILE|auto|none",
     )
     dtype: str = _option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"))
     device: str | None = _option(None, "cpu, cuda, cuda:1, ... (default: cpu)")
     trust_remote_code: bool = _option(False, "run the modelling code that comes with the model")
+    kv_cache_free_gpu_memory_fraction: float = _option(
+        EngineOptions.kv_cache_free_gpu_memory_fraction,
+        "of the GPU memory left by the model, the share that keys and values may take",
+        type=float,
+    )
+    max_input_len: int | None = _option(
+        EngineOptions.max_input_len, "longest prompt, in tokens (default: the model's context)", type=int
+    )
+    max_seq_len: int | None = _option(
+        EngineOptions.max_seq_len, "longest text, prompt included (default: the model's context)", type=int
+    )
+    compile: bool = _option(EngineOptions.compile, "do not compile the model for a GPU: slower, but sooner ready")
 
 
 @dataclass(frozen=True)
@@ -70,16 +103,115 @@ class GenerationOptions:
         return self.temperature > 0
 
 
-def add_options(parser: argparse.ArgumentParser, options: type, title: str) -> None:
-    """Add a flag for every field of a dataclass of options. A field that is True by default gets `--no-...`."""
+@dataclass(frozen=True)
+class TuneOptions:
+    """What `redrafter tune` tries, on what, and for how long."""
+
+    prompts: str | None = _option(
+        None,
+        'prompts like those to come: .jsonl with a "text" a line, or one prompt a line (default: a few that ship)',
+        metavar="FILE",
+    )
+    max_new_tokens: int = _option(64, "tokens that each tree writes on from a prompt", type=int)
+    batch_sizes: Sequence[int] | None = _option(
+        None, "rows decoded at once (default: 1,2,4,8,16,32,64; on a CPU 1,2,4)", type=integers, metavar="N,..."
+    )
+    beams: Sequence[int] = _option((1, 3, 5, 10), "beams to try", type=integers, metavar="N,...")
+    lengths: Sequence[int] = _option((3, 5), "draft lengths per beam to try", type=integers, metavar="N,...")
+    temperature: float = _option(0.0, "0 is greedy; above, sample", type=float)
+    seed: int = _option(0, "of the sampling", type=int)
+    seconds: float = _option(300.0, "measure for this long at most; what was measured by then counts", type=float)
+    out: str | None = _option(None, "where to write (default: where from_pretrained looks)", metavar="FILE")
+    plot: str | None = _option(None, "draw it too; needs matplotlib", metavar="FILE.png")
+
+    def __post_init__(self) -> None:
+        for name in ("beams", "lengths", "batch_sizes"):
+            values = getattr(self, name)
+            if values is not None and not (values and all(value >= 1 for value in values)):
+                raise ArgumentError(f"--{name.replace('_', '-')} must be positive numbers, got {_shown(values)}")
+        if self.max_new_tokens < 2:
+            raise ArgumentError(f"--max-new-tokens must be 2 or more, got {self.max_new_tokens}")
+        if not self.temperature >= 0:
+            raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
+        if not 0 <= self.seed < 1 << 62:
+            raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {self.seed}")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """ "a,b" as names."""
+    return tuple(name.strip() for name in text.split(","))
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What `redrafter bench` measures, and against what."""
+
+    prompts: str | None = _option(
+        None, '.jsonl with a "text" a line, or one prompt a line (default: sixteen that ship)', metavar="FILE"
+    )
+    num_prompts: int = _option(8, "rows that each batch size is measured on, at least", type=int)
+    max_new_tokens: int = _option(128, "tokens that each row writes; no token ends a text", type=int)
+    batch_sizes: Sequence[int] = _option((1,), "rows decoded at once", type=integers, metavar="N,...")
+    temperature: float = _option(0.0, "0 is greedy; above, sample", type=float)
+    seed: int = _option(0, "of the sampling", type=int)
+    repeats: int = _option(3, "runs of each, of which the median counts", type=int)
+    context: Sequence[int] = _option(
+        (),
+        "time the parts of a step behind so many tokens too; past the model's context only times mean anything "
+        "(default: the prompts' own alone)",
+        type=integers,
+        metavar="N,...",
+    )
+    against: Sequence[str] = _option(
+        (),
+        "Hugging Face's generate on the same prompts: eager, static (compiled), assisted (default: none)",
+        type=names,
+        metavar="WHICH,...",
+    )
+    assistant_model: str | None = _option(None, "for assisted (default: prompt lookup)", metavar="M")
+    pad_to: str | None = _option(
+        None, "pad a small Llama to a large one's cost, such as llama-3.1-8b, and measure that", metavar="SHAPE"
+    )
+    draft_vocab_sizes: Sequence[int] = _option(
+        (), "time drafting with random heads of so many ids (default: none)", type=integers, metavar="N,..."
+    )
+    plots: str | None = _option(None, "draw the report into this directory; needs matplotlib", metavar="DIR")
+    json: str | None = _option(None, "write the JSON document to a file too, as far as it has come", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        for name in ("batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats"):
+            value = getattr(self, name)
+            if any(number < 1 for number in (value if isinstance(value, tuple) else (value,))):
+                raise ArgumentError(f"--{name.replace('_', '-')} must be positive, got {_shown(value)}")
+        if self.max_new_tokens < 2:
+            raise ArgumentError(f"--max-new-tokens must be 2 or more, got {self.max_new_tokens}")
+        if not self.temperature >= 0:
+            raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
+        if not 0 <= self.seed < 1 << 62:
+            raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {self.seed}")
+
+
+def _shown(default: Any) -> str:
+    return (
+        ",".join(map(str, default))
+        if isinstance(default, tuple)
+        else f"{default:g}"
+        if isinstance(default, float)
+        else str(default)
+    )
+
+
+def add_options(parser: argparse.ArgumentParser, options: type, title: str, *, without: Sequence[str] = ()) -> None:
+    """Add a flag for every field of a dataclass of options, but for those in `without`. A field that is True by
+    default gets `--no-...`."""
     group = parser.add_argument_group(title)
-    for each in fields(options):
+    for each in (each for each in fields(options) if each.name not in without):
         argument = dict(each.metadata)
         negated = each.default is True
         if isinstance(each.default, bool):
             argument["action"] = "store_false" if negated else "store_true"
         elif each.default not in (None, ()):
-            argument["help"] += f" (default: {each.default})"
+            argument["help"] += f" (default: {_shown(each.default)})"
         if argument.get("type") in _METAVARS:
             argument["metavar"] = _METAVARS[argument["type"]]
         flag = ("no-" if negated else "") + each.name.replace("_", "-")

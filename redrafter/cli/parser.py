@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from redrafter.cli.options import GenerationOptions, LoadOptions, add_options
+from redrafter.cli.options import BenchOptions, GenerationOptions, LoadOptions, TuneOptions, add_options
 from redrafter.version import __version__
 
 __all__ = ["Parser", "build_parser"]
@@ -55,6 +55,8 @@ def build_parser() -> Parser:
     _add_generate(commands)
     _add_chat(commands)
     _add_info(commands)
+    _add_tune(commands)
+    _add_bench(commands)
     # These two read their own arguments; see SCRIPTS in the package.
     commands.add_parser("train", help="train a drafter for a model", add_help=False)
     commands.add_parser("convert", help="merge a model and its drafter into one checkpoint", add_help=False)
@@ -116,6 +118,43 @@ def _add_info(commands: Any) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="directory, or hub id that was downloaded before")
     parser.add_argument("--drafter", metavar="D", help="a drafter for MODEL")
     _add_json(parser)
+
+
+def _add_tune(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="measure which tree suits which batch size",
+        description="Measure, on your prompts and this device, how fast trees of several shapes are at several batch\n"
+        "sizes. Prints the best by batch size, or `off` where plain decoding is faster, and writes it where\n"
+        "`from_pretrained` and the other commands find it. It changes how fast a text comes, never the text.",
+        epilog="examples:\n"
+        "  redrafter tune --model my-base --drafter my-drafter --device cuda --prompts my-prompts.jsonl\n"
+        "  redrafter tune --batch-sizes 1,4 --beams 5 --lengths 5 --seconds 60 --plot tuning.png",
+    )
+    _add_json(parser)
+    add_options(parser, TuneOptions, "measuring")
+    add_options(
+        parser,
+        LoadOptions,
+        "loading",
+        without=("num_beams", "draft_len_per_beam", "node_budget", "tuning"),
+    )
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure how fast a pair writes, and where the time goes",
+        description="Plain decoding and speculation in turn on the same prompts: tokens per second by batch size, the\n"
+        "parts of a step beside what moving their bytes takes, whether the tokens are equal, and, if asked for, what\n"
+        "Hugging Face's own generate does. Tables on stdout, one JSON document as its last line; progress on stderr.",
+        epilog="examples:\n"
+        "  redrafter bench --max-new-tokens 64\n"
+        "  redrafter bench --model my-base --drafter my-drafter --device cuda --dtype bfloat16 \\\n"
+        "      --batch-sizes 1,8,64 --against eager,static,assisted --plots plots --json bench.json",
+    )
+    add_options(parser, LoadOptions, "loading")
+    add_options(parser, BenchOptions, "measuring")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

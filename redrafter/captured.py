@@ -1,0 +1,286 @@
+"""Steps captured in CUDA graphs: one launch and one small read each."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redrafter.batch import room
+from redrafter.blocks import BLOCK, Lease
+from redrafter.errors import CacheFullError, first_line
+from redrafter.options import MOST_ROWS, EngineOptions
+from redrafter.paged import PagedCache, PagedStore
+from redrafter.processors import RowTemperature
+from redrafter.request import Request
+from redrafter.sampling import Sampler
+from redrafter.step import Drawn, Proposer, State, prefill, step
+from redrafter.target import Target
+from redrafter.tree import chain
+
+__all__ = ["CapturedStep", "PagedBatch", "StepGraphs", "bucket", "capture", "prepare"]
+
+LONGEST = 32768  # tokens of a text, where nothing says how long texts become
+SHORTEST = 2048  # positions that a kept step has room for at least; longer ones are kept for every power of two
+RECOMPILES = 64  # of one function, before torch.compile gives up on it
+SLACK = 256  # slots of a row beyond its text: the tree, and what a last step overshoots
+
+
+def bucket(rows: int) -> int:
+    """Rows that a step is captured for: the next power of two up to 64, then the next multiple of 64."""
+    return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64
+
+
+def capture(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """`run` as a CUDA graph, after two calls that pay for what only first calls pay for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph
+
+
+class CapturedStep:
+    """One step over buffers that stay where they are: fill them in, replay, read the report.
+
+    state, sampler, cache: the buffers of `rows` rows; a row that is not active stands still on the block that belongs
+    to nobody. drawn: what the last replay drew. graph: None when the step cannot be captured; it then runs as it is.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        blocks: int,
+        width: int,
+        proposer: Proposer,
+        target: Target,
+        store: PagedStore,
+        sampler: Sampler,
+    ):
+        device, hidden = target.device, (rows, target.hidden_size)
+        zeros = lambda *shape: torch.zeros(*shape, dtype=torch.long, device=device)  # noqa: E731
+        self.proposer, self.target, self.sampler = proposer, target, sampler
+        self.cache = PagedCache(store, zeros(rows, blocks).int())
+        self.state = State(
+            zeros(rows, width), zeros(rows), torch.zeros(hidden, dtype=target.dtype, device=device), zeros(rows).bool()
+        )
+        on_gpu = device.type == "cuda"
+        self.host = torch.zeros(rows, proposer.depth + 2, dtype=torch.long, pin_memory=on_gpu)
+        self.done = torch.cuda.Event() if on_gpu else None
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """The step itself, in place."""
+        state, self.drawn = step(self.state, self.proposer, self.target, self.cache, self.sampler)
+        self.state.length.copy_(state.length)
+        self.state.hidden.copy_(state.hidden)
+        self.host.copy_(self.drawn.report(), non_blocking=True)
+
+    def replay(self) -> None:
+        """One step, without waiting for it."""
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+        if self.done is not None:
+            self.done.record()
+
+    def read(self) -> list[list[int]]:
+        """Wait for the step; its report, per row the tokens and the accepted length."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.host.tolist()
+
+    def load(self, state: State, table: Tensor, sampler: Sampler) -> None:
+        """Put a batch into the buffers. Rows past it stand still."""
+        rows = len(state.length)
+        self.state.active.zero_()
+        self.cache.table.zero_()
+        self.cache.table[:rows, : table.shape[1]] = table
+        self.state.length.zero_()
+        for mine, theirs in (
+            (self.state.tokens[:, : state.tokens.shape[1]], state.tokens),
+            (self.state.length, state.length),
+            (self.state.hidden, state.hidden),
+            (self.state.active, state.active),
+            (self.sampler.prompt, sampler.prompt),
+            (self.sampler.limit, sampler.limit),
+            (self.sampler.temperature, sampler.temperature),
+            (self.sampler.seeds, sampler.seeds),
+        ):
+            if mine is not None and theirs is not None:
+                mine[:rows] = theirs
+
+
+class StepGraphs:
+    """Captured steps of one target, kept from request to request, on one paged store."""
+
+    def __init__(self, target: Target, store: PagedStore):
+        self.target, self.store = target, store
+        self._kept: dict[tuple, CapturedStep] = {}
+        self._lent = 0
+        self._capturable = True
+        self._pool: Any = None
+
+    @classmethod
+    def on(cls, target: Target, options: EngineOptions) -> "StepGraphs":
+        """Take memory for keys and values, and compile the target's forward if that is wished."""
+        longest = min(x for x in (target.context, options.max_seq_len, LONGEST) if x is not None)
+        store = PagedStore.in_free_memory(
+            target.shapes,
+            fraction=options.kv_cache_free_gpu_memory_fraction,
+            most=MOST_ROWS * -(-(longest + SLACK) // BLOCK),
+        )
+        prepare(target, store, options.compile)
+        return cls(target, store)
+
+    def borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
+        """A step for `rows` rows of up to `width` positions and a sampler of this kind; to be given back.
+
+        Greedy decoding and sampling at a temperature share their graphs from request to request. Other processors carry
+        a request's own constants: a step is captured for it alone, as it is for requests that run at the same time.
+        """
+        rows = bucket(rows)
+        simple = all(isinstance(p, RowTemperature) for p in sampler.processors)
+        shared = simple and not self._lent
+        if shared:
+            width = max(SHORTEST, 1 << (width - 1).bit_length())
+        key = (rows, width, id(proposer), sampler.seeds is None)
+        step = self._kept.get(key) if shared else None
+        if step is None:
+            blocks = -(-(width + proposer.nodes) // BLOCK)
+            step = CapturedStep(rows, blocks, width, proposer, self.target, self.store, _buffers(sampler, rows, simple))
+            if sampler.capturable and self._capturable and step.done is not None:
+                self._capture(step, self._pool if shared else None)
+            if shared:
+                self._kept[key] = step
+                self._pool = self._pool or (step.graph and step.graph.pool())
+        self._lent += 1
+        return step
+
+    def _capture(self, step: CapturedStep, pool: Any) -> None:
+        try:
+            step.graph = capture(step.run, pool)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._capturable = False
+            torch.cuda.synchronize()
+            warnings.warn(
+                f"{self.target.name} cannot run in a CUDA graph ({first_line(error)}): its steps are launched one by "
+                "one, slower; where it has experts, experts_implementation='batched_mm' at loading may help",
+                stacklevel=2,
+            )
+
+    def give_back(self) -> None:
+        self._lent -= 1
+
+
+@torch.inference_mode()
+def prepare(target: Target, store: PagedStore, compile: bool) -> None:
+    """Merge and compile the forward, on a small tree whose sizes all differ, so that none is taken for another."""
+    zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
+    cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
+    forward = partial(target.verify, chain(zeros), zeros[:, 0], cache)
+    target.packed.merge(forward)
+    target.packed.compile(compile)
+    # The drafter's step is compiled for one row and many, one beam and many, the first step and the others.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
+    try:
+        forward()
+    except Exception as error:
+        target.packed.compile(False)
+        warnings.warn(
+            f"{target.name} cannot be compiled ({first_line(error)}): its steps are captured as they are, slower; "
+            "compile=False avoids this warning",
+            stacklevel=2,
+        )
+
+
+def _buffers(sampler: Sampler, rows: int, shared: bool) -> Sampler:
+    """A sampler of this kind for `rows` rows, over tensors of its own."""
+    device = sampler.temperature.device
+    temperature = torch.ones(rows, device=device)
+    integers = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
+    given = tuple(RowTemperature(temperature) if isinstance(p, RowTemperature) else p for p in sampler.processors)
+    if shared and sampler.seeds is not None:
+        given = (RowTemperature(temperature),)
+    return replace(
+        sampler,
+        seeds=None if sampler.seeds is None else integers[0],
+        prompt=integers[1],
+        limit=integers[2],
+        temperature=temperature,
+        processors=given,
+    )
+
+
+class PagedBatch:
+    """Rows on the paged store of their target, decoded by captured steps; their prompts are read uncaptured."""
+
+    def __init__(self, graphs: StepGraphs, proposer: Proposer, request: Request):
+        self.graphs, self.proposer, self.request = graphs, proposer, request
+        ids = request.prompts.tolist()
+        self.texts = [row[:length] for row, length in zip(ids, request.lengths, strict=True)]
+        self.captured: CapturedStep | None = None
+        self.leases: list[Lease] = []
+        try:
+            for text, limit in zip(self.texts, request.limits, strict=True):
+                self.leases.append(graphs.store.blocks.admit(text, limit + room(proposer) + proposer.nodes))
+        except CacheFullError:
+            self._release()
+            raise
+
+    def prefill(self) -> tuple[Drawn, list[list[int]]]:
+        request, device = self.request, self.graphs.target.device
+        width = max(request.limits) + room(self.proposer)
+        wanted = max(len(lease.blocks) for lease in self.leases)
+        table = torch.tensor([lease.blocks + [0] * (wanted - len(lease.blocks)) for lease in self.leases])
+        table = table.to(device, torch.int32)
+        reused = [lease.reused for lease in self.leases]
+        tokens = torch.nn.functional.pad(request.prompts, (0, max(width - request.prompts.shape[1], 0)))[:, :width]
+        state, drawn = prefill(
+            tokens,
+            request.length,
+            self.graphs.target,
+            PagedCache(self.graphs.store, table),
+            request.sampler,
+            start=torch.tensor(reused, device=device),
+            new=max(length - skip for length, skip in zip(request.lengths, reused, strict=True)),
+        )
+        self._publish(self.texts)
+        self.captured = self.graphs.borrow(len(self.leases), self.proposer, request.sampler, width)
+        self.captured.load(state, table, request.sampler)
+        return drawn, drawn.report().tolist()
+
+    def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
+        assert self.captured is not None, "prefill comes first"
+        self.captured.replay()
+        return self.captured.drawn, self.captured.read()[: len(self.leases)]
+
+    def keep(self, active: Sequence[bool]) -> None:
+        assert self.captured is not None, "prefill comes first"
+        self.captured.state.active[: len(active)] = torch.tensor(active, device=self.graphs.target.device)
+
+    def close(self, texts: Sequence[Sequence[int]]) -> None:
+        # The last token that a row wrote is pending, or was never looked at.
+        self._publish([[*text, *new[:-1]] for text, new in zip(self.texts, texts, strict=True)])
+        self._release()
+        if self.captured is not None:
+            self.graphs.give_back()
+
+    def _publish(self, texts: Sequence[Sequence[int]]) -> None:
+        for lease, text in zip(self.leases, texts, strict=True):
+            self.graphs.store.blocks.publish(lease, text)
+
+    def _release(self) -> None:
+        for lease in self.leases:
+            self.graphs.store.blocks.release(lease)

@@ -1,0 +1,260 @@
+"""Tree attention on a GPU: GQA-native, split along the committed tokens, reading only the live part of the cache.
+
+A program takes one row, one key head, one tile of that head's queries (all nodes of all query heads that share it) and
+one split of the committed tokens; the last split takes the tree instead, straight from the new keys and values, and
+stores them. Splits are merged by log-sum-exp in a second kernel (flash-decoding; Dao et al. 2023).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redrafter.blocks import BLOCK
+from redrafter.kernels.launch import follows_closely
+
+__all__ = ["tree_attention"]
+
+PROGRAMS = 264  # about two for each multiprocessor of a large GPU
+LONG = 4096  # tokens: beyond, larger tiles pay
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _scores(q, k, scale, SOFTCAP: tl.constexpr):
+    """`[M, S]` in units of log 2, so that exp2 serves."""
+    x = tl.dot(q, k, input_precision="ieee")
+    if SOFTCAP > 0:
+        return SOFTCAP * (2 * tl.sigmoid(2 * scale / SOFTCAP * x) - 1) * LOG2E  # tanh
+    return x * (scale * LOG2E)
+
+
+@triton.jit
+def _fold(scores, v, top, total, acc):
+    """One tile of an online softmax."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - anchor[:, None])
+    shrink = tl.exp2(top - anchor)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def _committed(
+    q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE, cache_k, cache_v, head, scale,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of committed tokens; all but the last of a split need no mask."""
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    s = start + tl.arange(0, BLOCK_S)
+    if MASKED:
+        held = s < high
+        page = tl.load(TABLE + s // PAGE, held, 0).to(tl.int64)
+        slot = page * PAGE + s % PAGE
+        k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], held & (dk[:, None] < DK), 0.0)
+        v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, held[:, None] & (dv < DV), 0.0)
+        seen = held[None, :]
+        if WINDOW > 0:
+            seen = seen & (n + depth[:, None] - s[None, :] < WINDOW)
+        x = tl.where(seen, _scores(q, k, scale, SOFTCAP), float("-inf"))
+    else:
+        page = tl.load(TABLE + s // PAGE).to(tl.int64)
+        slot = page * PAGE + s % PAGE
+        k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], dk[:, None] < DK, 0.0)
+        v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, dv < DV, 0.0)
+        x = _scores(q, k, scale, SOFTCAP)
+    return _fold(x, v, top, total, acc)
+
+
+@triton.jit
+def _attend(
+    Q, K, V, KEYS, VALUES, LENGTH, DEPTH, ANCESTORS, TABLE, SINKS, OUT, PART, TOPS,
+    q_token, q_head, k_token, k_head, v_token, v_head, cache_k, cache_v,
+    scale, nodes, blocks, splits, tiles,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
+    FOLLOW: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) // tiles
+    tile = tl.program_id(1) % tiles
+    split = tl.program_id(2)
+    n = tl.load(LENGTH + row).to(tl.int32)
+
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node, q_of = m // GROUP, head * GROUP + m % GROUP
+    live = node < nodes
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    token = row * nodes + node
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
+    depth = tl.load(DEPTH + token, live, 0).to(tl.int32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    # The committed tokens of this split; where there are several, the last has none.
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(n - WINDOW + 1, 0) // BLOCK_S * BLOCK_S
+    share = tl.cdiv(tl.cdiv(n - first, tl.maximum(splits - 1, 1)), BLOCK_S) * BLOCK_S
+    low = first + split * share
+    high = tl.minimum(low + share, n)
+    whole = low + tl.maximum(high - low, 0) // BLOCK_S * BLOCK_S
+    if WINDOW > 0:
+        whole = low
+    for start in range(low, whole, BLOCK_S):
+        top, total, acc = _committed(
+            q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
+            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, SOFTCAP, False,
+        )  # fmt: skip
+    for start in range(whole, high, BLOCK_S):
+        top, total, acc = _committed(
+            q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
+            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, SOFTCAP, True,
+        )  # fmt: skip
+
+    # The tree; its first tile stores it too.
+    if split == splits - 1:
+        for start in range(0, nodes, BLOCK_S):
+            j = start + tl.arange(0, BLOCK_S)
+            held = j < nodes
+            other = row * nodes + j
+            k = tl.load(K + other * k_token + head * k_head + dk[:, None], held & (dk[:, None] < DK), 0.0)
+            v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
+            x = _scores(q, k, scale, SOFTCAP)
+            seen = tl.load(ANCESTORS + token[:, None] * nodes + j, live[:, None] & held, 0) != 0
+            if WINDOW > 0:
+                seen = seen & (depth[:, None] - tl.load(DEPTH + other, held, 0).to(tl.int32) < WINDOW)
+            top, total, acc = _fold(tl.where(seen, x, float("-inf")), v, top, total, acc)
+            if tile == 0:
+                at = n + j
+                inside = held & (at // PAGE < blocks)
+                slot = tl.load(TABLE + row * blocks + at // PAGE, inside, 0).to(tl.int64) * PAGE + at % PAGE
+                tl.store(KEYS + slot * cache_k + head * DK + dk[:, None], k, inside & (dk[:, None] < DK))
+                tl.store(VALUES + slot[:, None] * cache_v + head * DV + dv, v, inside[:, None] & (dv < DV))
+
+    out = token * (HEADS * GROUP) + q_of
+    if SPLIT:
+        place = out * splits + split
+        tl.store(TOPS + place * 2, top, live)
+        tl.store(TOPS + place * 2 + 1, total, live)
+        some = live & (total > 0)
+        tl.store(PART + place[:, None] * DV + dv, acc, some[:, None] & (dv < DV))
+    else:
+        if HAS_SINKS:
+            sink = tl.load(SINKS + q_of, live, 0.0).to(tl.float32) * LOG2E
+            new_top = tl.maximum(top, sink)
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.exp2(sink - new_top)
+            acc = acc * shrink[:, None]
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(OUT + out[:, None] * DV + dv, acc.to(OUT.dtype.element_ty), live[:, None] & (dv < DV))
+
+
+@triton.jit
+def _merge(
+    PART, TOPS, SINKS, OUT, splits, count,
+    QUERY_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, FOLLOW: tl.constexpr,
+):  # fmt: skip
+    out = tl.program_id(0).to(tl.int64)
+    s, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
+    place = out * splits + s
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    live = (s < splits) & (out < count)  # what is past the end is padding
+    top = tl.load(TOPS + place * 2, live, float("-inf"))
+    total = tl.load(TOPS + place * 2 + 1, live, 0.0)
+    best = tl.max(top, 0)
+    if HAS_SINKS:
+        sink = tl.load(SINKS + out % QUERY_HEADS).to(tl.float32) * LOG2E
+        best = tl.maximum(best, sink)
+    weight = tl.where(total > 0, tl.exp2(tl.where(total > 0, top - best, 0.0)), 0.0)
+    part = tl.load(PART + place[:, None] * DV + dv, (total > 0)[:, None] & (dv < DV), 0.0)
+    whole = tl.sum(total * weight, 0)
+    if HAS_SINKS:
+        whole += tl.exp2(sink - best)
+    result = tl.sum(part * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    tl.store(OUT + out * DV + dv, result.to(OUT.dtype.element_ty), dv < DV)
+
+
+def _shape(groups: int, queries: int, blocks: int, small: bool) -> tuple[int, int, int, int, int]:
+    """Queries and keys per tile, splits, warps and stages, for `groups` = rows x key heads of `queries` queries each.
+
+    blocks: width of the table, for how long a row may be. small: whether keys are half precision and at most 128 wide.
+    Measured on an H200; docs/gpu.md has the table.
+    """
+    block_m, warps = max(triton.next_power_of_2(queries), 16), 4
+    long = blocks * BLOCK > LONG
+    if not small:
+        block_m, block_s, stages = min(block_m, 32), 32, 1
+    elif block_m <= 16:
+        block_s, stages = 128 if long else 32, 2
+    elif block_m <= 32:
+        block_s, stages = 64, 3
+    elif long or groups * triton.cdiv(queries, 64) > PROGRAMS // 2:
+        block_m, block_s, stages = min(block_m, 128), 64, 3
+        warps = 8 if block_m == 128 else 4
+    else:
+        block_m, block_s, stages = 64, 32, 2
+    programs = PROGRAMS * 4 // warps  # at a time
+    return block_m, block_s, max(programs // (groups * triton.cdiv(queries, block_m)), 1), warps, stages
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    key_layer: int,
+    values: Tensor,
+    value_layer: int,
+    length: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    table: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`redrafter.attention.tree_attention` on a GPU; the same arguments."""
+    rows = length.shape[0] - 1
+    nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
+    count, query_heads, dk = rows * nodes, query.shape[1], query.shape[2]
+    heads, dv = value.shape[1:]
+    group = query_heads // heads
+    assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
+    half = query.element_size() == 2
+    block_m, block_s, splits, warps, stages = _shape(rows * heads, nodes * group, blocks, half and dk <= 128)
+    tiles = triton.cdiv(nodes * group, block_m)
+    out = query.new_empty(query.shape[0], query_heads, dv)
+    if query.shape[0] > count and splits == 1:
+        out[count:].zero_()
+    part = out if splits == 1 else query.new_empty(count, query_heads, splits, dv, dtype=torch.float32)
+    tops = out if splits == 1 else query.new_empty(count, query_heads, splits, 2, dtype=torch.float32)
+    block_dk, block_dv = (max(triton.next_power_of_2(d), 16) for d in (dk, dv))
+    follow = follows_closely(query.device)
+    k_pool, v_pool = keys[key_layer], values[value_layer]
+    _attend[(rows, heads * tiles, splits)](
+        query, key, value, k_pool, v_pool, length, depth, ancestors, table, sinks, out, part, tops,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        k_pool.stride(0), v_pool.stride(0),
+        scale, nodes, blocks, splits, tiles,
+        HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_S=block_s,
+        PAGE=BLOCK, WINDOW=window, SOFTCAP=softcap, SPLIT=splits > 1, HAS_SINKS=sinks is not None,
+        FOLLOW=follow, launch_pdl=follow, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(query.shape[0] * query_heads,)](
+            part, tops, sinks, out, splits, count * query_heads,
+            QUERY_HEADS=query_heads, DV=dv, BLOCK_DV=block_dv, BLOCK_SPLITS=triton.next_power_of_2(splits),
+            HAS_SINKS=sinks is not None, FOLLOW=follow, launch_pdl=follow, num_warps=1 if block_dv <= 64 else 2,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,38 @@
+"""The ancestors of every node of a tree, by walking up from each."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["ancestors"]
+
+
+@triton.jit
+def _climb(PARENTS, OUT, nodes, levels, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    node = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = node < nodes
+    other = tl.arange(0, WIDTH)
+    tl.store(OUT + (row * nodes + node)[:, None] * nodes + other, 0, live[:, None] & (other < nodes))
+    tl.debug_barrier()
+    at = node.to(tl.int64)
+    for _ in range(levels + 1):
+        tl.store(OUT + (row * nodes + node) * nodes + at, 1, live)
+        at = tl.load(PARENTS + row * nodes + at, live, 0)
+
+
+def ancestors(parents: Tensor, max_depth: int) -> Tensor:
+    """parents: `[B, N]` int64, of nodes at most `max_depth` deep. Returns `[B, N, N]` bool, as `Tree.ancestors`."""
+    rows, nodes = parents.shape
+    out = torch.empty(rows, nodes, nodes, dtype=torch.bool, device=parents.device)
+    _climb[(rows, triton.cdiv(nodes, 32))](
+        parents.contiguous(),
+        out.view(torch.uint8),
+        nodes,
+        max_depth,
+        BLOCK=32,
+        WIDTH=triton.next_power_of_2(nodes),
+        num_warps=1,
+    )
+    return out

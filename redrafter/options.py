@@ -1,0 +1,36 @@
+"""What an engine may use."""
+
+from dataclasses import dataclass
+
+from redrafter.errors import ArgumentError
+
+__all__ = ["MOST_ROWS", "EngineOptions"]
+
+MOST_ROWS = 64  # rows of the longest text that the paged cache has room for, where memory allows
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine may use, whatever it is asked.
+
+    kv_cache_free_gpu_memory_fraction: of the GPU memory that is free at the first request, the share that keys and
+    values may take; no more is taken than `MOST_ROWS` rows of the longest text need. max_input_len: longest prompt;
+    max_seq_len: longest text, prompt included; None: what the model's context allows. compile: compile the model for a
+    GPU, once, in the first request; without it steps are captured all the same, and slower.
+    """
+
+    kv_cache_free_gpu_memory_fraction: float = 0.9
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+    compile: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kv_cache_free_gpu_memory_fraction <= 1:
+            raise ArgumentError(
+                "kv_cache_free_gpu_memory_fraction must be above 0 and at most 1, got "
+                f"{self.kv_cache_free_gpu_memory_fraction!r}"
+            )
+        for name in ("max_input_len", "max_seq_len"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
+                raise ArgumentError(f"{name} must be an integer of 2 or more, got {value!r}")

@@ -1,0 +1,98 @@
+"""The forward of a packed batch: all rows of a tree as one sequence, with tree attention over a paged cache."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from redrafter.attention import ATTENTION_NAME, Plan, tree_attention_forward
+from redrafter.merge import MergedLinears, linear_calls, same_inputs
+from redrafter.paged import PagedCache
+from redrafter.tree import Tree
+
+__all__ = ["PackedForward"]
+
+ALIGN = 8  # tokens; a forward is padded to a multiple, which matrix products like, and which makes it never one token
+
+OPTIONS: dict[str, Any] = {
+    "realize_opcount_threshold": 4,  # what every layer reads, sines and cosines, is computed once and not in each
+    "combo_kernels": True,  # queries and keys are rotated in one launch
+}
+
+AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
+
+
+class PackedForward:
+    """A causal LM's forward over packed trees. Nothing of it stays on the model between calls.
+
+    compiled: whether `compile` was called. One compilation serves every batch and tree, since only the number of tokens
+    varies and that is a dynamic dimension.
+    """
+
+    def __init__(self, model: Any, head: nn.Module, config: Any, context: int | None):
+        self._model, self._head, self._config, self._context = model, head, config, context
+        self._wanted: Any = None  # these two hold something during a call alone
+        self._hidden: Any = None
+        self._run: Any = self._plain
+        self._merged: MergedLinears | None = None
+
+    def __call__(
+        self, tree: Tree, length: Tensor, cache: PagedCache, only: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits `[B, N, V]` and hidden `[B, N, D]`; with `only` `[B]`, at that one node of each row, `[B, 1, ...]`."""
+        rows, nodes = tree.tokens.shape
+        positions = length[:, None] + tree.depth
+        if self._context is not None:
+            positions = positions.clamp(max=self._context - 1)  # what is past the end is never kept
+        wanted = torch.arange(rows * nodes, device=length.device)
+        if only is not None:
+            wanted = wanted.view(rows, nodes).gather(1, only[:, None]).flatten()
+        ids, positions, wanted = _aligned(tree.tokens.flatten()), _aligned(positions.flatten()), _aligned(wanted)
+        plan = cache.plan(tree, length)
+        for x in (ids, positions, wanted, plan.length, plan.depth, plan.ancestors, plan.table):
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        with self._attending(), self._merged or nullcontext():
+            logits, hidden = self._run(ids, positions, wanted, plan)
+        count = rows if only is not None else rows * nodes
+        return logits[:count].view(rows, -1, logits.shape[-1]), hidden[:count].view(rows, -1, hidden.shape[-1])
+
+    def merge(self, forward: Callable[[], object]) -> None:
+        """Watch a forward. From the next call on, linear layers that read the same tensor are one product."""
+        with linear_calls(self._model) as calls:
+            forward()
+        self._merged = MergedLinears(self._model, same_inputs(calls))
+
+    def compile(self, compiled: bool = True) -> None:
+        """From the next call on, run the forward as torch.compile makes it, or as it is."""
+        self._run = torch.compile(self._plain, fullgraph=True, options=OPTIONS) if compiled else self._plain
+
+    def _plain(self, ids: Tensor, positions: Tensor, wanted: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """ids, positions: `[T]`. wanted: `[R]`, tokens to compute the head at. Returns `[R, V]` and `[R, D]`."""
+        self._wanted = wanted
+        out = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan)
+        hidden, self._hidden, self._wanted = self._hidden, None, None
+        return out.logits[0], hidden[0]
+
+    def _tap(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """On the way into the head: leave the tokens that are wanted, and remember them."""
+        self._hidden = args[0][:, self._wanted]
+        return (self._hidden, *args[1:])
+
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        before = self._config._attn_implementation
+        self._config._attn_implementation = ATTENTION_NAME
+        hook = self._head.register_forward_pre_hook(self._tap)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._config._attn_implementation = before
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """`[M]` padded with zeros to a multiple of `ALIGN`."""
+    return torch.nn.functional.pad(x, (0, -len(x) % ALIGN))

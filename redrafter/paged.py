@@ -1,0 +1,91 @@
+"""Keys and values in blocks that any row may hold, so that memory is shared and prefixes are computed once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from redrafter import kernels
+from redrafter.attention import Plan
+from redrafter.blocks import BLOCK, BlockPool
+from redrafter.cache import LayerShape
+from redrafter.errors import CacheFullError
+from redrafter.tree import Tree
+
+__all__ = ["PagedCache", "PagedStore"]
+
+
+class PagedStore:
+    """The memory of one target: pools of `blocks` blocks, and who holds which.
+
+    All layers whose keys or values have one shape share a pool `[G, blocks * BLOCK, heads, dim]`, so that committing a
+    path is one gather and one scatter a pool. Block 0 belongs to nobody: idle rows and padding write there.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], blocks: int):
+        groups: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, str]]] = {}
+        for layer, shape in enumerate(shapes):
+            for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
+                groups.setdefault((shape.heads, dim, shape.dtype, shape.device), []).append((layer, side))
+        self.pools: list[Tensor] = []
+        homes: dict[tuple[int, str], tuple[Tensor, int]] = {}
+        for (heads, dim, dtype, device), members in groups.items():
+            self.pools.append(torch.zeros(len(members), blocks * BLOCK, heads, dim, dtype=dtype, device=device))
+            homes |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
+        self.homes = tuple((*homes[i, "keys"], *homes[i, "values"]) for i in range(len(shapes)))
+        self.blocks = BlockPool(blocks)
+
+    @staticmethod
+    def block_bytes(shapes: Sequence[LayerShape]) -> int:
+        """Bytes of one block over all layers."""
+        return BLOCK * sum(s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in shapes)
+
+    @classmethod
+    def in_free_memory(cls, shapes: Sequence[LayerShape], *, fraction: float, most: int) -> "PagedStore":
+        """At most `most` blocks, in at most `fraction` of the GPU memory that is free now."""
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(shapes[0].device)
+        blocks = min(int(free * fraction) // cls.block_bytes(shapes), most + 1)
+        if blocks < 2:
+            raise CacheFullError(
+                f"{free / 2**30:.2f} GiB of GPU memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
+                "it holds not one block of keys and values: raise it, or free memory"
+            )
+        return cls(shapes, blocks)
+
+
+class PagedCache:
+    """The rows of one batch: a store, and the blocks of each row, `table` `[B, M]` int32, 0 where a row has none.
+
+    What is here has fixed shapes and reads nothing on the host, so it may stand in a CUDA graph.
+    """
+
+    def __init__(self, store: PagedStore, table: Tensor):
+        self.store, self.table = store, table
+        self.window = table.shape[1] * BLOCK
+
+    def plan(self, tree: Tree, length: Tensor) -> Plan:
+        """What attention must know of a forward over `tree` behind `length` `[B]` committed tokens."""
+        return Plan(self.store.homes, *map(_spare, (length, tree.depth, tree.ancestors, self.table)))
+
+    def commit(self, length: Tensor, nodes: Tensor) -> None:
+        """Move the path's keys and values next to the committed ones, as `RaggedCache.commit` does."""
+        if nodes.shape[1] == 1:
+            return  # node 0 already stands where it belongs
+        if kernels.TRITON and length.is_cuda:
+            for pool in self.store.pools:
+                kernels.commit(pool, self.table, length, nodes)
+            return
+        source = self._slots(length[:, None] + nodes)
+        target = self._slots(length[:, None] + torch.arange(nodes.shape[1], device=nodes.device))
+        for pool in self.store.pools:
+            pool.index_copy_(1, target, pool.index_select(1, source))
+
+    def _slots(self, at: Tensor) -> Tensor:
+        """Slots `[B, M']` counted along each row, to flat ones of the pools, `[B * M']`."""
+        return (self.table.gather(1, at // BLOCK) * BLOCK + at % BLOCK).flatten()
+
+
+def _spare(x: Tensor) -> Tensor:
+    """Flat, with one entry more; see `Plan`."""
+    return torch.cat([x.flatten(), x.new_zeros(1)])

@@ -1,0 +1,191 @@
+"""Which tree to search at which batch size, measured on one device for one pair.
+
+`redrafter tune` writes a tuning and `ReDrafter.from_pretrained` picks it up. It is a small JSON document that a person
+may edit; what it says changes how fast a text comes, never the text.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redrafter.captured import bucket
+from redrafter.checkpoint import TreeShape, embedding_norms
+from redrafter.drafter import RecurrentDrafter
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError
+from redrafter.target import Target
+
+__all__ = [
+    "FEWEST_NODES",
+    "FREE_TOKENS",
+    "MOST_TOKENS",
+    "Tuning",
+    "default_nodes",
+    "device_name",
+    "drafter_fingerprint",
+    "find_tuning",
+    "target_fingerprint",
+    "tuning_path",
+]
+
+HOME = "REDRAFTER_HOME"  # environment variable: the directory that tunings are kept in
+
+# Of the default on a GPU that nobody has tuned for. The matrix products of a bf16 8B model on an H200 take, for
+# 1/26/64/128/208/256 tokens at once, 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128 tokens.
+# Past 256 a forward costs twice a plain one, and a tree that small seldom writes two tokens a step.
+FREE_TOKENS = 128
+MOST_TOKENS = 256
+FEWEST_NODES = 4
+
+
+def default_nodes(rows: int, lattice: int) -> int | None:
+    """Nodes per row on a GPU, where nothing was measured; None: speculation would lose, decode plainly."""
+    rows = bucket(rows)
+    if rows * FEWEST_NODES > MOST_TOKENS:
+        return None
+    return min(lattice, max(FREE_TOKENS // rows, FEWEST_NODES))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Tree shapes by batch size, and where they come from.
+
+    shapes: from a batch size to the shape for it; None where speculation loses and is off. device, dtype, target,
+    drafter: what it was measured on, the last two as fingerprints. prompts: name of the file measured with. measured:
+    what was timed, for the record.
+    """
+
+    shapes: Mapping[int, TreeShape | None]
+    device: str
+    dtype: str
+    target: str
+    drafter: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    prompts: str = ""
+    date: str = ""
+    measured: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.shapes:
+            raise ArgumentError("a tuning needs the shape of one batch size at least")
+        for rows in self.shapes:
+            if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+                raise ArgumentError(f"a tuning's batch sizes are positive integers, got {rows!r}")
+
+    def shape_for(self, rows: int) -> TreeShape | None:
+        """The shape of the smallest batch size measured that holds so many rows; of the largest, if none does."""
+        return self.shapes[min((size for size in self.shapes if size >= rows), default=max(self.shapes))]
+
+    def check(self, target: Target, drafter: RecurrentDrafter, name: str) -> None:
+        """Raise `MismatchError`, with both values, when this was measured on anything else. name: its file's."""
+        for what, mine, theirs in (
+            ("device", self.device, device_name(target.device)),
+            ("dtype", self.dtype, _dtype_name(target)),
+            ("target", self.target, target_fingerprint(target)),
+            ("drafter", self.drafter, drafter_fingerprint(drafter)),
+        ):
+            if mine != theirs:
+                raise MismatchError(
+                    f"{name} was measured on another {what}: {mine}, but here it is {theirs}; run `redrafter tune`, or "
+                    "pass tuning=None (--tuning none)"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        shapes = {str(rows): shape and asdict(shape) for rows, shape in sorted(self.shapes.items())}
+        rest = {each.name: getattr(self, each.name) for each in fields(self)}
+        return rest | {"shapes": shapes, "versions": dict(self.versions), "measured": [*map(dict, self.measured)]}
+
+    def write(self, path: str | Path) -> None:
+        """One JSON document; a reader finds the old one or the new one, never a half."""
+        path = Path(path)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+            unfinished.replace(path)
+        except OSError as error:
+            raise ArgumentError(f"cannot write {path}: {error.strerror or error}") from error
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Tuning":
+        """Raises `CheckpointError` when the file cannot be read or is not a tuning."""
+        try:
+            return _from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} is not a tuning: {error}; run `redrafter tune`, or pass tuning=None (--tuning none)"
+            ) from error
+
+
+def _from_dict(document: Any) -> Tuning:
+    """Raises `ValueError` or `TypeError` for what is not a tuning."""
+    if not isinstance(document, dict) or not isinstance(document.get("shapes"), dict):
+        raise TypeError('it must be a JSON object with "shapes" by batch size')
+    shapes = {int(rows): None if shape is None else TreeShape(**shape) for rows, shape in document["shapes"].items()}
+    kinds = {"versions": dict, "measured": list}
+    for name, value in document.items():
+        kind = kinds.get(name, str)
+        if name != "shapes" and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+    if not all(isinstance(row, dict) for row in document.get("measured", ())):
+        raise TypeError("measured must be a list of objects")
+    return Tuning(**(document | {"shapes": shapes, "measured": tuple(document.get("measured", ()))}))
+
+
+def find_tuning(tuning: str | Path | None, target: Target, drafter: RecurrentDrafter) -> Tuning | None:
+    """What `from_pretrained(tuning=...)` means. "auto": the file at `tuning_path`, if there is one."""
+    if tuning is None:
+        return None
+    path = tuning_path(target, drafter) if tuning == "auto" else Path(tuning)
+    if tuning == "auto" and not path.is_file():
+        return None
+    found = Tuning.read(path)
+    found.check(target, drafter, str(path))
+    return found
+
+
+def tuning_path(target: Target, drafter: RecurrentDrafter) -> Path:
+    """Where the tuning of this pair on this device is kept: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
+    home = Path(os.environ.get(HOME) or Path.home() / ".cache" / "redrafter")
+    device = "-".join("".join(c if c.isalnum() else " " for c in device_name(target.device).lower()).split())
+    pair = f"{target_fingerprint(target)}-{drafter_fingerprint(drafter)}"
+    return home / "tuning" / f"{device}-{_dtype_name(target)}-{pair}.json"
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it: "NVIDIA H200", "cpu x86_64"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()}".strip()
+
+
+def target_fingerprint(target: Target) -> str:
+    """Of its sizes and a few norms, which tell it from another model of the same sizes."""
+    layers = getattr(target.config, "num_hidden_layers", None)
+    return _digest([target.hidden_size, target.vocab_size, layers, *_rounded(target.embedding)])
+
+
+def drafter_fingerprint(drafter: RecurrentDrafter) -> str:
+    """The same of a drafter: one that was trained anew is accepted otherwise, and wants a tuning of its own."""
+    config = drafter.config
+    names = ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size")
+    return _digest([*(getattr(config, name) for name in names), *_rounded(drafter.lm_head)])
+
+
+def _rounded(table: Any) -> list[str]:
+    """Two digits, so that the order in which a sum was taken does not show."""
+    return [f"{norm:.1e}" for norm in embedding_norms(table)]
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
+
+
+def _dtype_name(target: Target) -> str:
+    return str(target.dtype).removeprefix("torch.")

@@ -1,0 +1,155 @@
+"""Tree attention: the Triton kernel against the slow reference, in Triton's interpreter where there is no GPU."""
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+pytest.importorskip("triton")
+
+from redrafter.attention import tree_attention  # noqa: E402
+from redrafter.beam import pick  # noqa: E402
+from redrafter.blocks import BLOCK  # noqa: E402
+from redrafter.kernels import ancestors, commit  # noqa: E402
+from redrafter.kernels import pick as kernel_pick  # noqa: E402
+from redrafter.kernels import tree_attention as kernel  # noqa: E402
+from redrafter.kernels.linear import thin_linear  # noqa: E402
+from redrafter.tree import chain, tree_of  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+REFERENCE = tree_attention._init_fn
+
+
+def problem(lengths, nodes, *, heads=2, group=2, dk=16, dv=16, dtype=torch.float32, causal=False, padding=0, layers=2):
+    """Arguments of the operator for rows of `lengths` committed tokens, on shuffled blocks, with random trees."""
+    generator = torch.Generator().manual_seed(len(lengths) * 1000 + nodes)
+    rows, blocks = len(lengths), max(lengths) // BLOCK + nodes // BLOCK + 2
+    order = torch.randperm(rows * blocks, generator=generator) + 1
+    table = order.view(rows, blocks).int()
+    count = rows * nodes + padding
+    random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
+    keys, values = (random(layers, (rows * blocks + 1) * BLOCK, heads, d) for d in (dk, dv))
+    tokens = torch.zeros(rows, nodes, dtype=torch.long)
+    if causal:
+        tree = chain(tokens)
+    else:
+        parents = torch.zeros(rows, nodes, dtype=torch.long)
+        depth = torch.zeros(rows, nodes, dtype=torch.long)
+        for node in range(1, nodes):
+            parents[:, node] = torch.randint(0, node, (rows,), generator=generator)
+            depth[:, node] = depth.gather(1, parents[:, node, None])[:, 0] + 1
+        tree = tree_of(tokens, parents, depth, max_depth=nodes)
+    flat = lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).to(DEVICE)  # noqa: E731
+    return [
+        random(count, heads * group, dk),
+        random(count, heads, dk),
+        random(count, heads, dv),
+        keys,
+        1,
+        values,
+        0,
+        flat(torch.tensor(lengths)),
+        flat(tree.depth),
+        flat(tree.ancestors),
+        flat(table),
+    ]
+
+
+def check(arguments, *, scale=0.3, window=0, softcap=0.0, sinks=None, tolerance=2e-5):
+    """Both write the same cache and return the same; every row that is not a batch's is 0."""
+    other = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+    expected = REFERENCE(*other, scale, window, softcap, sinks)
+    found = kernel(*arguments, scale, window, softcap, sinks)
+    for pool in (3, 5):
+        assert torch.equal(arguments[pool][:, BLOCK:], other[pool][:, BLOCK:])  # block 0 holds what nobody reads
+    assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance), (
+        (found - expected).abs().max()
+    )
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 26])
+@pytest.mark.parametrize("lengths", [[0], [1, 0, 40], [130, 67]])
+def test_kernel_equals_the_reference_on_uneven_rows(lengths, nodes):
+    check(problem(lengths, nodes))
+
+
+@pytest.mark.parametrize(
+    "shape", [dict(heads=1, group=4), dict(heads=3, group=1), dict(dk=24, dv=16), dict(dk=16, dv=40)]
+)
+def test_heads_and_widths_of_any_shape(shape):
+    check(problem([37, 5], 9, **shape))
+
+
+@pytest.mark.parametrize("window", [1, 4, 33])
+def test_a_window_counts_positions_and_not_slots(window):
+    check(problem([90, 3], 12), window=window)
+
+
+def test_softcap_sinks_and_padding():
+    sinks = torch.randn(4, device=DEVICE)
+    check(problem([50, 20], 6, padding=4), softcap=2.0)
+    check(problem([50, 20], 6, padding=4), sinks=sinks)
+    check(problem([50] * 70, 1, heads=2), sinks=sinks)  # so many rows that nothing is split
+
+
+def test_a_prompt_is_a_chain_longer_than_one_tile():
+    check(problem([0, 30], 70, causal=True))
+
+
+def test_many_rows_are_not_split():
+    check(problem([20, 3] * 34, 3), window=5)
+
+
+def test_half_precision():
+    check(problem([130, 7], 26, dtype=torch.bfloat16 if CUDA else torch.float16), tolerance=2e-2)
+
+
+def test_padding_comes_out_as_zero():
+    arguments = problem([5], 3, padding=2)
+    assert kernel(*arguments, 0.3, 0, 0.0, None)[3:].eq(0).all()
+
+
+def test_committing_equals_one_gather_and_scatter():
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randn(3, 20 * BLOCK, 2, 40, generator=generator).to(DEVICE)
+    table = (torch.randperm(19, generator=generator)[:12] + 1).view(3, 4).int().to(DEVICE)
+    length = torch.tensor([0, 13, 30], device=DEVICE)
+    nodes = torch.tensor([[0, 1, 2, 3, 0], [0, 2, 5, 9, 0], [0, 3, 0, 0, 0]], device=DEVICE)
+    slots = lambda at: (table.gather(1, at // BLOCK) * BLOCK + at % BLOCK).flatten()  # noqa: E731
+    expected = pool.clone()
+    to = length[:, None] + torch.arange(5, device=DEVICE)
+    expected[:, slots(to)] = pool[:, slots(length[:, None] + nodes)]
+    commit(pool, table, length, nodes)
+    assert torch.equal(pool, expected)
+
+
+def test_picking_equals_the_reference():
+    generator = torch.Generator().manual_seed(0)
+    for rows, beams, vocab, wide in ((2, 1, 50, 3), (1, 5, 2500, 5), (3, 4, 1024, 10)):
+        scores = torch.randn(rows, beams, vocab, generator=generator).to(DEVICE)
+        total = torch.randn(rows, beams, generator=generator).to(DEVICE)
+        ids = None if rows == 1 else torch.randperm(9000, generator=generator)[:vocab]
+        found = kernel_pick(scores, total, wide, None if ids is None else ids.to(DEVICE))
+        expected = [x.to(DEVICE) for x in pick(scores.cpu(), total.cpu(), wide, ids)]
+        assert torch.allclose(found[0], expected[0], atol=1e-5)
+        assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
+
+
+def test_climbing_equals_squaring():
+    generator = torch.Generator().manual_seed(0)
+    parents = torch.stack([torch.randint(0, max(i, 1), (2,), generator=generator) for i in range(70)], 1)
+    tokens = torch.zeros_like(parents)
+    assert torch.equal(ancestors(parents.to(DEVICE), 69).cpu(), tree_of(tokens, parents, tokens, 69).ancestors)
+
+
+@pytest.mark.parametrize("tokens, features, inner", [(1, 128, 1024), (5, 192, 512), (33, 64, 2048)])
+def test_a_thin_product_equals_the_library(tokens, features, inner):
+    generator = torch.Generator().manual_seed(tokens)
+    dtype = torch.bfloat16 if CUDA else torch.float16
+    x, weight = (torch.randn(n, inner, generator=generator).to(DEVICE, dtype) for n in (tokens, features))
+    for _ in range(2):  # the counts are 0 again
+        found = thin_linear(x, weight)
+        assert torch.allclose(found.float(), x.float() @ weight.float().T, atol=0.2, rtol=5e-3)

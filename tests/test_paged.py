@@ -1,0 +1,178 @@
+"""Decoding on the paged cache, packed: the same tokens as on the dense one, for every architecture that can."""
+
+import gc
+
+import pytest
+import torch
+from test_lossless import PROCESSORS
+
+from conftest import ARCHITECTURES, VOCAB, paged, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
+from redrafter import ArgumentError, CacheFullError, Engine
+from redrafter.attention import ATTENTION_NAME
+from redrafter.merge import linear_calls, same_inputs
+from redrafter.options import EngineOptions
+from redrafter.paged import PagedCache, PagedStore
+from redrafter.step import Plain
+from redrafter.target import Target
+from redrafter.tree import tree_of
+
+NEW = 20
+NOT_PACKED = {"deepseek_v3"}  # keeps something else than keys and values; decoded on the dense cache
+PACKED = [name for name in ARCHITECTURES if name not in NOT_PACKED]
+
+
+@pytest.mark.parametrize("architecture", PACKED)
+def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architecture):
+    model = tiny_model(architecture)
+    target = Target(model)
+    before = {name: module for name, module in model.named_modules()}
+    lengths, table = torch.tensor([9, 6]), torch.tensor([[3, 1], [4, 2]]).int()
+    prompts = (torch.arange(18).view(2, 9) * 7 + 11) % VOCAB
+    parents, depth = torch.tensor([0, 0, 0, 1, 2]).expand(2, 5), torch.tensor([0, 1, 1, 2, 2]).expand(2, 5)
+    tree = tree_of((torch.arange(10).view(2, 5) * 5 + 3) % VOCAB, parents, depth, 2)
+    dense = target.new_cache(2)
+    dense.reserve(32)
+    with torch.inference_mode():
+        target.prefill(prompts, lengths, dense)
+        expected = target.verify(tree, lengths, dense)
+        for _ in range(2):
+            cache = PagedCache(PagedStore(target.shapes, 5), table)
+            target.prefill(prompts, lengths, cache)
+            found = target.verify(tree, lengths, cache)
+            assert all(torch.allclose(f, e, atol=2e-5) for f, e in zip(found, expected, strict=True))
+            target.packed.merge(lambda cache=cache: target.verify(tree, lengths, cache))
+    assert before == dict(model.named_modules())  # what stood in is gone
+    assert model.config._attn_implementation != ATTENTION_NAME
+    assert not target.head._forward_pre_hooks
+
+
+@pytest.mark.parametrize("architecture", PACKED)
+def test_paged_generation_equals_model_generate(architecture):
+    model = tiny_model(architecture)
+    ids, mask = uneven_batch()
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    engine = paged(with_tree(model, tiny_drafter(), 5, 3))
+    for rows in (slice(0, 4), slice(1, 2), slice(0, 3)):
+        alone = model.generate(ids[rows], attention_mask=mask[rows], max_new_tokens=NEW, do_sample=False)
+        for speculate in (True, False):
+            out = engine.generate(ids[rows], mask[rows], max_new_tokens=NEW, do_sample=False, speculate=speculate)
+            assert torch.equal(out, alone)
+    assert expected.shape[0] == 4
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_paged_sampling_draws_what_dense_sampling_draws(llama, name):
+    ids, mask = uneven_batch()
+    arguments = {"max_new_tokens": NEW, "do_sample": True, "seed": 3, "top_k": 0} | PROCESSORS[name]
+    expected = with_tree(llama, tiny_drafter(), 4, 3).generate(ids, mask, speculate=False, **arguments)
+    engine = paged(with_tree(llama, tiny_drafter(), 4, 3))
+    for _ in range(2):  # kept steps serve again
+        assert torch.equal(engine.generate(ids, mask, **arguments), expected)
+    assert torch.equal(engine.generate(ids, mask, speculate=False, **arguments), expected)
+
+
+def test_what_another_request_computed_is_not_computed_again(llama):
+    engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
+    prompt = (torch.arange(1, 50) * 13 % VOCAB)[None]
+    arguments = {"max_new_tokens": 20, "do_sample": False}
+    first = engine.generate(prompt, **arguments)
+    other = torch.cat([first[:, :60], torch.tensor([[5, 6]])], dim=1)
+    expected = llama.generate(other, **arguments)
+    read = []
+    forward = engine.target.packed
+    engine.target.packed = lambda tree, *rest: read.append(tree.tokens.shape[1]) or forward(tree, *rest)
+    assert torch.equal(engine.generate(other, **arguments), expected)
+    assert read[0] == 62 - 48  # three blocks of 16 stood there: of the prompt, and of what was written after it
+    read.clear()
+    assert torch.equal(engine.generate(prompt, **arguments), first)
+    assert read[0] == 1  # 48 of 49
+
+
+def test_right_drafts_are_accepted_and_committed_across_blocks(llama):
+    prompt = (torch.arange(1, 12) * 5 % VOCAB)[None]
+    expected = llama.generate(prompt, max_new_tokens=50, do_sample=False)
+    engine = paged(scripted_engine(llama, expected, 2, 5))
+    out = engine.generate(prompt, max_new_tokens=50, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.tokens_per_step > 5
+
+
+def test_memory_comes_back_whatever_happens(llama):
+    engine = paged(with_tree(llama, tiny_drafter(), 5, 3), blocks=14)
+    pool = engine._graphs.store.blocks
+    ids, mask = uneven_batch()
+    with pytest.raises(CacheFullError, match="kv_cache_free_gpu_memory_fraction"):
+        engine.generate(ids, mask, max_new_tokens=60)
+    assert pool.free == 13
+
+    class Breaks:
+        def put_step(self, *args):
+            raise KeyError("mine")
+
+        def end(self):
+            pass
+
+    with pytest.raises(KeyError):
+        engine.generate(ids[:1], mask[:1], max_new_tokens=10, streamer=Breaks())
+    assert pool.free == 13
+    assert engine._graphs._lent == 0
+    assert engine.generate(ids[:1], mask[:1], max_new_tokens=10).shape == (1, ids.shape[1] + 10)
+
+
+def test_a_request_within_a_request_disturbs_neither(llama):
+    engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
+    ids, mask = uneven_batch()
+    expected = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
+    inner = engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False)
+    found = []
+
+    class Nested:
+        def put_step(self, *args):
+            found.append(engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False))
+
+        def end(self):
+            pass
+
+    assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, streamer=Nested()), expected)
+    assert all(torch.equal(each, inner) for each in found)
+
+
+def test_lengths_have_limits(llama):
+    engine = Engine(Target(llama), Plain(), EngineOptions(max_input_len=12, max_seq_len=20))
+    prompt = torch.arange(3, 14)[None]
+    assert engine.generate(prompt, max_new_tokens=50).shape[1] <= 20
+    with pytest.raises(ArgumentError, match="max_input_len is 12"):
+        engine.generate(torch.arange(3, 16)[None], max_new_tokens=2)
+    for wrong in ({"max_seq_len": 1}, {"max_input_len": "many"}, {"kv_cache_free_gpu_memory_fraction": 0.0}):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            EngineOptions(**wrong)
+
+
+def test_layers_that_read_one_tensor_are_found_without_their_names(llama):
+    with linear_calls(llama) as calls:
+        llama(torch.arange(5)[None])
+    groups = [group for group in same_inputs(calls) if len(group) > 1]
+    assert [[name.rpartition(".")[2] for name in group] for group in groups] == [
+        ["q_proj", "k_proj", "v_proj"],
+        ["gate_proj", "up_proj"],
+    ] * llama.config.num_hidden_layers
+
+
+def test_merged_weights_are_the_models_own_and_can_be_trained_and_saved(llama, tmp_path):
+    model = tiny_model("llama")
+    engine = paged(with_tree(model, tiny_drafter(), 2, 2))
+    q, k = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    prompt = torch.arange(3, 12)[None]
+    before = engine.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    with torch.no_grad():
+        q.mul_(-1)
+    after = engine.generate(prompt + 1, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(after, model.generate(prompt + 1, max_new_tokens=NEW, do_sample=False))
+    model(prompt, labels=prompt).loss.backward()
+    assert q.grad is not None
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    del before, engine
+    gc.collect()
