@@ -1,0 +1,52 @@
+"""The texts that are written on from: a file's, or sixteen that ship with the package.
+
+Those are pieces of public-domain and CC0 sources (books published before 1923, PEPs, EIPs) that the boxed pair was not
+trained on.
+"""
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from redrafter.errors import ArgumentError
+
+__all__ = ["encode", "read_prompts"]
+
+
+def read_prompts(name: str | None) -> list[str]:
+    """From a .jsonl file with a "text" in each line, or a text file with one prompt a line; None: those that ship."""
+    path = Path(str(resources.files("redrafter.bench"))) / "prompts.jsonl" if name is None else Path(name)
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"cannot read prompts from {path}: {error}") from error
+    texts = (
+        [_text(line, f"line {n} of {path}") for n, line in enumerate(lines, 1)] if path.suffix == ".jsonl" else lines
+    )
+    if not texts:
+        raise ArgumentError(f"{path} holds no prompts")
+    return texts
+
+
+def _text(line: str, where: str) -> str:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ArgumentError(f"{where} is not JSON: {error}") from error
+    text = row.get("text", row.get("prompt")) if isinstance(row, dict) else None
+    if not isinstance(text, str) or not text:
+        raise ArgumentError(f'{where} has no "text"')
+    return text
+
+
+def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids. A text that brings its own beginning-of-text token gets no second one."""
+    bos = tokenizer.bos_token
+    own = [bos is not None and text.startswith(bos) for text in texts]
+    ids = [tokenizer(text, add_special_tokens=not has).input_ids for text, has in zip(texts, own, strict=True)]
+    if [] in ids:
+        raise ArgumentError(f"prompt {ids.index([]) + 1} has no tokens")
+    return ids

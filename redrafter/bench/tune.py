@@ -1,0 +1,313 @@
+"""What `redrafter tune` measures: which tree is fastest at which batch size.
+
+Tokens per step do not depend on the batch size, and the time of a step does not depend on which tokens it writes. So
+each tree writes on from the prompts once, and a handful of its steps are timed at each batch size.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from redrafter.checkpoint import TreeShape
+from redrafter.decoding import decode
+from redrafter.errors import ArgumentError, CacheFullError
+from redrafter.outputs import GenerateOutput
+from redrafter.processors import RowTemperature
+from redrafter.proposer import RecurrentProposer
+from redrafter.redrafter import ReDrafter
+from redrafter.request import Request
+from redrafter.sampling import Sampler
+from redrafter.step import Proposer
+
+__all__ = ["Timing", "Tuner", "candidates", "choose", "table"]
+
+BUDGETS = (4, 8, 16)  # and all nodes of the lattice
+MOST_NODES = 1024  # of a batch in one forward: past it a GPU is bound by arithmetic whatever it is
+WARM_UP, STEPS = 2, 10  # of a timing
+WRITING_PROMPTS, WRITING_ROWS = 32, 16  # most prompts that each tree writes on from, and how many at once
+WORTH = 1.03  # times plain decoding, at least: less is noise
+NO_MEMORY = (CacheFullError, torch.OutOfMemoryError)
+BEHIND = 1.05  # a tree that a smaller one beats by this will not catch up in a larger batch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One tree at one batch size; shape None is plain decoding."""
+
+    batch: int
+    shape: TreeShape | None
+    tokens_per_step: float
+    step_ms: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1000 * self.batch * self.tokens_per_step / self.step_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+def candidates(own: RecurrentProposer, beams: Sequence[int], lengths: Sequence[int]) -> list[RecurrentProposer]:
+    """Every lattice at several node budgets: first what the pair is used with now, then from small to large."""
+    vocabulary = own.drafter.config.draft_vocab_size or own.drafter.config.vocab_size
+    found = []
+    for width in (width for width in beams if width <= vocabulary):
+        for depth in lengths:
+            mine, lattice = (width, depth) == (own.beams, own.depth), 1 + width * depth
+            budgets = {*BUDGETS, lattice} | ({own.nodes} if mine else set())
+            nodes = [n for n in sorted(budgets) if n <= lattice]
+            found += [(not mine, n, replace(own, beams=width, depth=depth, nodes=n)) for n in nodes]
+    return [proposer for *_, proposer in sorted(found, key=lambda each: each[:2])]
+
+
+def choose(timings: Sequence[Timing], open_sizes: set[int]) -> dict[int, TreeShape | None]:
+    """The fastest tree by batch size; None where none is worth it. open_sizes: where trees were left out for want of
+    time, so that only what was measured there can be said."""
+    shapes = {}
+    for plain in (timing for timing in timings if timing.shape is None):
+        best = _best(timings, plain.batch)
+        if best is not None or plain.batch not in open_sizes:
+            worth = best is not None and best.tokens_per_second >= WORTH * plain.tokens_per_second
+            shapes[plain.batch] = best.shape if best is not None and worth else None
+    return shapes
+
+
+def _best(timings: Sequence[Timing], batch: int) -> Timing | None:
+    trees = [timing for timing in timings if timing.batch == batch and timing.shape is not None]
+    return max(trees, key=lambda timing: timing.tokens_per_second, default=None)
+
+
+def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> list[dict[str, Any]]:
+    """One row per batch size: the shape chosen, what it did, and plain decoding beside it."""
+    by_key = {(timing.batch, timing.shape): timing for timing in timings}
+    rows = []
+    for batch, shape in sorted(shapes.items()):
+        chosen, plain = by_key[batch, shape], by_key[batch, None]
+        speed, plain_speed = chosen.tokens_per_second, plain.tokens_per_second
+        rows.append(chosen.to_dict() | {"plain_tokens_per_second": plain_speed, "ratio": speed / plain_speed})
+    return rows
+
+
+class Tuner:
+    """Measures, until all is measured or `seconds` are over; plain decoding and one tree are timed in any case.
+
+    prompts: token ids. report: gets a line of progress now and then. timings: what was measured. open_sizes: batch
+    sizes at which something was left out for want of time.
+    """
+
+    def __init__(
+        self,
+        engine: ReDrafter,
+        prompts: Sequence[Sequence[int]],
+        *,
+        batch_sizes: Sequence[int],
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        seconds: float,
+        report: Callable[[str], None],
+    ):
+        self.engine, self.prompts, self.report = engine, prompts, report
+        self.sizes = sorted(set(batch_sizes))
+        self.max_new_tokens, self.temperature, self.seed, self.seconds = max_new_tokens, temperature, seed, seconds
+        known = (engine.target.context, engine.options.max_seq_len)
+        self._longest = min((limit for limit in known if limit is not None), default=1 << 30)
+        self._most_input = engine.options.max_input_len or self._longest
+        self.timings: list[Timing] = []
+        self.open_sizes: set[int] = set()
+        self._rows, self._deadline = WRITING_ROWS, float("inf")
+
+    def run(self, trees: Sequence[RecurrentProposer]) -> None:
+        """Measure trees, in their order."""
+        with _many_shapes(self.engine.target.device):
+            self._run(trees)
+
+    def _run(self, trees: Sequence[RecurrentProposer]) -> None:
+        plainly = self.engine._plain
+        self._step_ms(plainly, 1)  # pays for what only a first request pays for: compiling may take minutes
+        began = time.monotonic()
+        self._deadline = began + self.seconds
+        for plain in self._timed(plainly, None, 1.0, self.sizes, first=True):
+            self.report(f"batch {plain.batch}: plain decoding takes {plain.step_ms:.2f} ms a step")
+        self.sizes = [timing.batch for timing in self.timings]
+        if not self.sizes:
+            raise ArgumentError("not even the smallest batch fits into memory: give shorter --prompts")
+        self._forget()
+        for index, tree in enumerate(trees):
+            shape = TreeShape(tree.beams, tree.depth, tree.nodes)
+            name = f"{index + 1}/{len(trees)}, {tree.beams} x {tree.depth}, {tree.nodes} nodes"
+            if index and self._late():
+                self.open_sizes |= {size for size in self.sizes if size * tree.nodes <= MOST_NODES}
+                continue
+            rate = self._tokens_per_step(tree)
+            timed = self._timed(tree, shape, rate, self._sizes_of(tree), first=not index)
+            times = ", ".join(f"{timing.step_ms:.2f} at {timing.batch}" for timing in timed)
+            done = time.monotonic() - began
+            self.report(f"{name}: {rate:.2f} tokens a step; ms a step: {times or 'not timed'} ({done:.0f} s)")
+            self._forget()
+        if self.open_sizes:
+            self.report(f"{self.seconds:g} seconds are over; not all was measured (--seconds gives more)")
+
+    def _sizes_of(self, tree: RecurrentProposer) -> Iterator[int]:
+        """Batch sizes to time a tree at, from small to large, for as long as nothing cheaper has left it behind."""
+        for size in self.sizes:
+            if size * tree.nodes > MOST_NODES:
+                return
+            yield size
+            if any(self._left_behind(self.timings[-1], other) for other in self.timings):
+                return
+
+    @staticmethod
+    def _left_behind(timing: Timing, other: Timing) -> bool:
+        mine, theirs = (_extents(each.shape) for each in (timing, other))
+        smaller = all(a <= b for a, b in zip(theirs, mine, strict=True))
+        faster = other.tokens_per_second > BEHIND * timing.tokens_per_second
+        return timing.batch == other.batch and smaller and faster
+
+    def _timed(
+        self,
+        proposer: Proposer,
+        shape: TreeShape | None,
+        tokens_per_step: float,
+        sizes: Sequence[int] | Iterator[int],
+        *,
+        first: bool,
+    ) -> list[Timing]:
+        """Time a proposer at batch sizes that rise, until memory or the time is over. first: at one of them anyhow."""
+        found: list[Timing] = []
+        for size in sizes:
+            if self._late() and (found or not first):
+                self.open_sizes |= {each for each in self.sizes if each >= size}
+                break
+            try:
+                step_ms = self._step_ms(proposer, size)
+            except NO_MEMORY:
+                self.report(f"a batch of {size} does not fit into memory")
+                break
+            found.append(Timing(size, shape, tokens_per_step, step_ms))
+            self.timings.append(found[-1])
+        return found
+
+    def _tokens_per_step(self, proposer: Proposer) -> float:
+        """Of texts of `max_new_tokens` after each prompt."""
+        while True:
+            try:
+                return self._write(proposer)
+            except NO_MEMORY:
+                if self._rows == 1:
+                    raise
+            self._rows //= 2
+
+    @torch.inference_mode()
+    def _write(self, proposer: Proposer) -> float:
+        emitted = steps = 0
+        eos = self.engine.model.generation_config.eos_token_id
+        ends = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        prompts = self.prompts[:WRITING_PROMPTS]
+        for start in range(0, len(prompts), self._rows):
+            request = self._request(prompts[start : start + self._rows], self.max_new_tokens, ends)
+            out = decode(self.engine.open_batch(request, proposer), request, request.prompts, None)
+            assert isinstance(out, GenerateOutput) and out.stats is not None
+            emitted, steps = emitted + out.stats.emitted, steps + out.stats.steps
+        return emitted / steps if steps else 1.0
+
+    @torch.inference_mode()
+    def _step_ms(self, proposer: Proposer, size: int) -> float:
+        """Median time of a step, between two moments at which the device stands still."""
+        rows = [self.prompts[row % len(self.prompts)] for row in range(size)]
+        request = self._request(rows, (WARM_UP + STEPS) * (proposer.depth + 1) + 1, frozenset())
+        batch = self.engine.open_batch(request, proposer)
+        committed, times = list(request.lengths), []
+        try:
+            batch.prefill()
+            for _ in range(WARM_UP + STEPS):
+                if any(n + proposer.depth >= limit for n, limit in zip(committed, request.limits, strict=True)):
+                    break  # a context of few tokens
+                self._wait()
+                began = time.perf_counter()
+                _, found = batch.step(max(committed))
+                self._wait()
+                times.append(time.perf_counter() - began)
+                committed = [n + row[-1] + 1 for n, row in zip(committed, found, strict=True)]
+        finally:
+            with suppress(AttributeError):  # of a batch that had no memory to begin with
+                batch.close([[]] * size)
+        if not times:
+            raise ArgumentError(
+                f"the context of {self._longest} tokens has no room for a tree of depth {proposer.depth}"
+            )
+        return 1000 * statistics.median(times[WARM_UP:] or times)
+
+    def _request(self, rows: Sequence[Sequence[int]], new: int, eos: frozenset[int]) -> Request:
+        """`new` tokens after the last of each prompt that fits beside them."""
+        device = self.engine.target.device
+        new = max(min(new, self._longest - 1), 1)
+        most = max(min(self._longest - new, self._most_input), 1)
+        texts = [torch.tensor(row[-most:]) for row in rows]
+        lengths = [len(text) for text in texts]
+        length = torch.tensor(lengths, device=device)
+        limits = [n + new for n in lengths]
+        temperature = torch.full((len(rows),), self.temperature or 1.0, device=device)
+        seeds = [self.seed + row for row in range(len(rows))] if self.temperature else None
+        return Request(
+            prompts=pad_sequence(texts, batch_first=True).to(device),
+            length=length,
+            lengths=lengths,
+            limits=limits,
+            eos=eos,
+            pad_token=0,
+            sampler=Sampler(
+                seeds=None if seeds is None else torch.tensor(seeds, device=device),
+                processors=(RowTemperature(temperature),) if self.temperature else (),
+                temperature=temperature,
+                prompt=length,
+                limit=torch.tensor(limits, device=device),
+                ids=torch.arange(self.engine.target.vocab_size, device=device),
+            ),
+            seeds=seeds,
+            criteria=[],
+            deadline=float("inf"),
+            want_scores=False,
+            want_logits=False,
+            as_dict=True,
+            slow_processors=[],
+        )
+
+    def _late(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def _wait(self) -> None:
+        if self.engine.target.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.target.device)
+
+    def _forget(self) -> None:
+        """Give back what the steps of a tree that is done with hold."""
+        self.engine.drop_graphs()
+        if self.engine.target.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def _many_shapes(device: torch.device) -> Iterator[None]:
+    """Past eight shapes torch.compile gives up on a function, and what is timed after that is not what will run."""
+    if device.type != "cuda":
+        yield
+        return
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+        yield
+
+
+def _extents(shape: TreeShape | None) -> tuple[int, int, int]:
+    """What a step's work grows with."""
+    if shape is None:
+        return 0, 0, 1
+    assert shape.num_beams and shape.draft_len_per_beam and shape.node_budget
+    return shape.num_beams, shape.draft_len_per_beam, shape.node_budget

@@ -1,0 +1,92 @@
+"""`redrafter bench`: from arguments to a pair, a workload and a report."""
+
+import argparse
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from redrafter.bench.facts import facts, head
+from redrafter.bench.pad import SHAPES, describe, pad_drafter, pad_model, unmasked
+from redrafter.bench.plot import check_plots
+from redrafter.bench.prompts import encode, read_prompts
+from redrafter.bench.report import Report
+from redrafter.bench.rivals import check_names
+from redrafter.bench.suite import Plan, run_suite
+from redrafter.bench.workload import Workload
+from redrafter.checkpoint import TreeShape
+from redrafter.cli.loading import Pair
+from redrafter.cli.options import BenchOptions, LoadOptions, read_options
+from redrafter.errors import ArgumentError
+from redrafter.redrafter import ReDrafter
+from redrafter.target import Target
+from redrafter.tuning import find_tuning
+
+__all__ = ["run"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Refuse what cannot be measured, then measure."""
+    options, load = read_options(BenchOptions, args), read_options(LoadOptions, args)
+    check_names(options.against)
+    if options.pad_to is not None and options.pad_to not in SHAPES:
+        raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
+    plots = None if options.plots is None else Path(options.plots)
+    if plots is not None:
+        check_plots(plots)
+    texts = read_prompts(options.prompts)
+    pair = Pair(load) if options.pad_to is None else _padded(load, options.pad_to)
+    work = Workload.of(
+        pair.engine,
+        pair.tokenizer,
+        prompts=encode(texts, pair.tokenizer),
+        num_prompts=options.num_prompts,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+    _check_heads(pair.engine, options)
+    note = None if options.pad_to is None else describe(options.pad_to, Path(pair.name).name)
+    names = {
+        "model": pair.name,
+        "drafter": pair.drafter_name,
+        "padded": note,
+        "prompts": options.prompts or "those that ship",
+    }
+    found = facts(work, names, asdict(load) | asdict(options))
+    report = Report(found, path=None if options.json is None else Path(options.json), note=note)
+    for line in head(found):
+        report.line(line)
+    run_suite(
+        report,
+        work,
+        Plan(
+            batch_sizes=options.batch_sizes,
+            repeats=options.repeats,
+            contexts=options.context,
+            draft_vocab_sizes=options.draft_vocab_sizes,
+            rivals=options.against,
+            assistant=options.assistant_model,
+            plots=plots,
+        ),
+    )
+    return report.finish()
+
+
+def _padded(load: LoadOptions, shape_name: str) -> Pair:
+    """The pair, loaded on the CPU, at a large model's cost on the device."""
+    pair, shape = Pair(replace(load, device="cpu", tuning="none")), SHAPES[shape_name]
+    device, small = load.device or "cpu", pair.engine
+    model = pad_model(small.model, shape, device=device)
+    drafter = pad_drafter(small.drafter, shape.hidden_size, shape.vocab_size, device=device)
+    with unmasked(model):
+        target = Target(model)
+    asked = TreeShape(load.num_beams, load.draft_len_per_beam, load.node_budget)
+    tuning = None if load.tuning == "none" or asked != TreeShape() else find_tuning(load.tuning, target, drafter)
+    pair.engine = ReDrafter(target, drafter, small.shape, options=small.options, tuning=tuning)
+    return pair
+
+
+def _check_heads(engine: ReDrafter, options: BenchOptions) -> None:
+    for ids in options.draft_vocab_sizes:
+        least, most = engine.shape.num_beams or 1, engine.target.vocab_size
+        if not least <= ids <= most:
+            raise ArgumentError(f"--draft-vocab-sizes must be from num_beams={least} to {most} ids, got {ids}")

@@ -1,0 +1,105 @@
+"""`redrafter tune`: measure which tree suits which batch size, and write it down for `from_pretrained`."""
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from redrafter.bench.prompts import encode, read_prompts
+from redrafter.bench.tune import Tuner, candidates, choose, table
+from redrafter.bench.tune_plot import check_plot, plot
+from redrafter.checkpoint import TreeShape
+from redrafter.cli.loading import Pair
+from redrafter.cli.options import LoadOptions, TuneOptions, read_options
+from redrafter.errors import ArgumentError
+from redrafter.proposer import RecurrentProposer
+from redrafter.redrafter import ReDrafter
+from redrafter.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
+from redrafter.version import __version__
+
+__all__ = ["run"]
+
+CPU_BATCH_SIZES = (1, 2, 4)
+GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, choose, write, and print the table."""
+    options = read_options(TuneOptions, args)
+    if options.plot is not None:
+        check_plot()
+    texts = read_prompts(options.prompts)
+    pair = Pair(replace(read_options(LoadOptions, args), tuning="none"))
+    engine, own = pair.engine, pair.engine.proposer
+    assert isinstance(own, RecurrentProposer)
+    trees = candidates(own, options.beams, options.lengths)
+    if not trees:
+        raise ArgumentError(f"the drafter's vocabulary is smaller than --beams {min(options.beams)}")
+    tuner = Tuner(
+        engine,
+        encode(texts, pair.tokenizer),
+        batch_sizes=options.batch_sizes or (CPU_BATCH_SIZES if engine.target.device.type == "cpu" else GPU_BATCH_SIZES),
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        seconds=options.seconds,
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    tuner.run(trees)
+    shapes = choose(tuner.timings, tuner.open_sizes)
+    tuning = _tuning(engine, tuner, shapes, Path(options.prompts or "prompts.jsonl").name)
+    path = Path(options.out) if options.out is not None else tuning_path(engine.target, engine.drafter)
+    tuning.write(path)
+    rows = table(tuner.timings, shapes)
+    print(*_lines(rows), sep="\n", file=sys.stderr if args.json else sys.stdout)
+    print(f"written to {path}", file=sys.stderr)
+    if options.plot is not None:
+        name = f"{Path(pair.name).name} on {tuning.device}, {tuning.dtype}"
+        plot(tuner.timings, shapes, name, options.plot)
+        print(f"drawn in {options.plot}", file=sys.stderr)
+    if args.json:
+        names = {"model": pair.name, "drafter": pair.drafter_name}
+        print(json.dumps(names | {"file": str(path), "table": rows, "tuning": tuning.to_dict()}))
+    return 0
+
+
+def _tuning(engine: ReDrafter, tuner: Tuner, shapes: dict[int, TreeShape | None], prompts: str) -> Tuning:
+    return Tuning(
+        shapes,
+        device=device_name(engine.target.device),
+        dtype=str(engine.target.dtype).removeprefix("torch."),
+        target=target_fingerprint(engine.target),
+        drafter=drafter_fingerprint(engine.drafter),
+        versions={
+            "redrafter": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        prompts=prompts,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        measured=tuple(timing.to_dict() for timing in tuner.timings),
+    )
+
+
+def _lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield "batch  shape             tokens/step  step ms  tokens/s  plain tokens/s  ratio"
+    for row in rows:
+        yield (
+            f"{row['batch']:5d}  {_shape(row['shape']):<16s}{row['tokens_per_step']:13.2f}{row['step_ms']:9.2f}"
+            f"{row['tokens_per_second']:10.1f}{row['plain_tokens_per_second']:16.1f}{row['ratio']:7.2f}"
+        )
+
+
+def _shape(shape: dict[str, int] | None) -> str:
+    if shape is None:
+        return "off"
+    return f"{shape['num_beams']} x {shape['draft_len_per_beam']}, {shape['node_budget']} nodes"

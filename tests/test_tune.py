@@ -1,0 +1,162 @@
+"""`redrafter tune`, in process, on the boxed pair; and its arithmetic."""
+
+import json
+
+import pytest
+
+from redrafter import ReDrafter, boxed_pair
+from redrafter.bench.tune import BEHIND, Timing, Tuner, candidates, choose, table
+from redrafter.checkpoint import TreeShape
+from redrafter.cli import main
+from redrafter.step import Plain
+from redrafter.tuning import Tuning
+
+SMALL, LARGE = TreeShape(1, 3, 4), TreeShape(5, 5, 26)
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("REDRAFTER_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return ReDrafter.from_pretrained(boxed_pair(), tuning=None)
+
+
+def tuner(pair, **changes) -> Tuner:
+    how = {"batch_sizes": (1, 2), "max_new_tokens": 6, "temperature": 0.0, "seed": 0, "seconds": 60.0}
+    lines: list[str] = []
+    made = Tuner(pair, [[1, 40, 50], [1, 60]], **(how | {"report": lines.append} | changes))
+    return made
+
+
+def test_what_tune_writes_is_what_from_pretrained_picks_up(home, capsys):
+    (home / "prompts.txt").write_text("The old man looked at\n\ndef main():\n")
+    args = ["--batch-sizes", "2,1", "--beams", "2", "--lengths", "3", "--max-new-tokens", "6", "--json"]
+    assert main(["tune", *args, "--prompts", str(home / "prompts.txt"), "--temperature", "0.5"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert out.count("\n") == 1 and "written to" in err
+    assert found["model"] == str(boxed_pair())
+    assert [row["batch"] for row in found["table"]] == [1, 2]
+    for row in found["table"]:
+        assert row["tokens_per_second"] == pytest.approx(1000 * row["batch"] * row["tokens_per_step"] / row["step_ms"])
+    tuning = Tuning.read(found["file"])
+    assert tuning.to_dict() == found["tuning"]
+    assert tuning.prompts == "prompts.txt" and tuning.versions["torch"] and tuning.date
+    assert {(row["batch"], row["shape"] is None) for row in tuning.measured} >= {(1, True), (2, True), (1, False)}
+
+    engine = ReDrafter.from_pretrained(boxed_pair())
+    assert engine.tuning == tuning
+    for rows, shape in tuning.shapes.items():
+        assert isinstance(engine.proposer_for(rows), Plain) == (shape is None)
+
+
+def test_the_table_is_printed_and_drawn(home, capsys):
+    pytest.importorskip("matplotlib")
+    out, plot = home / "tuning.json", home / "tuning.png"
+    args = ["--batch-sizes", "1", "--beams", "1", "--lengths", "3", "--max-new-tokens", "4", "--seconds", "0"]
+    assert main(["tune", *args, "--out", str(out), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split()[0] == "batch" and printed[1].split()[0] == "1" and len(printed) == 2
+    assert list(Tuning.read(out).shapes) == [1]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--beams", "0"], "--beams"),
+        (["--lengths", "3,x"], "--lengths"),
+        (["--batch-sizes", ""], "--batch-sizes"),
+        (["--num-beams", "3"], "unrecognized"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--max-new-tokens", "1"], "--max-new-tokens"),
+        (["--prompts", "/nowhere.txt"], "/nowhere.txt"),
+        (["--beams", "5000"], "--beams 5000"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(home, capsys, args, says):
+    try:
+        code = main(["tune", *args])
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+
+
+def test_candidates_are_every_lattice_at_several_budgets(pair):
+    found = [(each.beams, each.depth, each.nodes) for each in candidates(pair.proposer, (1, 5, 9999), (3, 5))]
+    own = [(5, 5, n) for n in (4, 8, 12, 16, 26)]
+    assert found[:5] == own
+    assert sorted(found[5:]) == [(1, 3, 4), (1, 5, 4), (1, 5, 6), (5, 3, 4), (5, 3, 8), (5, 3, 16)]
+    assert [n for *_, n in found[5:]] == sorted(n for *_, n in found[5:])
+    assert all(each.drafter is pair.drafter for each in candidates(pair.proposer, (1,), (3,)))
+
+
+def test_the_fastest_is_chosen_and_off_where_none_is_worth_it():
+    timings = [
+        *(Timing(batch, None, 1.0, 10.0) for batch in (1, 2, 4, 8)),
+        *(Timing(batch, SMALL, 2.0, ms) for batch, ms in ((1, 12.0), (2, 12.0), (4, 19.8))),
+        *(Timing(batch, LARGE, 3.0, ms) for batch, ms in ((1, 15.0), (2, 20.0))),
+    ]
+    shapes = choose(timings, set())
+    assert shapes == {1: LARGE, 2: SMALL, 4: None, 8: None}
+    assert choose(timings, {4, 8}) == {1: LARGE, 2: SMALL, 4: None}  # of 8 nothing is known
+    rows = table(timings, shapes)
+    assert [round(row["ratio"], 2) for row in rows] == [2.0, 1.67, 1.0, 1.0]
+    assert rows[0]["tokens_per_second"] == pytest.approx(200) and rows[2]["tokens_per_second"] == 400
+
+
+def test_a_tree_is_not_followed_to_larger_batches_once_a_smaller_one_beats_it(pair, monkeypatch):
+    made = tuner(pair, batch_sizes=(1, 2, 4, 300))
+    cost = {1: 10.0, 4: 12.0, 8: 12.1, 16: 60.0}
+    monkeypatch.setattr(made, "_step_ms", lambda proposer, size: cost[proposer.nodes])
+    monkeypatch.setattr(made, "_tokens_per_step", lambda proposer: 2.0)
+    made.run(candidates(pair.proposer, (1, 5), (3,)))
+    sizes = {
+        nodes: {each.batch for each in made.timings if each.shape is not None and each.shape.node_budget == nodes}
+        for nodes in cost
+    }
+    assert sizes[4] == {1, 2, 4}  # 300 x 4 nodes are too many
+    assert sizes[16] == {1}
+    assert choose(made.timings, made.open_sizes)[300] is None
+    assert BEHIND > 1
+
+
+def test_when_time_is_over_what_was_measured_counts(pair):
+    made = tuner(pair, seconds=0.0)
+    made.run(candidates(pair.proposer, (1,), (3, 5)))
+    assert [(each.batch, each.shape) for each in made.timings] == [(1, None), (1, SMALL)]
+    assert list(choose(made.timings, made.open_sizes)) == [1]
+
+
+def test_a_batch_without_memory_is_left_out(pair, monkeypatch):
+    import redrafter.bench.tune as module
+
+    lines: list[str] = []
+    made = tuner(pair, report=lines.append)
+    real = made._step_ms
+
+    def full(proposer, size):
+        if size == 2:
+            raise module.CacheFullError("full")
+        return real(proposer, size)
+
+    monkeypatch.setattr(made, "_step_ms", full)
+    made.run(candidates(pair.proposer, (1,), (3,)))
+    assert list(choose(made.timings, made.open_sizes)) == [1]
+    assert any("does not fit" in line for line in lines)
+
+
+def test_prompts_are_cut_to_the_context(pair):
+    made = tuner(pair)
+    made.prompts = [list(range(3, 1503)), [1]]
+    for new in (6, 5000):
+        request = made._request(made.prompts, new, frozenset())
+        assert max(request.limits) <= pair.target.context
+        assert request.lengths[1] == 1
+    assert made._step_ms(pair.proposer, 1) > 0
