@@ -153,7 +153,7 @@ class StepGraphs:
         shared = simple and not self._lent
         if shared:
             width = max(SHORTEST, 1 << (width - 1).bit_length())
-        key = (rows, width, id(proposer), sampler.seeds is None)
+        key = (rows, width, id(proposer), sampler.seeds is None, sampler.fused)
         step = self._kept.get(key) if shared else None
         if step is None:
             blocks = -(-(width + proposer.nodes) // BLOCK)

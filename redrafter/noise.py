@@ -11,7 +11,7 @@ a hash of the pair, and token id `v` reads its output number `v`. Integer arithm
 import torch
 from torch import Tensor
 
-__all__ = ["gumbel"]
+__all__ = ["gumbel", "streams"]
 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio, odd, as a signed 64-bit integer
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -30,14 +30,18 @@ def _mix(x: Tensor) -> Tensor:
     return _shift_xor(x, 31)
 
 
+def streams(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Where the noise of each seed `[B]` and position `[B, P]` begins, `[B, P]` int64."""
+    return _mix(_mix(seeds * _GAMMA)[:, None] + positions * _GAMMA)
+
+
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise.
 
     seeds: `[B]` int64, one per row. positions: `[B, P]` int64, of the tokens to be drawn. ids: `[V]` int64.
     Returns `[B, P, V]` float32, finite.
     """
-    stream = _mix(_mix(seeds * _GAMMA)[:, None] + positions * _GAMMA)  # [B, P]
-    bits = _mix(stream[:, :, None] + (ids + 1) * _GAMMA)  # [B, P, V]
+    bits = _mix(streams(seeds, positions)[:, :, None] + (ids + 1) * _GAMMA)  # [B, P, V]
     # `v` keeps its relative precision near 0, where -log(-log(1 - v)) is large and decides who wins.
     v = (bits >> 11).bitwise_and_((1 << 53) - 1).to(torch.float32).add_(0.5).mul_(2.0**-53)
     return v.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()

@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
+from redrafter import kernels
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.options import EngineOptions
 from redrafter.processors import Processor, RowTemperature, tree_processors
@@ -165,6 +166,7 @@ def read_request(
     own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
     seeds = _row_seeds(seed, rows) if config.do_sample else None
     functions, slow, divisor = _build(processors, width, temperature, rows, target.device)
+    want_scores = bool(config.return_dict_in_generate and config.output_scores)
     return Request(
         prompts=input_ids.long().gather(1, own_first),
         length=length,
@@ -179,11 +181,15 @@ def read_request(
             prompt=length,
             limit=limit,
             ids=torch.arange(target.vocab_size, device=target.device),
+            fused=kernels.TRITON
+            and target.device.type == "cuda"
+            and not want_scores
+            and all(isinstance(function, RowTemperature) for function in functions),
         ),
         seeds=seeds,
         criteria=others,
         deadline=deadline,
-        want_scores=bool(config.return_dict_in_generate and config.output_scores),
+        want_scores=want_scores,
         want_logits=bool(config.return_dict_in_generate and config.output_logits),
         as_dict=bool(config.return_dict_in_generate),
         slow_processors=slow,

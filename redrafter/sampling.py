@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redrafter.noise import gumbel
+from redrafter import kernels
+from redrafter.noise import gumbel, streams
 from redrafter.processors import PerNode, Prefixes, Processor
 
 __all__ = ["Sampler"]
@@ -18,6 +19,7 @@ class Sampler:
     seeds: `[B]` int64, or None for greedy. processors: applied in order to float32 scores. temperature: `[B]` float32,
     what `processors` divides by; the drafter, which sees no other processor, guesses better with it. prompt, limit:
     `[B]` int64, each row's own prompt length and the most tokens it may come to. ids: `[V]` int64, `arange(V)`.
+    fused: draw on a GPU by a kernel that keeps no scores; for processors that are a temperature at most.
     """
 
     seeds: Tensor | None
@@ -26,6 +28,7 @@ class Sampler:
     prompt: Tensor
     limit: Tensor
     ids: Tensor
+    fused: bool = False
 
     @property
     def capturable(self) -> bool:
@@ -37,11 +40,14 @@ class Sampler:
         greedy."""
         if self.seeds is None:
             return None
-        return gumbel(self.seeds, position[:, None] + torch.arange(count, device=position.device), self.ids)
+        positions = position[:, None] + torch.arange(count, device=position.device)
+        if kernels.TRITON and position.is_cuda:
+            return kernels.gumbel(streams(self.seeds, positions), len(self.ids))
+        return gumbel(self.seeds, positions, self.ids)
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Processed logits `[B, N, V]`, float32; the logits themselves where an argmax of them is all that is asked."""
-        if self.seeds is None and not self.processors:
+        """Processed logits `[B, N, V]`, float32; the logits themselves where `draw` asks no more."""
+        if self.fused or (self.seeds is None and not self.processors):
             return logits
         scores = logits.float()
         for processor in self.processors:
@@ -50,6 +56,8 @@ class Sampler:
 
     def draw(self, scores: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
         """The target's own next token at every node, `[B, N]`. depth: `[B, N]`, which picks a node's noise."""
+        if self.fused:
+            return kernels.draw(scores, self.temperature, noise, depth)
         if noise is None:
             return scores.argmax(dim=-1)
         return (scores + noise.gather(1, depth[:, :, None].expand_as(scores))).argmax(dim=-1)
@@ -60,4 +68,4 @@ class Sampler:
         if noise is None:
             return logits
         here = noise[:, step] if ids is None else noise[:, step].index_select(1, ids)  # [B, V']
-        return logits.float() / self.temperature[:, None, None] + here[:, None]
+        return (logits / self.temperature[:, None, None]).add_(here[:, None])  # one float32 copy

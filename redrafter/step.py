@@ -69,7 +69,8 @@ class Drawn:
     """What a step produced.
 
     tokens: `[B, K+1]` int64, the accepted drafts and then the target's own next token; undefined past `path.accepted`.
-    logits, scores: `[B, N, V]`, what the draws at all nodes were made from, before and after processing.
+    logits, scores: `[B, N, V]`, what the draws at all nodes were made from, before and after processing (a fused
+        sampler keeps no processed ones).
     """
 
     tokens: Tensor

@@ -10,6 +10,7 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
+from redrafter import kernels  # noqa: E402
 from redrafter.attention import tree_attention  # noqa: E402
 from redrafter.beam import pick  # noqa: E402
 from redrafter.blocks import BLOCK  # noqa: E402
@@ -17,6 +18,7 @@ from redrafter.kernels import ancestors, commit  # noqa: E402
 from redrafter.kernels import pick as kernel_pick  # noqa: E402
 from redrafter.kernels import tree_attention as kernel  # noqa: E402
 from redrafter.kernels.linear import thin_linear  # noqa: E402
+from redrafter.noise import gumbel, streams  # noqa: E402
 from redrafter.tree import chain, tree_of  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -153,3 +155,23 @@ def test_a_thin_product_equals_the_library(tokens, features, inner):
     for _ in range(2):  # the counts are 0 again
         found = thin_linear(x, weight)
         assert torch.allclose(found.float(), x.float() @ weight.float().T, atol=0.2, rtol=5e-3)
+
+
+def test_drawing_equals_an_argmax_with_noise():
+    generator = torch.Generator().manual_seed(0)
+    for rows, nodes, vocab in ((1, 3, 50), (2, 5, 9000)):
+        logits = torch.randn(rows, nodes, vocab, generator=generator).to(DEVICE)
+        logits[:, 1, :40] = 7.0  # a tie is the first one's
+        temperature = torch.rand(rows, generator=generator).to(DEVICE) + 0.5
+        depth = torch.randint(0, 3, (rows, nodes), generator=generator).to(DEVICE)
+        noise = torch.randn(rows, 3, vocab, generator=generator).to(DEVICE)
+        assert torch.equal(kernels.draw(logits, temperature, None, depth), logits.argmax(-1))
+        scores = logits / temperature[:, None, None] + noise.gather(1, depth[:, :, None].expand_as(logits))
+        assert torch.equal(kernels.draw(logits, temperature, noise, depth), scores.argmax(-1))
+
+
+def test_noise_equals_the_reference():
+    seeds, positions = torch.tensor([3, 2**62 + 5]), torch.tensor([[0, 1, 900], [5, 6, 7]])
+    expected = gumbel(seeds, positions, torch.arange(9000))
+    found = kernels.gumbel(streams(seeds, positions).to(DEVICE), 9000).cpu()
+    assert torch.allclose(found, expected, atol=2e-6, rtol=2e-6)
