@@ -16,14 +16,16 @@ __all__ = ["Batch", "DenseBatch", "read", "room"]
 class Batch(Protocol):
     """`prefill` once, then `step` after `step`, `close` at last."""
 
-    proposer: Proposer
+    proposer: Proposer  # of the next step
+    depth: int  # the deepest that any proposer of this batch may draft
 
     def prefill(self) -> tuple[Drawn, list[list[int]]]:
         """Read the prompts. Returns what was drawn, and the same on the host: per row its tokens and, last, the
         accepted length."""
 
     def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
-        """One step for all rows. longest: committed tokens of the longest row."""
+        """One step for all rows that move; the report of others says nothing. longest: committed tokens of the longest
+        row."""
 
     def keep(self, active: Sequence[bool]) -> None:
         """From now on only these rows move."""
@@ -37,6 +39,7 @@ class DenseBatch:
 
     def __init__(self, target: Target, proposer: Proposer, request: Request):
         self.target, self.proposer, self.request = target, proposer, request
+        self.depth = proposer.depth
         self.cache: Any = target.new_cache(len(request.length))
 
     def prefill(self) -> tuple[Drawn, list[list[int]]]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from redrafter.batch import room
+from redrafter.batch import read, room
 from redrafter.blocks import BLOCK, Lease
 from redrafter.errors import CacheFullError, first_line
 from redrafter.options import MOST_ROWS, EngineOptions
@@ -104,10 +105,11 @@ class CapturedStep:
         rows = len(state.length)
         self.state.active.zero_()
         self.cache.table.zero_()
-        self.cache.table[:rows, : table.shape[1]] = table
+        blocks = min(table.shape[1], self.cache.table.shape[1])  # what is cut off belongs to no row that is left
+        self.cache.table[:rows, :blocks] = table[:, :blocks]
         self.state.length.zero_()
         for mine, theirs in (
-            (self.state.tokens[:, : state.tokens.shape[1]], state.tokens),
+            (self.state.tokens[:, : state.tokens.shape[1]], state.tokens[:, : self.state.tokens.shape[1]]),
             (self.state.length, state.length),
             (self.state.hidden, state.hidden),
             (self.state.active, state.active),
@@ -149,15 +151,14 @@ class StepGraphs:
         a request's own constants: a step is captured for it alone, as it is for requests that run at the same time.
         """
         rows = bucket(rows)
-        simple = all(isinstance(p, RowTemperature) for p in sampler.processors)
-        shared = simple and not self._lent
+        shared = sampler.simple and not self._lent
         if shared:
             width = max(SHORTEST, 1 << (width - 1).bit_length())
         key = (rows, width, id(proposer), sampler.seeds is None, sampler.fused)
         step = self._kept.get(key) if shared else None
         if step is None:
             blocks = -(-(width + proposer.nodes) // BLOCK)
-            step = CapturedStep(rows, blocks, width, proposer, self.target, self.store, _buffers(sampler, rows, simple))
+            step = CapturedStep(rows, blocks, width, proposer, self.target, self.store, _buffers(sampler, rows))
             if sampler.capturable and self._capturable and step.done is not None:
                 self._capture(step, self._pool if shared else None)
             if shared:
@@ -205,13 +206,13 @@ def prepare(target: Target, store: PagedStore, compile: bool) -> None:
         )
 
 
-def _buffers(sampler: Sampler, rows: int, shared: bool) -> Sampler:
+def _buffers(sampler: Sampler, rows: int) -> Sampler:
     """A sampler of this kind for `rows` rows, over tensors of its own."""
     device = sampler.temperature.device
     temperature = torch.ones(rows, device=device)
     integers = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
     given = tuple(RowTemperature(temperature) if isinstance(p, RowTemperature) else p for p in sampler.processors)
-    if shared and sampler.seeds is not None:
+    if sampler.simple and sampler.seeds is not None:
         given = (RowTemperature(temperature),)
     return replace(
         sampler,
@@ -224,31 +225,45 @@ def _buffers(sampler: Sampler, rows: int, shared: bool) -> Sampler:
 
 
 class PagedBatch:
-    """Rows on the paged store of their target, decoded by captured steps; their prompts are read uncaptured."""
+    """Rows on the paged store of their target, decoded by captured steps; their prompts are read uncaptured.
 
-    def __init__(self, graphs: StepGraphs, proposer: Proposer, request: Request):
-        self.graphs, self.proposer, self.request = graphs, proposer, request
+    proposer_for: when so many rows have ended that a smaller batch would do, the others go on in one, with the proposer
+    that this gives for so many rows; None to stay.
+    """
+
+    def __init__(
+        self,
+        graphs: StepGraphs,
+        proposer: Proposer,
+        request: Request,
+        proposer_for: Callable[[int], Proposer] | None = None,
+    ):
+        self.graphs, self.proposer, self.request, self._proposer_for = graphs, proposer, request, proposer_for
+        self._rows = list(range(len(request.lengths)))  # by place in the captured step
+        smaller = [1 << power for power in range(bucket(len(self._rows)).bit_length() - 1)] if proposer_for else []
+        proposers = [proposer, *(proposer_for(rows) for rows in smaller if proposer_for is not None)]
+        self.depth = max(each.depth for each in proposers)
+        self._width = max(request.limits) + max(map(room, proposers))
         ids = request.prompts.tolist()
-        self.texts = [row[:length] for row, length in zip(ids, request.lengths, strict=True)]
+        self._texts = [row[:length] for row, length in zip(ids, request.lengths, strict=True)]
         self.captured: CapturedStep | None = None
         self.leases: list[Lease] = []
+        extra = max(room(each) + each.nodes for each in proposers)
         try:
-            for text, limit in zip(self.texts, request.limits, strict=True):
-                self.leases.append(graphs.store.blocks.admit(text, limit + room(proposer) + proposer.nodes))
+            for text, limit in zip(self._texts, request.limits, strict=True):
+                self.leases.append(graphs.store.blocks.admit(text, limit + extra))
         except CacheFullError:
             self._release()
             raise
 
     def prefill(self) -> tuple[Drawn, list[list[int]]]:
         request, device = self.request, self.graphs.target.device
-        width = max(request.limits) + room(self.proposer)
         wanted = max(len(lease.blocks) for lease in self.leases)
         table = torch.tensor([lease.blocks + [0] * (wanted - len(lease.blocks)) for lease in self.leases])
         table = table.to(device, torch.int32)
         reused = [lease.reused for lease in self.leases]
-        tokens = torch.nn.functional.pad(request.prompts, (0, max(width - request.prompts.shape[1], 0)))[:, :width]
         state, drawn = prefill(
-            tokens,
+            pad(request.prompts, (0, max(self._width - request.prompts.shape[1], 0)))[:, : self._width],
             request.length,
             self.graphs.target,
             PagedCache(self.graphs.store, table),
@@ -256,26 +271,44 @@ class PagedBatch:
             start=torch.tensor(reused, device=device),
             new=max(length - skip for length, skip in zip(request.lengths, reused, strict=True)),
         )
-        self._publish(self.texts)
-        self.captured = self.graphs.borrow(len(self.leases), self.proposer, request.sampler, width)
-        self.captured.load(state, table, request.sampler)
-        return drawn, drawn.report().tolist()
+        self._publish(self._texts)
+        self._load(state, table, request.sampler)
+        return drawn, read(drawn)
 
     def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
         assert self.captured is not None, "prefill comes first"
         self.captured.replay()
-        return self.captured.drawn, self.captured.read()[: len(self.leases)]
+        report: list[list[int]] = [[] for _ in self.leases]
+        for row, line in zip(self._rows, self.captured.read(), strict=False):
+            report[row] = line
+        return self.captured.drawn, report
 
     def keep(self, active: Sequence[bool]) -> None:
-        assert self.captured is not None, "prefill comes first"
-        self.captured.state.active[: len(active)] = torch.tensor(active, device=self.graphs.target.device)
+        step = self.captured
+        assert step is not None, "prefill comes first"
+        left = [place for place, row in enumerate(self._rows) if active[row]]
+        if self._proposer_for is None or not left or bucket(len(left)) == len(step.state.length):
+            moving = torch.tensor([active[row] for row in self._rows])
+            step.state.active[: len(moving)] = moving.to(step.state.active.device)
+            return
+        places = torch.tensor(left, device=step.state.length.device)
+        state, table, sampler = step.state.at(places), step.cache.table[places], step.sampler.at(places)
+        self._rows = [self._rows[place] for place in left]
+        self.proposer = self._proposer_for(len(left))
+        self.graphs.give_back()
+        self.captured = None
+        self._load(state, table, sampler)
 
     def close(self, texts: Sequence[Sequence[int]]) -> None:
         # The last token that a row wrote is pending, or was never looked at.
-        self._publish([[*text, *new[:-1]] for text, new in zip(self.texts, texts, strict=True)])
+        self._publish([[*text, *new[:-1]] for text, new in zip(self._texts, texts, strict=True)])
         self._release()
         if self.captured is not None:
             self.graphs.give_back()
+
+    def _load(self, state: State, table: Tensor, sampler: Sampler) -> None:
+        self.captured = self.graphs.borrow(len(self._rows), self.proposer, self.request.sampler, self._width)
+        self.captured.load(state, table, sampler)
 
     def _publish(self, texts: Sequence[Sequence[int]]) -> None:
         for lease, text in zip(self.leases, texts, strict=True):

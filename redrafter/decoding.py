@@ -43,13 +43,14 @@ class _Row:
 def decode(batch: Batch, request: Request, input_ids: Tensor, stream: StepStreamer | None) -> Tensor | GenerateOutput:
     """The loop around `step`. input_ids: `[B, P]` as the caller gave them; the result is laid out on from there."""
     _warn_slow(request)
-    lengths, depth, drafted = request.lengths, batch.proposer.depth, batch.proposer.nodes - 1
+    lengths = request.lengths
     room = [limit - length for limit, length in zip(request.limits, lengths, strict=True)]
-    rows = [_Row(*pair, depth) for pair in zip(input_ids.tolist(), room, strict=True)]
+    rows = [_Row(*pair, batch.depth) for pair in zip(input_ids.tolist(), room, strict=True)]
     try:
         _take(rows, batch, *batch.prefill(), request, stream, drafted=None)
         while not all(row.ended for row in rows) and time.time() < request.deadline:
             longest = max(lengths) + max(len(row.text) for row in rows) - 1
+            drafted = batch.proposer.nodes - 1
             _take(rows, batch, *batch.step(longest), request, stream, drafted=drafted)
     finally:
         batch.close([row.text for row in rows])
@@ -74,9 +75,10 @@ def _take(
     which is no step.
     """
     ended = False
-    for index, (row, (*tokens, accepted)) in enumerate(zip(rows, report, strict=True)):
+    for index, (row, line) in enumerate(zip(rows, report, strict=True)):
         if row.ended:
             continue
+        *tokens, accepted = line
         new = row.take(tokens[: accepted + 1], request)
         ended |= row.ended
         drafts = min(accepted, len(new))

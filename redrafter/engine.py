@@ -41,12 +41,15 @@ class Engine:
         """What proposes for a batch of so many rows."""
         return self.proposer
 
-    def open_batch(self, request: Request, proposer: Proposer) -> Batch:
-        """The rows of a request, to be decoded with a proposer; to be closed."""
+    def open_batch(
+        self, request: Request, proposer: Proposer, proposer_for: Callable[[int], Proposer] | None = None
+    ) -> Batch:
+        """The rows of a request, to be decoded with a proposer; to be closed. proposer_for: what proposes when so few
+        are left; None to keep the ended ones in the batch."""
         if self.target.unpacked is None:
             if self._graphs is None:
                 self._graphs = StepGraphs.on(self.target, self.options)
-            return PagedBatch(self._graphs, proposer, request)
+            return PagedBatch(self._graphs, proposer, request, proposer_for)
         if self.target.device.type == "cuda" and not self._warned:
             self._warned = True
             warnings.warn(
@@ -160,8 +163,12 @@ class Engine:
             stream: Any = streamer
             if isinstance(streamer, BaseStreamer):
                 stream = ColumnStream(streamer, len(input_ids), request.pad_token)
-            proposer = self.proposer_for(len(request.lengths)) if speculate else self._plain
-            return decode(self.open_batch(request, proposer), request, input_ids, stream)
+            proposer_for = self.proposer_for if speculate else lambda rows: self._plain
+            # What belongs to a row must be found again: with constants of its own, or its scores, a batch stays whole.
+            whole = request.want_scores or request.want_logits or not request.sampler.simple
+            proposer = proposer_for(len(request.lengths))
+            batch = self.open_batch(request, proposer, None if whole else proposer_for)
+            return decode(batch, request, input_ids, stream)
 
         return custom_generate
 

@@ -1,7 +1,6 @@
 """ReDrafter: a Hugging Face model that a recurrent drafter makes write faster."""
 
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from redrafter.options import EngineOptions
 from redrafter.proposer import RecurrentProposer
 from redrafter.step import Proposer
 from redrafter.target import Target
-from redrafter.tuning import Tuning, default_nodes, find_tuning
+from redrafter.tuning import Tuning, default_shape, find_tuning
 
 __all__ = ["ReDrafter"]
 
@@ -106,8 +105,9 @@ class ReDrafter(Engine):
         if self.tuning is not None:
             shape = self.tuning.shape_for(rows)
         elif self.shape.node_budget is None and self.target.device.type == "cuda":
-            nodes = default_nodes(rows, self.proposer.nodes)
-            shape = None if nodes is None else replace(self.shape, node_budget=nodes)
+            beams, depth = self.shape.num_beams, self.shape.draft_len_per_beam
+            assert beams is not None and depth is not None
+            shape = default_shape(rows, beams, depth)
         return self._plain if shape is None else self._propose(self.target, shape)
 
     def _propose(self, target: Target, shape: TreeShape) -> RecurrentProposer:

@@ -1,13 +1,13 @@
 """From the target's logits to its own draw at every node."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from redrafter import kernels
 from redrafter.noise import gumbel, streams
-from redrafter.processors import PerNode, Prefixes, Processor
+from redrafter.processors import PerNode, Prefixes, Processor, RowTemperature
 
 __all__ = ["Sampler"]
 
@@ -31,9 +31,20 @@ class Sampler:
     fused: bool = False
 
     @property
+    def simple(self) -> bool:
+        """Whether a temperature is all that stands between logits and draw."""
+        return all(isinstance(processor, RowTemperature) for processor in self.processors)
+
+    @property
     def capturable(self) -> bool:
         """Whether nothing here runs on the host, so that a step may stand in a CUDA graph."""
         return not any(isinstance(processor, PerNode) for processor in self.processors)
+
+    def at(self, rows: Tensor) -> "Sampler":
+        """For these rows alone, where `processors` hold nothing of a row; rows: `[B']` int64."""
+        seeds = None if self.seeds is None else self.seeds[rows]
+        rest = {name: getattr(self, name)[rows] for name in ("temperature", "prompt", "limit")}
+        return replace(self, seeds=seeds, **rest)
 
     def noise(self, position: Tensor, count: int) -> Tensor | None:
         """Noise of the tokens at positions `position[b] ... position[b] + count - 1`: `[B, count, V]`, None if

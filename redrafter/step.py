@@ -37,6 +37,10 @@ class State:
         """`[B, 1]` int64."""
         return self.tokens.gather(1, self.length[:, None])
 
+    def at(self, rows: Tensor) -> "State":
+        """These rows alone; rows: `[B']` int64."""
+        return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows])
+
     def keep(self, active: Tensor) -> "State":
         """The same, with other rows active."""
         return replace(self, active=active)

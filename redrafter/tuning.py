@@ -22,11 +22,10 @@ from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.target import Target
 
 __all__ = [
-    "FEWEST_NODES",
     "FREE_TOKENS",
     "MOST_TOKENS",
     "Tuning",
-    "default_nodes",
+    "default_shape",
     "device_name",
     "drafter_fingerprint",
     "find_tuning",
@@ -38,18 +37,20 @@ HOME = "REDRAFTER_HOME"  # environment variable: the directory that tunings are 
 
 # Of the default on a GPU that nobody has tuned for. The matrix products of a bf16 8B model on an H200 take, for
 # 1/26/64/128/208/256 tokens at once, 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128 tokens.
-# Past 256 a forward costs twice a plain one, and a tree that small seldom writes two tokens a step.
 FREE_TOKENS = 128
-MOST_TOKENS = 256
-FEWEST_NODES = 4
+MOST_TOKENS = 256  # past it a forward costs twice a plain one, and a tree that small seldom writes two tokens a step
 
 
-def default_nodes(rows: int, lattice: int) -> int | None:
-    """Nodes per row on a GPU, where nothing was measured; None: speculation would lose, decode plainly."""
-    rows = bucket(rows)
-    if rows * FEWEST_NODES > MOST_TOKENS:
+def default_shape(rows: int, beams: int, depth: int) -> TreeShape | None:
+    """The tree for `rows` rows on a GPU, where nothing was measured, of a drafter that is searched `beams` x `depth`;
+    None: speculation would lose, decode plainly. A small tree is a short one: deep nodes are what the budget drops."""
+    rows, lattice = bucket(rows), 1 + beams * depth
+    nodes = min(lattice, max(FREE_TOKENS // rows, 2))
+    if rows * nodes > MOST_TOKENS:
         return None
-    return min(lattice, max(FREE_TOKENS // rows, FEWEST_NODES))
+    if nodes < lattice:
+        beams, depth = min(beams, nodes - 1), min(depth, nodes.bit_length() - 1)
+    return TreeShape(beams, depth, min(nodes, 1 + beams * depth))
 
 
 @dataclass(frozen=True)

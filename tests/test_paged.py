@@ -12,6 +12,7 @@ from redrafter.attention import ATTENTION_NAME
 from redrafter.merge import linear_calls, same_inputs
 from redrafter.options import EngineOptions
 from redrafter.paged import PagedCache, PagedStore
+from redrafter.proposer import RecurrentProposer
 from redrafter.step import Plain
 from redrafter.target import Target
 from redrafter.tree import tree_of
@@ -62,7 +63,7 @@ def test_paged_generation_equals_model_generate(architecture):
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_paged_sampling_draws_what_dense_sampling_draws(llama, name):
-    ids, mask = uneven_batch()
+    ids, mask = uneven_batch(rows=3)  # in a step for four
     arguments = {"max_new_tokens": NEW, "do_sample": True, "seed": 3, "top_k": 0} | PROCESSORS[name]
     expected = with_tree(llama, tiny_drafter(), 4, 3).generate(ids, mask, speculate=False, **arguments)
     engine = paged(with_tree(llama, tiny_drafter(), 4, 3))
@@ -95,6 +96,26 @@ def test_right_drafts_are_accepted_and_committed_across_blocks(llama):
     out = engine.generate(prompt, max_new_tokens=50, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected)
     assert out.stats.tokens_per_step > 5
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": [0.6, 0.9, 1.2, 0.8, 1.0], "top_k": 0, "seed": 4}]
+)
+def test_rows_that_are_left_go_on_in_a_smaller_batch_under_another_tree(llama, sampling):
+    ids, mask = uneven_batch(rows=5)
+    arguments = {"max_new_tokens": 40, "eos_token_id": [2, 5, 11, 30, 31, 32, 40], "do_sample": False} | sampling
+    engine = paged(with_tree(llama, tiny_drafter(), 4, 3))
+    expected = engine.generate(ids, mask, speculate=False, **arguments)
+    trees = {1: RecurrentProposer(engine.drafter, engine.target, 3, 6, 12), 8: engine.proposer}
+    asked = []
+    engine.proposer_for = lambda rows: asked.append(rows) or trees.get(rows) or engine._plain
+    out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
+    assert torch.equal(out.sequences, expected)
+    assert len(set(row.emitted for row in out.stats.rows)) > 2  # or no batch became smaller
+    assert len(asked) > 5 and len(out.stats.accepted_by_depth) == 6
+    dense = with_tree(llama, tiny_drafter(), 4, 3).generate(ids, mask, **arguments)
+    assert torch.equal(dense, expected)
+    assert engine._graphs.store.blocks.free == 199
 
 
 def test_memory_comes_back_whatever_happens(llama):

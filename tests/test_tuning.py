@@ -13,7 +13,7 @@ from redrafter.cli.loading import Pair
 from redrafter.cli.options import LoadOptions
 from redrafter.step import Plain
 from redrafter.target import Target
-from redrafter.tuning import Tuning, default_nodes, device_name, drafter_fingerprint, target_fingerprint, tuning_path
+from redrafter.tuning import Tuning, default_shape, device_name, drafter_fingerprint, target_fingerprint, tuning_path
 
 SHAPES = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
 
@@ -175,13 +175,15 @@ def test_a_shape_that_the_drafter_cannot_have_is_refused(target):
 
 def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
     sizes = (1, 2, 4, 5, 8, 16, 32, 64, 65, 500)
-    assert [default_nodes(rows, 26) for rows in sizes] == [26, 26, 26, 16, 16, 8, 4, 4, None, None]
-    assert default_nodes(1, 51) == 51 and default_nodes(64, 3) == 3
+    found = [default_shape(rows, 5, 5) for rows in sizes]
+    assert [shape and shape.node_budget for shape in found] == [26, 26, 26, 16, 16, 8, 4, 2, 2, None]
+    assert [shape and shape.draft_len_per_beam for shape in found] == [5, 5, 5, 4, 4, 3, 2, 1, 1, None]
+    assert default_shape(1, 10, 5) == TreeShape(10, 5, 51) and default_shape(64, 1, 2) == TreeShape(1, 1, 2)
     gpu = types.SimpleNamespace(device=torch.device("cuda"))
     engine = ReDrafter(gpu, tiny_drafter())
     assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
     assert (engine.proposer_for(16).beams, engine.proposer_for(16).nodes) == (5, 8)
-    assert isinstance(engine.proposer_for(65), Plain)
+    assert isinstance(engine.proposer_for(129), Plain)
     assert ReDrafter(gpu, tiny_drafter(), TreeShape(node_budget=20)).proposer_for(500).nodes == 20
 
 

@@ -16,6 +16,7 @@ from redrafter.kernels.launch import follows_closely
 __all__ = ["tree_attention"]
 
 PROGRAMS = 264  # about two for each multiprocessor of a large GPU
+WARPS = 4  # never 8: with those, Triton 3.6 pipelines these loops into a race (wrong in 1 of 3 rows of a prompt)
 LONG = 4096  # tokens: beyond, larger tiles pay
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -69,7 +70,7 @@ def _committed(
     return _fold(x, v, top, total, acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "blocks", "splits", "tiles"])
 def _attend(
     Q, K, V, KEYS, VALUES, LENGTH, DEPTH, ANCESTORS, TABLE, SINKS, OUT, PART, TOPS,
     q_token, q_head, k_token, k_head, v_token, v_head, cache_k, cache_v,
@@ -157,7 +158,7 @@ def _attend(
         tl.store(OUT + out[:, None] * DV + dv, acc.to(OUT.dtype.element_ty), live[:, None] & (dv < DV))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "count"])
 def _merge(
     PART, TOPS, SINKS, OUT, splits, count,
     QUERY_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
@@ -184,13 +185,13 @@ def _merge(
     tl.store(OUT + out * DV + dv, result.to(OUT.dtype.element_ty), dv < DV)
 
 
-def _shape(groups: int, queries: int, blocks: int, small: bool) -> tuple[int, int, int, int, int]:
-    """Queries and keys per tile, splits, warps and stages, for `groups` = rows x key heads of `queries` queries each.
+def _shape(groups: int, queries: int, blocks: int, small: bool) -> tuple[int, int, int, int]:
+    """Queries and keys per tile, splits and stages, for `groups` = rows x key heads of `queries` queries each.
 
     blocks: width of the table, for how long a row may be. small: whether keys are half precision and at most 128 wide.
     Measured on an H200; docs/gpu.md has the table.
     """
-    block_m, warps = max(triton.next_power_of_2(queries), 16), 4
+    block_m = max(triton.next_power_of_2(queries), 16)
     long = blocks * BLOCK > LONG
     if not small:
         block_m, block_s, stages = min(block_m, 32), 32, 1
@@ -199,12 +200,10 @@ def _shape(groups: int, queries: int, blocks: int, small: bool) -> tuple[int, in
     elif block_m <= 32:
         block_s, stages = 64, 3
     elif long or groups * triton.cdiv(queries, 64) > PROGRAMS // 2:
-        block_m, block_s, stages = min(block_m, 128), 64, 3
-        warps = 8 if block_m == 128 else 4
+        block_m, block_s, stages = 64, 64, 3
     else:
         block_m, block_s, stages = 64, 32, 2
-    programs = PROGRAMS * 4 // warps  # at a time
-    return block_m, block_s, max(programs // (groups * triton.cdiv(queries, block_m)), 1), warps, stages
+    return block_m, block_s, max(PROGRAMS // (groups * triton.cdiv(queries, block_m)), 1), stages
 
 
 def tree_attention(
@@ -232,7 +231,7 @@ def tree_attention(
     group = query_heads // heads
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
     half = query.element_size() == 2
-    block_m, block_s, splits, warps, stages = _shape(rows * heads, nodes * group, blocks, half and dk <= 128)
+    block_m, block_s, splits, stages = _shape(rows * heads, nodes * group, blocks, half and dk <= 128)
     tiles = triton.cdiv(nodes * group, block_m)
     out = query.new_empty(query.shape[0], query_heads, dv)
     if query.shape[0] > count and splits == 1:
@@ -249,7 +248,7 @@ def tree_attention(
         scale, nodes, blocks, splits, tiles,
         HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_S=block_s,
         PAGE=BLOCK, WINDOW=window, SOFTCAP=softcap, SPLIT=splits > 1, HAS_SINKS=sinks is not None,
-        FOLLOW=follow, launch_pdl=follow, num_warps=warps, num_stages=stages,
+        FOLLOW=follow, launch_pdl=follow, num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _merge[(query.shape[0] * query_heads,)](

@@ -11,7 +11,7 @@ __all__ = ["commit"]
 CHUNK = 256  # numbers of a slot that one program moves
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "depth"])
 def _move(
     POOL, LENGTH, NODES, TABLE, layer_stride, width, blocks, depth,
     PAGE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,

@@ -22,7 +22,7 @@ PROGRAMS = 132  # one for each multiprocessor of a large GPU
 TILE = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _product(
     X, W, OUT, PARTS, COUNTS, tokens, features, inner, splits,
     TOKENS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr, FOLLOW: tl.constexpr,

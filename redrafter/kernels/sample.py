@@ -41,7 +41,7 @@ def gumbel(stream: Tensor, vocab: int) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "depths"])
 def _scan(
     LOGITS, TEMPERATURE, NOISE, DEPTH, TOPS, IDS, nodes, depths, vocab, chunks, CHUNK: tl.constexpr, NOISY: tl.constexpr
 ):

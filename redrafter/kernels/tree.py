@@ -8,7 +8,7 @@ from torch import Tensor
 __all__ = ["ancestors"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "levels"])
 def _climb(PARENTS, OUT, nodes, levels, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
