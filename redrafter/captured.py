@@ -1,5 +1,6 @@
 """Steps captured in CUDA graphs: one launch and one small read each."""
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -129,6 +130,7 @@ class StepGraphs:
         self.target, self.store = target, store
         self._kept: dict[tuple, CapturedStep] = {}
         self._lent = 0
+        self.lock = threading.RLock()  # of the store's blocks and of what is kept, for requests in several threads
         self._capturable = True
         self._pool: Any = None
 
@@ -150,7 +152,10 @@ class StepGraphs:
         Greedy decoding and sampling at a temperature share their graphs from request to request. Other processors carry
         a request's own constants: a step is captured for it alone, as it is for requests that run at the same time.
         """
-        rows = bucket(rows)
+        with self.lock:
+            return self._borrow(bucket(rows), proposer, sampler, width)
+
+    def _borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
         shared = sampler.simple and not self._lent
         if shared:
             width = max(SHORTEST, 1 << (width - 1).bit_length())
@@ -182,7 +187,8 @@ class StepGraphs:
             )
 
     def give_back(self) -> None:
-        self._lent -= 1
+        with self.lock:
+            self._lent -= 1
 
 
 @torch.inference_mode()
@@ -249,12 +255,13 @@ class PagedBatch:
         self.captured: CapturedStep | None = None
         self.leases: list[Lease] = []
         extra = max(room(each) + each.nodes for each in proposers)
-        try:
-            for text, limit in zip(self._texts, request.limits, strict=True):
-                self.leases.append(graphs.store.blocks.admit(text, limit + extra))
-        except CacheFullError:
-            self._release()
-            raise
+        with graphs.lock:
+            try:
+                for text, limit in zip(self._texts, request.limits, strict=True):
+                    self.leases.append(graphs.store.blocks.admit(text, limit + extra))
+            except CacheFullError:
+                self._release()
+                raise
 
     def prefill(self) -> tuple[Drawn, list[list[int]]]:
         request, device = self.request, self.graphs.target.device
@@ -311,9 +318,11 @@ class PagedBatch:
         self.captured.load(state, table, sampler)
 
     def _publish(self, texts: Sequence[Sequence[int]]) -> None:
-        for lease, text in zip(self.leases, texts, strict=True):
-            self.graphs.store.blocks.publish(lease, text)
+        with self.graphs.lock:
+            for lease, text in zip(self.leases, texts, strict=True):
+                self.graphs.store.blocks.publish(lease, text)
 
     def _release(self) -> None:
-        for lease in self.leases:
-            self.graphs.store.blocks.release(lease)
+        with self.graphs.lock:
+            for lease in self.leases:
+                self.graphs.store.blocks.release(lease)

@@ -1,5 +1,6 @@
 """The forward of a packed batch: all rows of a tree as one sequence, with tree attention over a paged cache."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -38,6 +39,7 @@ class PackedForward:
         self._hidden: Any = None
         self._run: Any = self._plain
         self._merged: MergedLinears | None = None
+        self._lock = threading.RLock()  # what stands on the model during a call must not be taken down by another's end
 
     def __call__(
         self, tree: Tree, length: Tensor, cache: PagedCache, only: Tensor | None = None
@@ -54,7 +56,7 @@ class PackedForward:
         plan = cache.plan(tree, length)
         for x in (ids, positions, wanted, plan.length, plan.depth, plan.ancestors, plan.table):
             torch._dynamo.maybe_mark_dynamic(x, 0)
-        with self._attending(), self._merged or nullcontext():
+        with self._lock, self._attending(), self._merged or nullcontext():
             logits, hidden = self._run(ids, positions, wanted, plan)
         count = rows if only is not None else rows * nodes
         return logits[:count].view(rows, -1, logits.shape[-1]), hidden[:count].view(rows, -1, hidden.shape[-1])

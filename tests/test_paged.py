@@ -1,6 +1,7 @@
 """Decoding on the paged cache, packed: the same tokens as on the dense one, for every architecture that can."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -156,6 +157,26 @@ def test_a_request_within_a_request_disturbs_neither(llama):
 
     assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, streamer=Nested()), expected)
     assert all(torch.equal(each, inner) for each in found)
+
+
+def test_requests_in_several_threads_disturb_none(llama):
+    engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
+    ids, mask = uneven_batch(rows=6)
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    expected = [engine.generate(ids[row : row + 1], mask[row : row + 1], **arguments) for row in range(6)]
+    found = [None] * 6
+
+    def work(row):
+        with torch.inference_mode():
+            found[row] = engine.generate(ids[row : row + 1], mask[row : row + 1], **arguments)
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert engine._graphs._lent == 0 and engine._graphs.store.blocks.free == 199
 
 
 def test_lengths_have_limits(llama):
