@@ -29,8 +29,7 @@ AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
 class PackedForward:
     """A causal LM's forward over packed trees. Nothing of it stays on the model between calls.
 
-    compiled: whether `compile` was called. One compilation serves every batch and tree, since only the number of tokens
-    varies and that is a dynamic dimension.
+    One compilation serves every batch and tree: only the number of tokens varies, and that is a dynamic dimension.
     """
 
     def __init__(self, model: Any, head: nn.Module, config: Any, context: int | None):
