@@ -109,4 +109,6 @@ def random_drafter(drafter: RecurrentDrafter, ids: int) -> RecurrentDrafter:
         weight.normal_(std=0.02)
     if module.draft_ids is not None:
         module.draft_ids.copy_(torch.randperm(config.vocab_size)[:ids].sort().values)
+    if drafter.rnn_joined is not None:
+        module.join_recurrence()
     return module

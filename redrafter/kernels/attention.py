@@ -17,7 +17,7 @@ __all__ = ["tree_attention"]
 
 PROGRAMS = 264  # about two for each multiprocessor of a large GPU
 WARPS = 4  # never 8: with those, Triton 3.6 pipelines these loops into a race (wrong in 1 of 3 rows of a prompt)
-LONG = 4096  # tokens: beyond, larger tiles pay
+LONG = 8192  # tokens: beyond, larger tiles pay
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
