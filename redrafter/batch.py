@@ -1,16 +1,22 @@
 """The rows of one request while they are decoded, on either kind of cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
+from redrafter.blocks import Lease
+from redrafter.captured import CapturedStep, StepGraphs, bucket
+from redrafter.errors import CacheFullError
+from redrafter.paged import PagedCache
 from redrafter.request import Request
-from redrafter.step import Drawn, Proposer, prefill, step
+from redrafter.sampling import Sampler
+from redrafter.step import Drawn, Proposer, State, prefill, step
 from redrafter.target import Target
 
-__all__ = ["Batch", "DenseBatch", "read", "room"]
+__all__ = ["Batch", "DenseBatch", "PagedBatch"]
 
 
 class Batch(Protocol):
@@ -45,10 +51,10 @@ class DenseBatch:
     def prefill(self) -> tuple[Drawn, list[list[int]]]:
         request, longest = self.request, max(self.request.lengths)
         self.cache.reserve(longest)
-        width = max(request.limits) + room(self.proposer)
+        width = max(request.limits) + _room(self.proposer)
         tokens = pad(request.prompts[:, :longest], (0, width - longest))
         self.state, drawn = prefill(tokens, request.length, self.target, self.cache, request.sampler, new=longest)
-        return drawn, read(drawn)
+        return drawn, _read(drawn)
 
     def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
         if len(self.request.length) == self.proposer.nodes == 1:
@@ -56,7 +62,7 @@ class DenseBatch:
         else:
             self.cache.reserve(longest + self.proposer.depth + self.proposer.nodes)  # that overshoot
         self.state, drawn = step(self.state, self.proposer, self.target, self.cache, self.request.sampler)
-        return drawn, read(drawn)
+        return drawn, _read(drawn)
 
     def keep(self, active: Sequence[bool]) -> None:
         self.state = self.state.keep(torch.tensor(active, device=self.state.active.device))
@@ -65,12 +71,110 @@ class DenseBatch:
         self.cache = None
 
 
-def room(proposer: Proposer) -> int:
+class PagedBatch:
+    """Rows on the paged store of their target, decoded by captured steps; their prompts are read uncaptured.
+
+    proposer_for: when so many rows have ended that a smaller batch would do, the others go on in one, with the proposer
+    that this gives for so many rows; None to stay.
+    """
+
+    def __init__(
+        self,
+        graphs: StepGraphs,
+        proposer: Proposer,
+        request: Request,
+        proposer_for: Callable[[int], Proposer] | None = None,
+    ):
+        self.graphs, self.proposer, self.request, self._proposer_for = graphs, proposer, request, proposer_for
+        self._rows = list(range(len(request.lengths)))  # by place in the captured step
+        smaller = [1 << power for power in range(bucket(len(self._rows)).bit_length() - 1)] if proposer_for else []
+        proposers = [proposer, *(proposer_for(rows) for rows in smaller if proposer_for is not None)]
+        self.depth = max(each.depth for each in proposers)
+        self._width = max(request.limits) + max(map(_room, proposers))
+        ids = request.prompts.tolist()
+        self._texts = [row[:length] for row, length in zip(ids, request.lengths, strict=True)]
+        self.captured: CapturedStep | None = None
+        self.leases: list[Lease] = []
+        extra = max(_room(each) + each.nodes for each in proposers)
+        with graphs.lock:
+            try:
+                for text, limit in zip(self._texts, request.limits, strict=True):
+                    self.leases.append(graphs.store.blocks.admit(text, limit + extra))
+            except CacheFullError:
+                self._release()
+                raise
+
+    def prefill(self) -> tuple[Drawn, list[list[int]]]:
+        request, device = self.request, self.graphs.target.device
+        wanted = max(len(lease.blocks) for lease in self.leases)
+        table = torch.tensor([lease.blocks + [0] * (wanted - len(lease.blocks)) for lease in self.leases])
+        table = table.to(device, torch.int32)
+        reused = [lease.reused for lease in self.leases]
+        state, drawn = prefill(
+            pad(request.prompts, (0, max(self._width - request.prompts.shape[1], 0)))[:, : self._width],
+            request.length,
+            self.graphs.target,
+            PagedCache(self.graphs.store, table),
+            request.sampler,
+            start=torch.tensor(reused, device=device),
+            new=max(length - skip for length, skip in zip(request.lengths, reused, strict=True)),
+        )
+        self._publish(self._texts)
+        self._load(state, table, request.sampler)
+        return drawn, _read(drawn)
+
+    def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
+        assert self.captured is not None, "prefill comes first"
+        self.captured.replay()
+        report: list[list[int]] = [[] for _ in self.leases]
+        for row, line in zip(self._rows, self.captured.read(), strict=False):
+            report[row] = line
+        return self.captured.drawn, report
+
+    def keep(self, active: Sequence[bool]) -> None:
+        step = self.captured
+        assert step is not None, "prefill comes first"
+        left = [place for place, row in enumerate(self._rows) if active[row]]
+        if self._proposer_for is None or not left or bucket(len(left)) == len(step.state.length):
+            moving = torch.tensor([active[row] for row in self._rows])
+            step.state.active[: len(moving)] = moving.to(step.state.active.device)
+            return
+        places = torch.tensor(left, device=step.state.length.device)
+        state, table, sampler = step.state.at(places), step.cache.table[places], step.sampler.at(places)
+        self._rows = [self._rows[place] for place in left]
+        self.proposer = self._proposer_for(len(left))
+        self.graphs.give_back()
+        self.captured = None
+        self._load(state, table, sampler)
+
+    def close(self, texts: Sequence[Sequence[int]]) -> None:
+        # The last token that a row wrote is pending, or was never looked at.
+        self._publish([[*text, *new[:-1]] for text, new in zip(self._texts, texts, strict=True)])
+        self._release()
+        if self.captured is not None:
+            self.graphs.give_back()
+
+    def _load(self, state: State, table: Tensor, sampler: Sampler) -> None:
+        self.captured = self.graphs.borrow(len(self._rows), self.proposer, self.request.sampler, self._width)
+        self.captured.load(state, table, sampler)
+
+    def _publish(self, texts: Sequence[Sequence[int]]) -> None:
+        with self.graphs.lock:
+            for lease, text in zip(self.leases, texts, strict=True):
+                self.graphs.store.blocks.publish(lease, text)
+
+    def _release(self) -> None:
+        with self.graphs.lock:
+            for lease in self.leases:
+                self.graphs.store.blocks.release(lease)
+
+
+def _room(proposer: Proposer) -> int:
     """Positions that a row may touch past its limit: its last step may overshoot by K; standing still, it is then
     drafted for K further."""
     return 2 * proposer.depth + 1
 
 
-def read(drawn: Drawn) -> list[list[int]]:
+def _read(drawn: Drawn) -> list[list[int]]:
     """The only read from the device in a step."""
     return drawn.report().tolist()

@@ -11,8 +11,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from redrafter.batch import Batch, DenseBatch
-from redrafter.captured import PagedBatch, StepGraphs
+from redrafter.batch import Batch, DenseBatch, PagedBatch
+from redrafter.captured import StepGraphs
 from redrafter.decoding import decode
 from redrafter.errors import ArgumentError
 from redrafter.options import EngineOptions

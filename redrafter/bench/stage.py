@@ -10,10 +10,10 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from redrafter.batch import Batch, DenseBatch
+from redrafter.batch import Batch, DenseBatch, PagedBatch
 from redrafter.bench.timing import median_ms
 from redrafter.bench.workload import Workload, forget_prefixes
-from redrafter.captured import PagedBatch, capture
+from redrafter.captured import capture
 from redrafter.errors import first_line
 from redrafter.request import Request, read_request
 from redrafter.step import Proposer
