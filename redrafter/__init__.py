@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from redrafter.checkpoint import boxed_pair
     from redrafter.drafter import DrafterConfig, RecurrentDrafter
     from redrafter.engine import Engine
+    from redrafter.lookup import PromptLookup
     from redrafter.outputs import GenerateOutput, GenerateStats, Stats
     from redrafter.redrafter import ReDrafter
     from redrafter.streaming import StepStreamer
@@ -36,6 +37,7 @@ __all__ = [
     "GenerateOutput",
     "GenerateStats",
     "MismatchError",
+    "PromptLookup",
     "ReDrafter",
     "ReDrafterError",
     "RecurrentDrafter",
@@ -52,6 +54,7 @@ _MODULES = {
     "Engine": "engine",
     "GenerateOutput": "outputs",
     "GenerateStats": "outputs",
+    "PromptLookup": "lookup",
     "ReDrafter": "redrafter",
     "RecurrentDrafter": "drafter",
     "Stats": "outputs",

@@ -18,6 +18,7 @@ def test_public_names_are_exactly_those_listed():
         "GenerateOutput",
         "GenerateStats",
         "MismatchError",
+        "PromptLookup",
         "ReDrafter",
         "ReDrafterError",
         "RecurrentDrafter",
