@@ -1,5 +1,6 @@
 """Steps captured in CUDA graphs: one launch and one small read each."""
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from redrafter.tree import chain
 
 __all__ = ["CapturedStep", "StepGraphs", "bucket", "capture", "prepare"]
 
+_LOG = logging.getLogger(__name__)
 LONGEST = 32768  # tokens of a text, where nothing says how long texts become
 SHORTEST = 2048  # positions that a kept step has room for at least; longer ones are kept for every power of two
 RECOMPILES = 64  # of one function, before torch.compile gives up on it
@@ -196,6 +198,10 @@ def prepare(target: Target, store: PagedStore, compile: bool) -> None:
     forward = partial(target.verify, chain(zeros), zeros[:, 0], cache)
     target.packed.merge(forward)
     target.packed.compile(compile)
+    if compile:
+        _LOG.info(
+            "compiling %s, once: about a second a layer (--no-compile or compile=False does without)", target.name
+        )
     # The drafter's step is compiled for one row and many, one beam and many, the first step and the others.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
     try:

@@ -1,5 +1,6 @@
 """What every command of ours does as a program: one line for an error, exit codes, no chatter."""
 
+import logging
 import os
 import sys
 import warnings
@@ -40,10 +41,15 @@ def report(kind: str, message: object) -> None:
 
 
 def _hush() -> None:
-    """Of warnings show this library's, each on one line; of the libraries below show nothing but errors."""
+    """Of warnings and news show this library's, each on one line; of the libraries below show nothing but errors."""
     import huggingface_hub
     import transformers
 
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("redrafter: %(message)s"))
+    log = logging.getLogger("redrafter")
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
