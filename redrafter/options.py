@@ -25,12 +25,17 @@ class EngineOptions:
     compile: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.kv_cache_free_gpu_memory_fraction <= 1:
+        fraction = self.kv_cache_free_gpu_memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise ArgumentError(
                 "kv_cache_free_gpu_memory_fraction must be above 0 and at most 1, got "
                 f"{self.kv_cache_free_gpu_memory_fraction!r}"
             )
         for name in ("max_input_len", "max_seq_len"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
-                raise ArgumentError(f"{name} must be an integer of 2 or more, got {value!r}")
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or not 2 <= value < 1 << 31
+            ):
+                raise ArgumentError(f"{name} must be an integer of 2 or more, and below 2**31, got {value!r}")
+        if not isinstance(self.compile, bool):
+            raise ArgumentError(f"compile must be True or False, got {self.compile!r}")

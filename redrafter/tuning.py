@@ -9,6 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from redrafter.captured import bucket
 from redrafter.checkpoint import TreeShape, embedding_norms
+from redrafter.document import check_writable, write_whole
 from redrafter.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.target import Target
@@ -104,21 +106,17 @@ class Tuning:
 
     def write(self, path: str | Path) -> None:
         """One JSON document; a reader finds the old one or the new one, never a half."""
-        path = Path(path)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
-            unfinished.replace(path)
-        except OSError as error:
-            raise ArgumentError(f"cannot write {path}: {error.strerror or error}") from error
+        with suppress(OSError):  # said by the next line
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        check_writable(Path(path), "a tuning")
+        write_whole(Path(path), json.dumps(self.to_dict()) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> "Tuning":
         """Raises `CheckpointError` when the file cannot be read or is not a tuning."""
         try:
             return _from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is not a tuning: {error}; run `redrafter tune`, or pass tuning=None (--tuning none)"
             ) from error
@@ -136,6 +134,10 @@ def _from_dict(document: Any) -> Tuning:
             raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
     if not all(isinstance(row, dict) for row in document.get("measured", ())):
         raise TypeError("measured must be a list of objects")
+    missing = [name for name in ("device", "dtype", "target", "drafter") if name not in document]
+    unknown = sorted(set(document) - {each.name for each in fields(Tuning)})
+    if missing or unknown:
+        raise TypeError(f"it lacks {', '.join(missing)}" if missing else f"it has unknown keys: {', '.join(unknown)}")
     return Tuning(**(document | {"shapes": shapes, "measured": tuple(document.get("measured", ()))}))
 
 
@@ -143,6 +145,8 @@ def find_tuning(tuning: str | Path | None, target: Target, drafter: RecurrentDra
     """What `from_pretrained(tuning=...)` means. "auto": the file at `tuning_path`, if there is one."""
     if tuning is None:
         return None
+    if not isinstance(tuning, str | Path) or not str(tuning):
+        raise ArgumentError(f'tuning must be "auto", a path or None, got {tuning!r}')
     path = tuning_path(target, drafter) if tuning == "auto" else Path(tuning)
     if tuning == "auto" and not path.is_file():
         return None

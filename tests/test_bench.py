@@ -25,6 +25,7 @@ from redrafter.bench.timing import Bandwidth, copy_bandwidth
 from redrafter.bench.workload import Workload
 from redrafter.blocks import BLOCK
 from redrafter.cli import main
+from redrafter.cli.options import BenchOptions
 from redrafter.target import Target
 
 PROMPTS = [[5, 9, 14, 3, 22, 8], [7, 7, 30], [41, 12, 13, 60, 2, 4, 4, 19]]
@@ -147,7 +148,7 @@ def test_sampling_is_compared_by_tokens_too():
     [
         (["--against", "eager,vllm"], "'vllm'"),
         (["--pad-to", "llama-9"], "llama-3.1-8b"),
-        (["--batch-sizes", "0,2"], "--batch-sizes must be positive"),
+        (["--batch-sizes", "0,2"], "--batch-sizes must be from 1 to"),
         (["--batch-sizes", "two"], "'two'"),
         (["--max-new-tokens", "1"], "2 or more"),
         (["--max-new-tokens", "1000"], "context is 1024"),
@@ -384,3 +385,22 @@ def test_where_speculation_is_off_the_table_says_so(monkeypatch, capsys):
     assert " off " in out and document["batches"][0]["shape"] is None
     assert [one["speculative"] for one in document["parts"]] == [False]
     assert "heads" not in document
+
+
+def test_only_a_line_feed_ends_a_prompt(tmp_path):
+    path = tmp_path / "p.jsonl"
+    texts = ["one\u2028two\u0085three", "four"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\ufeff" + "\n\n".join(lines) + "\r\n", encoding="utf-8")
+    assert read_prompts(str(path)) == texts
+    path.write_text("\n{\n", encoding="utf-8")
+    with pytest.raises(ArgumentError, match="line 2 of"):
+        read_prompts(str(path))
+    path.write_text('{"text": "a\\ud800b"}', encoding="utf-8")
+    with pytest.raises(ArgumentError, match="surrogate"):
+        read_prompts(str(path))
+
+
+def test_a_number_given_twice_is_measured_once():
+    options = BenchOptions(batch_sizes=(2, 2, 1), context=(5, 5))
+    assert options.batch_sizes == (2, 1) and options.context == (5,)

@@ -185,7 +185,13 @@ def test_lengths_have_limits(llama):
     assert engine.generate(prompt, max_new_tokens=50).shape[1] <= 20
     with pytest.raises(ArgumentError, match="max_input_len is 12"):
         engine.generate(torch.arange(3, 16)[None], max_new_tokens=2)
-    for wrong in ({"max_seq_len": 1}, {"max_input_len": "many"}, {"kv_cache_free_gpu_memory_fraction": 0.0}):
+    for wrong in (
+        {"max_seq_len": 1},
+        {"max_input_len": "many"},
+        *({"kv_cache_free_gpu_memory_fraction": x} for x in (0.0, "0.5", True)),
+        {"max_seq_len": 10**30},
+        {"compile": "no"},
+    ):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             EngineOptions(**wrong)
 

@@ -46,7 +46,10 @@ def _picture(document: dict[str, Any], path: Path, title: str, fill: Callable[[A
     axes.set_title(title)
     what = f"{document['model']}, {document['dtype']}, {document['hardware']}"
     figure.supxlabel("\n".join(filter(None, [what, document.get("padded")])), fontsize=7)
-    figure.savefig(path, dpi=144)
+    try:
+        figure.savefig(path, dpi=144)
+    except OSError as error:
+        raise ArgumentError(f"cannot write {path}: {error.strerror or error}") from error
     return path
 
 

@@ -20,12 +20,12 @@ def read_prompts(name: str | None) -> list[str]:
     """From a .jsonl file with a "text" in each line, or a text file with one prompt a line; None: those that ship."""
     path = Path(str(resources.files("redrafter.bench"))) / "prompts.jsonl" if name is None else Path(name)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+        # Only a line feed ends a line: JSON may hold what Unicode calls line separators.
+        numbered = enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1)
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"cannot read prompts from {path}: {error}") from error
-    texts = (
-        [_text(line, f"line {n} of {path}") for n, line in enumerate(lines, 1)] if path.suffix == ".jsonl" else lines
-    )
+    lines = [(number, line.rstrip("\r")) for number, line in numbered if line.strip()]
+    texts = [_text(line, f"line {n} of {path}") if path.suffix == ".jsonl" else line for n, line in lines]
     if not texts:
         raise ArgumentError(f"{path} holds no prompts")
     return texts
@@ -34,11 +34,15 @@ def read_prompts(name: str | None) -> list[str]:
 def _text(line: str, where: str) -> str:
     try:
         row: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{where} is not JSON: {error}") from error
     text = row.get("text", row.get("prompt")) if isinstance(row, dict) else None
     if not isinstance(text, str) or not text:
         raise ArgumentError(f'{where} has no "text"')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"{where} holds half a surrogate pair, which is no text") from error
     return text
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import time
 import traceback
@@ -12,7 +11,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from redrafter.errors import ArgumentError, ReDrafterError, first_line
+from redrafter.document import check_writable, write_whole
+from redrafter.errors import ReDrafterError, first_line
 
 __all__ = ["Report", "Table", "plain_data"]
 
@@ -25,7 +25,9 @@ class Report:
         self.document: dict[str, Any] = facts | {"complete": False, "errors": []}
         self.path, self.note = path, note
         self._start = time.perf_counter()
-        self.save()  # a path that cannot be written is refused before anything is measured
+        if path is not None:
+            check_writable(path, "--json")
+        self.save()
 
     def progress(self, text: str) -> None:
         print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)
@@ -57,14 +59,8 @@ class Report:
 
     def save(self) -> None:
         """To the file; a reader finds the old document or the new one, never a half."""
-        if self.path is None:
-            return
-        unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            unfinished.write_text(self._json() + "\n", encoding="utf-8")
-            unfinished.replace(self.path)
-        except OSError as error:
-            raise ArgumentError(f"cannot write {self.path}: {error.strerror or error}") from error
+        if self.path is not None:
+            write_whole(self.path, self._json() + "\n")
 
     def finish(self) -> int:
         """Print the document. Returns an exit code: 1 when a section failed."""

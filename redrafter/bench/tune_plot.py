@@ -7,6 +7,7 @@ from typing import Any
 
 from redrafter.bench.tune import Timing
 from redrafter.checkpoint import TreeShape
+from redrafter.document import check_writable
 from redrafter.errors import ArgumentError
 
 __all__ = ["check_plot", "plot"]
@@ -14,10 +15,13 @@ __all__ = ["check_plot", "plot"]
 GREY, BLUE = "#b0b0b0", "#1f77b4"
 
 
-def check_plot() -> None:
+def check_plot(path: Path) -> None:
     """Raise `ArgumentError` when nothing can be drawn, before anything is measured."""
     if find_spec("matplotlib") is None:
-        raise ArgumentError("--plot needs matplotlib: pip install matplotlib, or redrafter[bench]")
+        raise ArgumentError("--plot needs matplotlib: pip install 'redrafter[bench]'")
+    if path.suffix != ".png":
+        raise ArgumentError(f"--plot draws a .png, got {str(path)!r}")
+    check_writable(path, "--plot")
 
 
 def plot(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: str, path: str | Path) -> None:

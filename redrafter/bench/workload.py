@@ -60,11 +60,14 @@ class Workload:
         work = cls(engine, pad_token=next(known), **rest)
         engine.model.generation_config = GenerationConfig(pad_token_id=work.pad_token)
         longest = max(map(len, work.prompts)) + work.max_new_tokens
+        limit, prompt = engine.options.max_input_len, max(map(len, work.prompts))
+        if limit is not None and prompt > limit:
+            raise ArgumentError(f"the longest prompt has {prompt} tokens, and --max-input-len is {limit}: raise it")
         for what, most in (("context", engine.target.context), ("max_seq_len", engine.options.max_seq_len)):
             if most is not None and longest > most:
                 raise ArgumentError(
                     f"the longest prompt with --max-new-tokens {work.max_new_tokens} comes to {longest} tokens, and "
-                    f"the model's {what} is {most}: lower it, or give shorter prompts"
+                    f"the {what} is {most}: lower it, or give shorter prompts"
                 )
         return work
 

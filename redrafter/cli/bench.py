@@ -13,8 +13,9 @@ from redrafter.bench.rivals import check_names
 from redrafter.bench.suite import Plan, run_suite
 from redrafter.bench.workload import Workload
 from redrafter.checkpoint import TreeShape
-from redrafter.cli.loading import Pair
+from redrafter.cli.loading import Pair, check_directory
 from redrafter.cli.options import BenchOptions, LoadOptions, read_options
+from redrafter.document import check_writable
 from redrafter.errors import ArgumentError
 from redrafter.redrafter import ReDrafter
 from redrafter.target import Target
@@ -32,6 +33,10 @@ def run(args: argparse.Namespace) -> int:
     plots = None if options.plots is None else Path(options.plots)
     if plots is not None:
         check_plots(plots)
+    for name in filter(None, [options.assistant_model]):
+        check_directory(name)
+    if options.json is not None:
+        check_writable(Path(options.json), "--json")
     texts = read_prompts(options.prompts)
     pair = Pair(load) if options.pad_to is None else _padded(load, options.pad_to)
     work = Workload.of(

@@ -61,6 +61,8 @@ class Pair:
         self.name = options.model or boxed_model()
         self.drafter_name = options.drafter or str(Path(self.name) / DRAFTER_FOLDER)
         for name in (options.model, options.drafter):
+            if name == "":
+                raise ArgumentError("--model and --drafter need a name, got an empty one")
             if name is not None:
                 check_directory(name)
         _check_device(options.device)
@@ -142,7 +144,7 @@ def _check_device(device: str | None) -> None:
     if device is None:
         return
     try:
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(f"--device {device} cannot be used: {first_line(error)}") from error
 

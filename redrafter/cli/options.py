@@ -1,6 +1,7 @@
 """Options of the commands. A default stands here once: flags and their help are made from the fields."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+MOST = 1_000_000  # of anything that is counted
 
 _METAVARS = {int: "N", float: "X"}
 
@@ -90,7 +93,7 @@ class GenerationOptions:
     speculate: bool = _option(True, "plain decoding, without the drafter")
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < math.inf:
             raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
         for name in ("top_k", "top_p", "min_p"):
             if getattr(self, name) is not None and self.temperature == 0:
@@ -126,12 +129,13 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         for name in ("beams", "lengths", "batch_sizes"):
-            values = getattr(self, name)
-            if values is not None and not (values and all(value >= 1 for value in values)):
-                raise ArgumentError(f"--{name.replace('_', '-')} must be positive numbers, got {_shown(values)}")
+            if getattr(self, name) is not None:
+                _check_numbers(self, name)
+        if not 0 <= self.seconds < math.inf:
+            raise ArgumentError(f"--seconds must be 0 or more, got {self.seconds:g}")
         if self.max_new_tokens < 2:
             raise ArgumentError(f"--max-new-tokens must be 2 or more, got {self.max_new_tokens}")
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < math.inf:
             raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
         if not 0 <= self.seed < 1 << 62:
             raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {self.seed}")
@@ -180,15 +184,29 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats"):
-            value = getattr(self, name)
-            if any(number < 1 for number in (value if isinstance(value, tuple) else (value,))):
-                raise ArgumentError(f"--{name.replace('_', '-')} must be positive, got {_shown(value)}")
+            _check_numbers(self, name)
+        object.__setattr__(self, "against", tuple(dict.fromkeys(self.against)))
+        if self.assistant_model is not None and "assisted" not in self.against:
+            raise ArgumentError("--assistant-model is for --against assisted: add that")
+        for name in ("plots", "json"):
+            if getattr(self, name) == "":
+                raise ArgumentError(f"--{name} needs a name, got an empty one")
         if self.max_new_tokens < 2:
             raise ArgumentError(f"--max-new-tokens must be 2 or more, got {self.max_new_tokens}")
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < math.inf:
             raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
         if not 0 <= self.seed < 1 << 62:
             raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {self.seed}")
+
+
+def _check_numbers(options: Any, name: str) -> None:
+    """One number or several, each once; all are counts of something that must fit into a machine."""
+    value = getattr(options, name)
+    numbers = tuple(dict.fromkeys(value)) if isinstance(value, tuple) else (value,)
+    if not all(1 <= number <= MOST for number in numbers):
+        raise ArgumentError(f"--{name.replace('_', '-')} must be from 1 to {MOST}, got {_shown(value)}")
+    if isinstance(value, tuple):
+        object.__setattr__(options, name, numbers)
 
 
 def _shown(default: Any) -> str:

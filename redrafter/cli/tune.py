@@ -19,6 +19,7 @@ from redrafter.bench.tune_plot import check_plot, plot
 from redrafter.checkpoint import TreeShape
 from redrafter.cli.loading import Pair
 from redrafter.cli.options import LoadOptions, TuneOptions, read_options
+from redrafter.document import check_writable
 from redrafter.errors import ArgumentError
 from redrafter.proposer import RecurrentProposer
 from redrafter.redrafter import ReDrafter
@@ -35,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure, choose, write, and print the table."""
     options = read_options(TuneOptions, args)
     if options.plot is not None:
-        check_plot()
+        check_plot(Path(options.plot))
+    if options.out is not None:
+        check_writable(Path(options.out), "--out")
     texts = read_prompts(options.prompts)
     pair = Pair(replace(read_options(LoadOptions, args), tuning="none"))
     engine, own = pair.engine, pair.engine.proposer

@@ -1,0 +1,49 @@
+"""Files that are written whole or not at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from redrafter import ArgumentError
+from redrafter.document import check_writable, write_whole
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
+    path = tmp_path / "new" / "a.json"
+    with pytest.raises(ArgumentError, match="No such file"):
+        check_writable(path, "--json")
+    path.parent.mkdir()
+    check_writable(path, "--json")
+    write_whole(path, "one")
+    write_whole(path, "two")
+    assert path.read_text() == "two" and os.listdir(path.parent) == ["a.json"]
+
+
+def test_a_link_keeps_pointing(tmp_path):
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_whole(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new"
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_writable(pipe, "--json")
+    write_whole(pipe, "text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    os.close(reader)
+
+
+@pytest.mark.parametrize("name", ["", ".", "folder", "file/below"])
+def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(ArgumentError, match="--out"):
+        check_writable(Path(name), "--out")
+    with pytest.raises(ArgumentError):
+        write_whole(Path(name), "text")
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"] and (tmp_path / "file").read_text() == "kept"
