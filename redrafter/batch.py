@@ -148,11 +148,11 @@ class PagedBatch:
         self._load(state, table, sampler)
 
     def close(self, texts: Sequence[Sequence[int]]) -> None:
-        # The last token that a row wrote is pending, or was never looked at.
-        self._publish([[*text, *new[:-1]] for text, new in zip(self._texts, texts, strict=True)])
-        self._release()
-        if self.captured is not None:
+        if self.captured is not None:  # otherwise a prefill failed, and nothing says that its blocks hold the prompts
+            # The last token that a row wrote is pending, or was never looked at.
+            self._publish([[*text, *new[:-1]] for text, new in zip(self._texts, texts, strict=True)])
             self.graphs.give_back()
+        self._release()
 
     def _load(self, state: State, table: Tensor, sampler: Sampler) -> None:
         self.captured = self.graphs.borrow(len(self._rows), self.proposer, self.request.sampler, self._width)

@@ -141,6 +141,23 @@ def test_memory_comes_back_whatever_happens(llama):
     assert engine.generate(ids[:1], mask[:1], max_new_tokens=10).shape == (1, ids.shape[1] + 10)
 
 
+def test_a_prefill_that_failed_leaves_nothing_to_reuse(llama):
+    engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
+    prompt = (torch.arange(1, 50) * 13 % VOCAB)[None]
+    forward = engine.target.packed
+
+    def fails(*args):
+        raise KeyError("mine")
+
+    engine.target.packed = fails
+    with pytest.raises(KeyError):
+        engine.generate(prompt, max_new_tokens=8, do_sample=False)
+    engine.target.packed = forward
+    expected = llama.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(engine.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+    assert engine._graphs.store.blocks.free == 199
+
+
 def test_a_request_within_a_request_disturbs_neither(llama):
     engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
     ids, mask = uneven_batch()
