@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-__all__ = ["LayerShape", "RaggedCache"]
+__all__ = ["LayerShape", "RaggedCache", "grouped"]
 
 GRAIN = 64  # slots; the window grows in these steps, so that shapes seldom change
 
@@ -26,6 +26,18 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+
+
+Group = tuple[int, int, torch.dtype, torch.device]  # heads, dim, dtype, device: what a pool's layers have in common
+
+
+def grouped(shapes: Sequence[LayerShape]) -> dict[Group, list[tuple[int, str]]]:
+    """Which layers' "keys" and "values" may share a pool."""
+    groups: dict[Group, list[tuple[int, str]]] = {}
+    for layer, shape in enumerate(shapes):
+        for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
+            groups.setdefault((shape.heads, dim, shape.dtype, shape.device), []).append((layer, side))
+    return groups
 
 
 class _Pool:
@@ -90,13 +102,9 @@ class RaggedCache(Cache):
     """
 
     def __init__(self, shapes: Sequence[LayerShape], rows: int):
-        groups: dict[tuple, list[tuple[int, str]]] = {}
-        for layer, shape in enumerate(shapes):
-            for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
-                groups.setdefault((shape.heads, dim, shape.dtype, shape.device), []).append((layer, side))
         self._pools = []
         homes: dict[tuple[int, str], tuple[_Pool, int]] = {}
-        for key, members in groups.items():
+        for key, members in grouped(shapes).items():
             self._pools.append(_Pool(len(members), *key))
             homes |= {member: (self._pools[-1], index) for index, member in enumerate(members)}
         super().__init__(layers=[_Layer(self, homes[i, "keys"], homes[i, "values"]) for i in range(len(shapes))])

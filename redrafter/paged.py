@@ -8,7 +8,7 @@ from torch import Tensor
 from redrafter import kernels
 from redrafter.attention import Plan
 from redrafter.blocks import BLOCK, BlockPool
-from redrafter.cache import LayerShape
+from redrafter.cache import LayerShape, grouped
 from redrafter.errors import CacheFullError
 from redrafter.tree import Tree
 
@@ -23,13 +23,9 @@ class PagedStore:
     """
 
     def __init__(self, shapes: Sequence[LayerShape], blocks: int):
-        groups: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, str]]] = {}
-        for layer, shape in enumerate(shapes):
-            for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
-                groups.setdefault((shape.heads, dim, shape.dtype, shape.device), []).append((layer, side))
         self.pools: list[Tensor] = []
         homes: dict[tuple[int, str], tuple[Tensor, int]] = {}
-        for (heads, dim, dtype, device), members in groups.items():
+        for (heads, dim, dtype, device), members in grouped(shapes).items():
             self.pools.append(torch.zeros(len(members), blocks * BLOCK, heads, dim, dtype=dtype, device=device))
             homes |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
         self.homes = tuple((*homes[i, "keys"], *homes[i, "values"]) for i in range(len(shapes)))

@@ -22,7 +22,6 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from redrafter import kernels
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.options import EngineOptions
 from redrafter.processors import Processor, RowTemperature, tree_processors
@@ -181,10 +180,7 @@ def read_request(
             prompt=length,
             limit=limit,
             ids=torch.arange(target.vocab_size, device=target.device),
-            fused=kernels.TRITON
-            and target.device.type == "cuda"
-            and not want_scores
-            and all(isinstance(function, RowTemperature) for function in functions),
+            keep_scores=want_scores,
         ),
         seeds=seeds,
         criteria=others,

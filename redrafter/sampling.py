@@ -19,7 +19,7 @@ class Sampler:
     seeds: `[B]` int64, or None for greedy. processors: applied in order to float32 scores. temperature: `[B]` float32,
     what `processors` divides by; the drafter, which sees no other processor, guesses better with it. prompt, limit:
     `[B]` int64, each row's own prompt length and the most tokens it may come to. ids: `[V]` int64, `arange(V)`.
-    fused: draw on a GPU by a kernel that keeps no scores; for processors that are a temperature at most.
+    keep_scores: whether somebody wants the processed scores too.
     """
 
     seeds: Tensor | None
@@ -28,12 +28,17 @@ class Sampler:
     prompt: Tensor
     limit: Tensor
     ids: Tensor
-    fused: bool = False
+    keep_scores: bool = False
 
     @property
     def simple(self) -> bool:
         """Whether a temperature is all that stands between logits and draw."""
         return all(isinstance(processor, RowTemperature) for processor in self.processors)
+
+    @property
+    def fused(self) -> bool:
+        """Whether draws are made on a GPU by a kernel that keeps no scores."""
+        return kernels.TRITON and self.temperature.is_cuda and self.simple and not self.keep_scores
 
     @property
     def capturable(self) -> bool:

@@ -7,7 +7,7 @@ each tree writes on from the prompts once, and a handful of its steps are timed 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -236,8 +236,7 @@ class Tuner:
                 times.append(time.perf_counter() - began)
                 committed = [n + row[-1] + 1 for n, row in zip(committed, found, strict=True)]
         finally:
-            with suppress(AttributeError):  # of a batch that had no memory to begin with
-                batch.close([[]] * size)
+            batch.close([[]] * size)
         if not times:
             raise ArgumentError(
                 f"the context of {self._longest} tokens has no room for a tree of depth {proposer.depth}"

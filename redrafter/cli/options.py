@@ -133,12 +133,7 @@ class TuneOptions:
                 _check_numbers(self, name)
         if not 0 <= self.seconds < math.inf:
             raise ArgumentError(f"--seconds must be 0 or more, got {self.seconds:g}")
-        if self.max_new_tokens < 2:
-            raise ArgumentError(f"--max-new-tokens must be 2 or more, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < math.inf:
-            raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
-        if not 0 <= self.seed < 1 << 62:
-            raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {self.seed}")
+        _check_writing(self)
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -191,12 +186,7 @@ class BenchOptions:
         for name in ("plots", "json"):
             if getattr(self, name) == "":
                 raise ArgumentError(f"--{name} needs a name, got an empty one")
-        if self.max_new_tokens < 2:
-            raise ArgumentError(f"--max-new-tokens must be 2 or more, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < math.inf:
-            raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
-        if not 0 <= self.seed < 1 << 62:
-            raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {self.seed}")
+        _check_writing(self)
 
 
 def _check_numbers(options: Any, name: str) -> None:
@@ -207,6 +197,16 @@ def _check_numbers(options: Any, name: str) -> None:
         raise ArgumentError(f"--{name.replace('_', '-')} must be from 1 to {MOST}, got {_shown(value)}")
     if isinstance(value, tuple):
         object.__setattr__(options, name, numbers)
+
+
+def _check_writing(options: Any) -> None:
+    """What tuning and benchmarks ask of every text that they write."""
+    if options.max_new_tokens < 2:
+        raise ArgumentError(f"--max-new-tokens must be 2 or more, got {options.max_new_tokens}")
+    if not 0 <= options.temperature < math.inf:
+        raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {options.temperature}")
+    if not 0 <= options.seed < 1 << 62:
+        raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {options.seed}")
 
 
 def _shown(default: Any) -> str:
