@@ -21,6 +21,7 @@ from redrafter.version import __version__
 
 if TYPE_CHECKING:
     from redrafter.checkpoint import boxed_pair
+    from redrafter.draft_target import DraftTarget
     from redrafter.drafter import DrafterConfig, RecurrentDrafter
     from redrafter.engine import Engine
     from redrafter.lookup import PromptLookup
@@ -32,6 +33,7 @@ __all__ = [
     "ArgumentError",
     "CacheFullError",
     "CheckpointError",
+    "DraftTarget",
     "DrafterConfig",
     "Engine",
     "GenerateOutput",
@@ -50,6 +52,7 @@ __all__ = [
 
 # Module of each public name that needs torch: `redrafter --help` does not, and must not wait for it.
 _MODULES = {
+    "DraftTarget": "draft_target",
     "DrafterConfig": "drafter",
     "Engine": "engine",
     "GenerateOutput": "outputs",

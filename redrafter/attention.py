@@ -22,11 +22,11 @@ ATTENTION_NAME = "redrafter_tree"  # a name holding "sdpa" or "flash" would make
 
 @dataclass(frozen=True)
 class Plan:
-    """One forward, as attention must know it. All flat, each with one spare entry at its end, since a compiler treats a
-    dimension that is ever 1 as a case of its own.
+    """One forward over the last M of a tree's N nodes, as attention must know it. All flat, each with one spare entry
+    at its end, since a compiler treats a dimension that is ever 1 as a case of its own.
 
     pools: per layer, its keys' pool and index, then its values' pool and index; a pool is `[G, slots, heads, dim]`.
-    length: `[B + 1]` int64, committed tokens. depth: `[B*N + 1]` int64. ancestors: `[B*N*N + 1]` bool.
+    length: `[B + 1]` int64, committed tokens. depth: `[B*N + 1]` int64. ancestors: `[B*M*N + 1]` bool.
     table: `[B*M + 1]` int32, the blocks of each row in order of position.
     """
 
@@ -59,7 +59,7 @@ def tree_attention(
 ) -> Tensor:
     """Store the new keys and values in the cache, and attend to the committed ones and to each node's ancestors.
 
-    query: `[T, Hq, d]`; key, value: `[T, H, d]`, `[T, H, dv]`; T is B*N, or more with padding at the end, whose output
+    query: `[T, Hq, d]`; key, value: `[T, H, d]`, `[T, H, dv]`; T is B*M, or more with padding at the end, whose output
     is 0. keys, values: the pools. window: positions that a node looks back, 0 for all. softcap: 0 for none. sinks:
     `[Hq]`, a score that each head may spend on nothing, or None. Returns `[T, Hq, dv]`.
 
@@ -67,31 +67,33 @@ def tree_attention(
     """
     rows = length.shape[0] - 1
     nodes = (depth.shape[0] - 1) // rows
-    count, heads = rows * nodes, key.shape[1]
+    new = (ancestors.shape[0] - 1) // (rows * nodes)
+    count, heads = rows * new, key.shape[1]
     table, depth = table[:-1].view(rows, -1).long(), depth[:-1].view(rows, nodes)
-    ancestors, length = ancestors[:-1].view(rows, nodes, nodes), length[:-1]
-    at = length[:, None] + torch.arange(nodes, device=length.device)  # [B, N], the scratch slots
+    ancestors, length = ancestors[:-1].view(rows, new, nodes), length[:-1]
+    at = length[:, None] + torch.arange(nodes - new, nodes, device=length.device)  # [B, M], the scratch slots
     page = table.gather(1, (at // BLOCK).clamp(max=table.shape[1] - 1)).where(at // BLOCK < table.shape[1], 0)
     slots = (page * BLOCK + at % BLOCK).flatten()
     keys[key_layer].index_copy_(0, slots, key[:count])
     values[value_layer].index_copy_(0, slots, value[:count])
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for row in range(rows):
-        n, own = int(length[row]), slice(row * nodes, (row + 1) * nodes)
-        before = torch.arange(n, device=length.device)
-        slots = table[row, before // BLOCK] * BLOCK + before % BLOCK
+        n, own = int(length[row]), slice(row * new, (row + 1) * new)
+        before = torch.arange(n + nodes - new, device=length.device)
+        page = table[row].gather(0, (before // BLOCK).clamp(max=table.shape[1] - 1))
+        slots = page.where(before // BLOCK < table.shape[1], 0) * BLOCK + before % BLOCK
         k, v = torch.cat([keys[key_layer][slots], key[own]]), torch.cat([values[value_layer][slots], value[own]])
         k, v = (repeat(x, "s h d -> s (h g) d", g=query.shape[1] // heads).float() for x in (k, v))
         scores = torch.einsum("nhd,shd->hns", query[own].float(), k) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        seen = torch.cat([ancestors.new_ones(nodes, n), ancestors[row]], dim=1)  # [N, n + N]
+        seen = torch.cat([ancestors.new_ones(new, n), ancestors[row]], dim=1)  # [M, n + N]
         if window:
-            position = torch.cat([before, n + depth[row]])
-            seen = seen & (n + depth[row][:, None] - position < window)
+            position = torch.cat([before[:n], n + depth[row]])
+            seen = seen & (n + depth[row][-new:, None] - position < window)
         scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is not None:
-            scores = torch.cat([scores, repeat(sinks.float(), "h -> h n 1", n=nodes)], dim=-1)
+            scores = torch.cat([scores, repeat(sinks.float(), "h -> h n 1", n=new)], dim=-1)
         weights = scores.softmax(-1)[..., : n + nodes]
         out[own] = torch.einsum("hns,shd->nhd", weights, v).to(out.dtype)
     return out

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from redrafter.blocks import Lease
 from redrafter.captured import CapturedStep, StepGraphs, bucket
+from redrafter.draft_length import DraftLength
 from redrafter.errors import CacheFullError
 from redrafter.paged import PagedCache
 from redrafter.request import Request
@@ -41,41 +42,63 @@ class Batch(Protocol):
 
 
 class DenseBatch:
-    """On a cache of the batch's own, as large as its longest row: any device, any model that can be served at all."""
+    """On caches of the batch's own, as large as its longest row: any device, any model that can be served at all."""
 
-    def __init__(self, target: Target, proposer: Proposer, request: Request):
-        self.target, self.proposer, self.request = target, proposer, request
+    def __init__(self, target: Target, proposer: Proposer, request: Request, lengths: DraftLength | None = None):
+        self.target, self.proposer, self.request, self._lengths = target, proposer, request, lengths
         self.depth = proposer.depth
         self.cache: Any = target.new_cache(len(request.length))
+        self.draft_cache: Any = None if proposer.model is None else proposer.model.new_cache(len(request.length))
 
     def prefill(self) -> tuple[Drawn, list[list[int]]]:
         request, longest = self.request, max(self.request.lengths)
-        self.cache.reserve(longest)
+        self._reserve(longest)
         width = max(request.limits) + _room(self.proposer)
         tokens = pad(request.prompts[:, :longest], (0, width - longest))
-        self.state, drawn = prefill(tokens, request.length, self.target, self.cache, request.sampler, new=longest)
+        self.state, drawn = prefill(
+            tokens,
+            request.length,
+            self.target,
+            self.cache,
+            request.sampler,
+            new=longest,
+            draft_model=self.proposer.model,
+            draft_cache=self.draft_cache,
+        )
         return drawn, _read(drawn)
 
     def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
         if len(self.request.length) == self.proposer.nodes == 1:
             self.cache.reserve_one(longest)
         else:
-            self.cache.reserve(longest + self.proposer.depth + self.proposer.nodes)  # that overshoot
-        self.state, drawn = step(self.state, self.proposer, self.target, self.cache, self.request.sampler)
-        return drawn, _read(drawn)
+            self._reserve(longest + self.proposer.depth + self.proposer.nodes)  # that overshoot
+        self.state, drawn = step(
+            self.state, self.proposer, self.target, self.cache, self.request.sampler, self.draft_cache
+        )
+        report = _read(drawn)
+        if self._lengths is not None:
+            self.proposer = self._lengths.after(drawn.drafted, report)
+        return drawn, report
 
     def keep(self, active: Sequence[bool]) -> None:
         self.state = self.state.keep(torch.tensor(active, device=self.state.active.device))
+        if self._lengths is not None:
+            self._lengths.keep(active)
 
     def close(self, texts: Sequence[Sequence[int]]) -> None:
-        self.cache = None
+        self.cache = self.draft_cache = None
+
+    def _reserve(self, slots: int) -> None:
+        self.cache.reserve(slots)
+        if self.draft_cache is not None:
+            self.draft_cache.reserve(slots)
 
 
 class PagedBatch:
     """Rows on the paged store of their target, decoded by captured steps; their prompts are read uncaptured.
 
     proposer_for: when so many rows have ended that a smaller batch would do, the others go on in one, with the proposer
-    that this gives for so many rows; None to stay.
+    that this gives for so many rows; None to stay. lengths: what says after each step how far to draft in the next.
     """
 
     def __init__(
@@ -84,8 +107,10 @@ class PagedBatch:
         proposer: Proposer,
         request: Request,
         proposer_for: Callable[[int], Proposer] | None = None,
+        lengths: DraftLength | None = None,
     ):
         self.graphs, self.proposer, self.request, self._proposer_for = graphs, proposer, request, proposer_for
+        self._lengths = lengths
         self._rows = list(range(len(request.lengths)))  # by place in the captured step
         smaller = [1 << power for power in range(bucket(len(self._rows)).bit_length() - 1)] if proposer_for else []
         proposers = [proposer, *(proposer_for(rows) for rows in smaller if proposer_for is not None)]
@@ -99,7 +124,7 @@ class PagedBatch:
         with graphs.lock:
             try:
                 for text, limit in zip(self._texts, request.limits, strict=True):
-                    self.leases.append(graphs.store.blocks.admit(text, limit + extra))
+                    self.leases.append(graphs.blocks.admit(text, limit + extra))
             except CacheFullError:
                 self._release()
                 raise
@@ -110,6 +135,7 @@ class PagedBatch:
         table = torch.tensor([lease.blocks + [0] * (wanted - len(lease.blocks)) for lease in self.leases])
         table = table.to(device, torch.int32)
         reused = [lease.reused for lease in self.leases]
+        draft_model, draft_store = self.proposer.model, self.graphs.draft_store
         state, drawn = prefill(
             pad(request.prompts, (0, max(self._width - request.prompts.shape[1], 0)))[:, : self._width],
             request.length,
@@ -118,6 +144,8 @@ class PagedBatch:
             request.sampler,
             start=torch.tensor(reused, device=device),
             new=max(length - skip for length, skip in zip(request.lengths, reused, strict=True)),
+            draft_model=draft_model,
+            draft_cache=None if draft_model is None or draft_store is None else PagedCache(draft_store, table),
         )
         self._publish(self._texts)
         self._load(state, table, request.sampler)
@@ -129,23 +157,24 @@ class PagedBatch:
         report: list[list[int]] = [[] for _ in self.leases]
         for row, line in zip(self._rows, self.captured.read(), strict=False):
             report[row] = line
-        return self.captured.drawn, report
+        drawn = self.captured.drawn
+        if self._lengths is not None:
+            proposer = self._lengths.after(drawn.drafted, report)
+            if proposer is not self.proposer:
+                self._move(list(range(len(self._rows))), proposer)
+        return drawn, report
 
     def keep(self, active: Sequence[bool]) -> None:
         step = self.captured
         assert step is not None, "prefill comes first"
+        if self._lengths is not None:
+            self._lengths.keep(active)
         left = [place for place, row in enumerate(self._rows) if active[row]]
         if self._proposer_for is None or not left or bucket(len(left)) == len(step.state.length):
             moving = torch.tensor([active[row] for row in self._rows])
             step.state.active[: len(moving)] = moving.to(step.state.active.device)
             return
-        places = torch.tensor(left, device=step.state.length.device)
-        state, table, sampler = step.state.at(places), step.cache.table[places], step.sampler.at(places)
-        self._rows = [self._rows[place] for place in left]
-        self.proposer = self._proposer_for(len(left))
-        self.graphs.give_back()
-        self.captured = None
-        self._load(state, table, sampler)
+        self._move(left, self.proposer if self._lengths is not None else self._proposer_for(len(left)))
 
     def close(self, texts: Sequence[Sequence[int]]) -> None:
         if self.captured is not None:  # otherwise a prefill failed, and nothing says that its blocks hold the prompts
@@ -154,19 +183,33 @@ class PagedBatch:
             self.graphs.give_back()
         self._release()
 
+    def _move(self, places: list[int], proposer: Proposer) -> None:
+        """Go on with the rows in these places of the captured step, in another one."""
+        step = self.captured
+        assert step is not None, "prefill comes first"
+        index = torch.tensor(places, device=step.state.length.device)
+        state, table, sampler = step.state.at(index), step.cache.table[index], step.sampler.at(index)
+        self._rows = [self._rows[place] for place in places]
+        self.proposer = proposer
+        self.graphs.give_back()
+        self.captured = None
+        self._load(state, table, sampler)
+
     def _load(self, state: State, table: Tensor, sampler: Sampler) -> None:
         self.captured = self.graphs.borrow(len(self._rows), self.proposer, self.request.sampler, self._width)
         self.captured.load(state, table, sampler)
 
     def _publish(self, texts: Sequence[Sequence[int]]) -> None:
+        if self.graphs.draft_store is not None and self.proposer.model is None:
+            return  # in these blocks a draft model would find nothing
         with self.graphs.lock:
             for lease, text in zip(self.leases, texts, strict=True):
-                self.graphs.store.blocks.publish(lease, text)
+                self.graphs.blocks.publish(lease, text)
 
     def _release(self) -> None:
         with self.graphs.lock:
             for lease in self.leases:
-                self.graphs.store.blocks.release(lease)
+                self.graphs.blocks.release(lease)
 
 
 def _room(proposer: Proposer) -> int:

@@ -6,6 +6,7 @@ W beams that survive to the end; the lattice costs the drafter nothing more and 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -15,18 +16,30 @@ from torch import Tensor
 from redrafter import kernels
 from redrafter.tree import Tree, keep_best, tree_of
 
-__all__ = ["Expand", "beam_search", "pick"]
+__all__ = ["Expand", "beam_search", "node_count", "pick"]
+
+CPU_NODE_BUDGET = 12  # a node costs arithmetic there; measured best for the boxed pair, see README.md
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]
 """`expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`: unnormalised log-probabilities of what may follow
 each beam's last token at search step k. `sources` says which of the previous step's beams each one continues."""
 
 
-def beam_search(root: Tensor, expand: Expand, *, beams: int, depth: int, nodes: int, ids: Tensor | None = None) -> Tree:
+def beam_search(
+    root: Tensor,
+    expand: Expand,
+    *,
+    beams: int,
+    depth: int,
+    nodes: int,
+    ids: Tensor | None = None,
+    enough: Callable[[Tensor], bool] | None = None,
+) -> Tree:
     """Search `depth` steps with `beams` beams and keep the `nodes` nodes of highest cumulative log-probability.
 
     root: `[B]` int64, the pending token. ids: `[V']` int64, the target's id of each of the proposer's ids; None where
-    they are the same.
+    they are the same. enough: asked after each step, with the cumulative log-probabilities `[B, W]` of its beams,
+    whether to end there.
     """
     rows = len(root)
     level, first, score, source = _layout(rows, beams, depth, root.device)
@@ -37,10 +50,22 @@ def beam_search(root: Tensor, expand: Expand, *, beams: int, depth: int, nodes: 
         tokens.append(token)
         sources.append(source)
         scores.append(score)
-    lattice = torch.cat(tokens, 1), torch.cat(sources, 1) + first, level.expand(rows, -1)
-    if nodes < 1 + beams * depth:
-        lattice = keep_best(*lattice, torch.cat(scores, 1), nodes)
-    return tree_of(*lattice, max_depth=depth)
+        if enough is not None and enough(score):
+            break
+    tree = torch.cat(tokens, 1)
+    count = tree.shape[1]
+    lattice = tree, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
+    if nodes >= count:
+        return tree_of(*lattice, max_depth=depth)
+    tree, parents, levels, slots = keep_best(*lattice, torch.cat(scores, 1), nodes)
+    return replace(tree_of(tree, parents, levels, max_depth=depth), slots=slots)
+
+
+def node_count(budget: int | None, beams: int, depth: int, device: torch.device) -> int:
+    """Nodes to keep of a search's `1 + beams * depth`: as many as are asked for, or as suit the device."""
+    lattice = 1 + beams * depth
+    suits = max(CPU_NODE_BUDGET, 1 + depth) if device.type == "cpu" else lattice
+    return min(budget or suits, lattice)
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redrafter.blocks import BLOCK
+from redrafter.blocks import BLOCK, BlockPool
 from redrafter.errors import first_line
 from redrafter.options import MOST_ROWS, EngineOptions
 from redrafter.paged import PagedCache, PagedStore
@@ -53,7 +53,8 @@ class CapturedStep:
     """One step over buffers that stay where they are: fill them in, replay, read the report.
 
     state, sampler, cache: the buffers of `rows` rows; a row that is not active stands still on the block that belongs
-    to nobody. drawn: what the last replay drew. graph: None when the step cannot be captured; it then runs as it is.
+    to nobody. draft_cache: the draft model's, on the same table of blocks. drawn: what the last replay drew. graph:
+    None when the step cannot be captured; it then runs as it is.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class CapturedStep:
         target: Target,
         store: PagedStore,
         sampler: Sampler,
+        draft_store: PagedStore | None = None,
     ):
         device, hidden = target.device, (rows, target.hidden_size)
         zeros = lambda *shape: torch.zeros(*shape, dtype=torch.long, device=device)  # noqa: E731
         self.proposer, self.target, self.sampler = proposer, target, sampler
         self.cache = PagedCache(store, zeros(rows, blocks).int())
+        self.draft_cache = None if draft_store is None else PagedCache(draft_store, self.cache.table)
         self.state = State(
             zeros(rows, width), zeros(rows), torch.zeros(hidden, dtype=target.dtype, device=device), zeros(rows).bool()
         )
@@ -80,7 +83,7 @@ class CapturedStep:
 
     def run(self) -> None:
         """The step itself, in place."""
-        state, self.drawn = step(self.state, self.proposer, self.target, self.cache, self.sampler)
+        state, self.drawn = step(self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache)
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
         self.host.copy_(self.drawn.report(), non_blocking=True)
@@ -123,27 +126,35 @@ class CapturedStep:
 
 
 class StepGraphs:
-    """Captured steps of one target, kept from request to request, on one paged store."""
+    """Captured steps of one target, kept from request to request, on one paged store.
 
-    def __init__(self, target: Target, store: PagedStore):
-        self.target, self.store = target, store
+    draft_store: a draft model's memory. Both models hold a row's text in blocks of the same ids, so one pool of ids
+    serves both, and a prefix that is found is found in both.
+    """
+
+    def __init__(self, target: Target, store: PagedStore, draft_store: PagedStore | None = None):
+        self.target, self.store, self.draft_store = target, store, draft_store
+        self.blocks = BlockPool(store.count)
         self._kept: dict[tuple, CapturedStep] = {}
         self._lent = 0
-        self.lock = threading.RLock()  # of the store's blocks and of what is kept, for requests in several threads
+        self.lock = threading.RLock()  # of the blocks and of what is kept, for requests in several threads
         self._capturable = True
         self._pool: Any = None
 
     @classmethod
-    def on(cls, target: Target, options: EngineOptions) -> "StepGraphs":
-        """Take memory for keys and values, and compile the target's forward if that is wished."""
+    def on(cls, target: Target, options: EngineOptions, draft_model: Target | None = None) -> "StepGraphs":
+        """Take memory for keys and values, and compile the models' forwards if that is wished."""
         longest = min(x for x in (target.context, options.max_seq_len, LONGEST) if x is not None)
-        store = PagedStore.in_free_memory(
-            target.shapes,
+        models = [target] if draft_model is None else [target, draft_model]
+        stores = PagedStore.in_free_memory(
+            [model.shapes for model in models],
             fraction=options.kv_cache_free_gpu_memory_fraction,
             most=MOST_ROWS * -(-(longest + SLACK) // BLOCK),
         )
-        prepare(target, store, options.compile)
-        return cls(target, store)
+        prepare(target, stores[0], options.compile)
+        if draft_model is not None and draft_model is not target:  # a model may draft for itself
+            prepare(draft_model, stores[1], options.compile)
+        return cls(target, *stores)
 
     def borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
         """A step for `rows` rows of up to `width` positions and a sampler of this kind; to be given back.
@@ -162,7 +173,9 @@ class StepGraphs:
         step = self._kept.get(key) if shared else None
         if step is None:
             blocks = -(-(width + proposer.nodes) // BLOCK)
-            step = CapturedStep(rows, blocks, width, proposer, self.target, self.store, _buffers(sampler, rows))
+            own = _buffers(sampler, rows)
+            memory = None if proposer.model is None else self.draft_store
+            step = CapturedStep(rows, blocks, width, proposer, self.target, self.store, own, memory)
             if sampler.capturable and self._capturable and step.done is not None:
                 self._capture(step, self._pool if shared else None)
             if shared:

@@ -47,11 +47,10 @@ def decode(batch: Batch, request: Request, input_ids: Tensor, stream: StepStream
     room = [limit - length for limit, length in zip(request.limits, lengths, strict=True)]
     rows = [_Row(*pair, batch.depth) for pair in zip(input_ids.tolist(), room, strict=True)]
     try:
-        _take(rows, batch, *batch.prefill(), request, stream, drafted=None)
+        _take(rows, batch, *batch.prefill(), request, stream, counted=False)
         while not all(row.ended for row in rows) and time.time() < request.deadline:
             longest = max(lengths) + max(len(row.text) for row in rows) - 1
-            drafted = batch.proposer.nodes - 1
-            _take(rows, batch, *batch.step(longest), request, stream, drafted=drafted)
+            _take(rows, batch, *batch.step(longest), request, stream)
     finally:
         batch.close([row.text for row in rows])
     if stream is not None:
@@ -67,12 +66,11 @@ def _take(
     request: Request,
     stream: StepStreamer | None,
     *,
-    drafted: int | None,
+    counted: bool = True,
 ) -> None:
     """Write down what a step drew; from then on, rows that have ended stand still.
 
-    report: per row its tokens and, last, the accepted length. drafted: drafts verified per row; None for the prefill,
-    which is no step.
+    report: per row its tokens and, last, the accepted length. counted: False for the prefill, which is no step.
     """
     ended = False
     for index, (row, line) in enumerate(zip(rows, report, strict=True)):
@@ -82,8 +80,8 @@ def _take(
         new = row.take(tokens[: accepted + 1], request)
         ended |= row.ended
         drafts = min(accepted, len(new))
-        if drafted is not None:
-            row.stats.count(drafted, drafts, len(new))
+        if counted:
+            row.stats.count(drawn.drafted, drafts, len(new))
         if request.want_scores or request.want_logits:
             nodes = drawn.path.nodes[index, : len(new)]
             if request.want_scores:

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from redrafter.batch import Batch, DenseBatch, PagedBatch
 from redrafter.captured import StepGraphs
 from redrafter.decoding import decode
+from redrafter.draft_length import DraftLength
 from redrafter.errors import ArgumentError
 from redrafter.options import EngineOptions
 from redrafter.outputs import GenerateOutput
@@ -34,6 +35,7 @@ class Engine:
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
         self._plain = Plain()
+        self.draft_model = proposer.model
         self._graphs: StepGraphs | None = None
         self._warned = False
 
@@ -46,16 +48,31 @@ class Engine:
     ) -> Batch:
         """The rows of a request, to be decoded with a proposer; to be closed. proposer_for: what proposes when so few
         are left; None to keep the ended ones in the batch."""
-        if self.target.unpacked is None:
+        lengths = self.lengths_for(proposer, request)
+        reason = self.target.unpacked or (proposer.model and self.draft_unpacked)
+        if reason is None:
             if self._graphs is None:
-                self._graphs = StepGraphs.on(self.target, self.options)
-            return PagedBatch(self._graphs, proposer, request, proposer_for)
+                draft_model = None if self.draft_unpacked else self.draft_model
+                self._graphs = StepGraphs.on(self.target, self.options, draft_model)
+            # A captured step that belongs to one request alone is not worth capturing for every length.
+            return PagedBatch(self._graphs, proposer, request, proposer_for, lengths if proposer_for else None)
         if self.target.device.type == "cuda" and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"{self.target.name} is decoded without CUDA graphs, slower: {self.target.unpacked}", stacklevel=6
-            )
-        return DenseBatch(self.target, proposer, request)
+            warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
+        return DenseBatch(self.target, proposer, request, lengths)
+
+    def lengths_for(self, proposer: Proposer, request: Request) -> DraftLength | None:
+        """What says after each step how far to draft in the next; None: as far as ever."""
+        return None
+
+    @property
+    def draft_unpacked(self) -> str | None:
+        """Why steps with the draft model cannot be captured; None when they can, or when there is none."""
+        if self.draft_model is None or self.target.unpacked is not None:
+            return None
+        if self.draft_model.device != self.target.device:
+            return f"the draft model is on {self.draft_model.device} and the target on {self.target.device}"
+        return self.draft_model.unpacked and f"the draft model: {self.draft_model.unpacked}"
 
     def drop_graphs(self) -> None:
         """Forget captured steps, and so free what they hold; the next batch captures again. For when no batch is

@@ -13,7 +13,7 @@ from redrafter.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.options import EngineOptions
 from redrafter.sampling import Sampler
-from redrafter.step import State
+from redrafter.step import AnyCache, State
 from redrafter.target import Target
 from redrafter.tree import Tree, chain
 
@@ -27,6 +27,8 @@ class LookupProposer:
 
     ngram: int
     draft_len: int
+
+    model = None
 
     def __post_init__(self) -> None:
         for name in ("ngram", "draft_len"):
@@ -42,7 +44,7 @@ class LookupProposer:
     def depth(self) -> int:
         return self.draft_len
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None = None) -> Tree:
         last = state.length[:, None]  # [B, 1], where the pending token stands
         start = torch.zeros_like(last)  # where the drafts stand, 0 for nowhere
         for size in range(1, self.ngram + 1):  # a longer match is a better one

@@ -22,23 +22,24 @@ class AttentionKind:
 
 
 def visible(length: Tensor, depth: Tensor, ancestors: Tensor, slots: int, kind: AttentionKind) -> Tensor:
-    """length: `[B]`; depth: `[B, N]`; ancestors: `[B, N, N]` bool. Returns `[B, N, S]` bool over the first S slots."""
+    """length: `[B]`; depth: `[B, N]`; ancestors: `[B, M, N]` bool. Returns `[B, M, S]` bool over the first S slots."""
     rows, nodes = depth.shape
     node = torch.arange(slots, device=length.device) - length[:, None]  # [B, S], negative where committed
     index = node.clamp(0, nodes - 1)
-    seen = ancestors.gather(2, index[:, None, :].expand(rows, nodes, slots))  # [B, N, S]
+    new = ancestors.shape[1]
+    seen = ancestors.gather(2, index[:, None, :].expand(rows, new, slots))  # [B, M, S]
     seen = (node < 0)[:, None, :] | (seen & (node < nodes)[:, None, :])
     if kind.window is None and kind.chunk is None:
         return seen
     at = torch.where(node < 0, node, depth.gather(1, index))[:, None, :]  # positions, counted from n: [B, 1, S]
     if kind.window is not None:
-        return seen & (depth[:, :, None] - at < kind.window)
+        return seen & (depth[:, -new:, None] - at < kind.window)
     assert kind.chunk is not None
     base = length[:, None, None]
-    return seen & ((depth[:, :, None] + base) // kind.chunk == (at + base) // kind.chunk)
+    return seen & ((depth[:, -new:, None] + base) // kind.chunk == (at + base) // kind.chunk)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[B, N, S]` bool to `[B, 1, N, S]` float: 0 where seen, the lowest finite value elsewhere."""
+    """`[B, M, S]` bool to `[B, 1, M, S]` float: 0 where seen, the lowest finite value elsewhere."""
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]

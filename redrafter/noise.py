@@ -11,7 +11,10 @@ a hash of the pair, and token id `v` reads its output number `v`. Integer arithm
 import torch
 from torch import Tensor
 
-__all__ = ["gumbel", "streams"]
+__all__ = ["ACCEPT", "DRAFT", "branch", "gumbel", "streams"]
+
+# Streams beside the target's own, for rejection sampling: sharing one would bias its result.
+DRAFT, ACCEPT = 1, 2
 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio, odd, as a signed 64-bit integer
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -33,6 +36,11 @@ def _mix(x: Tensor) -> Tensor:
 def streams(seeds: Tensor, positions: Tensor) -> Tensor:
     """Where the noise of each seed `[B]` and position `[B, P]` begins, `[B, P]` int64."""
     return _mix(_mix(seeds * _GAMMA)[:, None] + positions * _GAMMA)
+
+
+def branch(seeds: Tensor, stream: int) -> Tensor:
+    """Seeds `[B]` of a stream that is independent of the one that `seeds` `[B]` themselves key."""
+    return _mix(_mix(seeds * _GAMMA) + (stream * _MIX_2) % (1 << 63))
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:

@@ -43,15 +43,19 @@ class PackedForward:
     def __call__(
         self, tree: Tree, length: Tensor, cache: PagedCache, only: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, N, V]` and hidden `[B, N, D]`; with `only` `[B]`, at that one node of each row, `[B, 1, ...]`."""
-        rows, nodes = tree.tokens.shape
-        positions = length[:, None] + tree.depth
+        """Logits `[B, M, V]` and hidden `[B, M, D]`; with `only` `[B]`, at that one of the M, `[B, 1, ...]`."""
+        rows, nodes = len(length), tree.new
+        positions = length[:, None] + tree.depth[:, -nodes:]
         if self._context is not None:
             positions = positions.clamp(max=self._context - 1)  # what is past the end is never kept
         wanted = torch.arange(rows * nodes, device=length.device)
         if only is not None:
             wanted = wanted.view(rows, nodes).gather(1, only[:, None]).flatten()
-        ids, positions, wanted = _aligned(tree.tokens.flatten()), _aligned(positions.flatten()), _aligned(wanted)
+        ids, positions, wanted = (
+            _aligned(tree.tokens[:, -nodes:].flatten()),
+            _aligned(positions.flatten()),
+            _aligned(wanted),
+        )
         plan = cache.plan(tree, length)
         for x in (ids, positions, wanted, plan.length, plan.depth, plan.ancestors, plan.table):
             torch._dynamo.maybe_mark_dynamic(x, 0)

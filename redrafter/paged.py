@@ -7,7 +7,7 @@ from torch import Tensor
 
 from redrafter import kernels
 from redrafter.attention import Plan
-from redrafter.blocks import BLOCK, BlockPool
+from redrafter.blocks import BLOCK
 from redrafter.cache import LayerShape, grouped
 from redrafter.errors import CacheFullError
 from redrafter.tree import Tree
@@ -16,20 +16,20 @@ __all__ = ["PagedCache", "PagedStore"]
 
 
 class PagedStore:
-    """The memory of one target: pools of `blocks` blocks, and who holds which.
+    """The memory of one model: pools of `count` blocks.
 
     All layers whose keys or values have one shape share a pool `[G, blocks * BLOCK, heads, dim]`, so that committing a
     path is one gather and one scatter a pool. Block 0 belongs to nobody: idle rows and padding write there.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], blocks: int):
+    def __init__(self, shapes: Sequence[LayerShape], count: int):
+        self.count = count
         self.pools: list[Tensor] = []
         homes: dict[tuple[int, str], tuple[Tensor, int]] = {}
         for (heads, dim, dtype, device), members in grouped(shapes).items():
-            self.pools.append(torch.zeros(len(members), blocks * BLOCK, heads, dim, dtype=dtype, device=device))
+            self.pools.append(torch.zeros(len(members), count * BLOCK, heads, dim, dtype=dtype, device=device))
             homes |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
         self.homes = tuple((*homes[i, "keys"], *homes[i, "values"]) for i in range(len(shapes)))
-        self.blocks = BlockPool(blocks)
 
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape]) -> int:
@@ -37,17 +37,20 @@ class PagedStore:
         return BLOCK * sum(s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in shapes)
 
     @classmethod
-    def in_free_memory(cls, shapes: Sequence[LayerShape], *, fraction: float, most: int) -> "PagedStore":
-        """At most `most` blocks, in at most `fraction` of the GPU memory that is free now."""
+    def in_free_memory(
+        cls, models: Sequence[Sequence[LayerShape]], *, fraction: float, most: int
+    ) -> list["PagedStore"]:
+        """One for each model, of the same count: at most `most` blocks, in at most `fraction` of the GPU memory that is
+        free now. models: what their layers store."""
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(shapes[0].device)
-        blocks = min(int(free * fraction) // cls.block_bytes(shapes), most + 1)
-        if blocks < 2:
+        free, _ = torch.cuda.mem_get_info(models[0][0].device)
+        count = min(int(free * fraction) // sum(map(cls.block_bytes, models)), most + 1)
+        if count < 2:
             raise CacheFullError(
                 f"{free / 2**30:.2f} GiB of GPU memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
                 "it holds not one block of keys and values: raise it, or free memory"
             )
-        return cls(shapes, blocks)
+        return [cls(shapes, count) for shapes in models]
 
 
 class PagedCache:
@@ -61,7 +64,7 @@ class PagedCache:
         self.window = table.shape[1] * BLOCK
 
     def plan(self, tree: Tree, length: Tensor) -> Plan:
-        """What attention must know of a forward over `tree` behind `length` `[B]` committed tokens."""
+        """What attention must know of a forward over `tree`'s new nodes behind `length` `[B]` committed tokens."""
         return Plan(self.store.homes, *map(_spare, (length, tree.depth, tree.ancestors, self.table)))
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:

@@ -23,7 +23,7 @@ class Prefixes:
     length: `[B]` int64, n: committed tokens. Node i stands at position `n + depth[i]`, what is drawn at it one further.
     prompt: `[B]` int64, length of the row's own prompt.
     limit: `[B]` int64, length at which the row ends: Hugging Face's `max_length` without the row's padding.
-    tree: the candidates.
+    tree: the candidates; asked are its last M nodes, all N of a whole tree.
     window: bound known to the host, `length + 1 <= window <= T`.
     """
 
@@ -36,31 +36,32 @@ class Prefixes:
 
     @property
     def counts(self) -> Tensor:
-        """`[B, N]`: how many tokens stand before each node's draw, the node included (`input_ids.shape[1]`)."""
-        return self.length[:, None] + self.tree.depth + 1
+        """`[B, M]`: how many tokens stand before each node's draw, the node included (`input_ids.shape[1]`)."""
+        return self.length[:, None] + self.tree.depth[:, -self.tree.new :] + 1
 
     @cached_property
     def paths(self) -> Tensor:
-        """`[B, N, N + 1]`: at depth d, the token passed there on the way to the node; anything below the node."""
-        rows, nodes = self.tree.tokens.shape
+        """`[B, M, N + 1]`: at depth d, the token passed there on the way to the node; anything below the node."""
+        rows, new, nodes = self.tree.ancestors.shape
         depth = torch.where(self.tree.ancestors, self.tree.depth[:, None], nodes)  # the last column takes the others
-        tokens = self.tree.tokens[:, None].expand(rows, nodes, nodes)
-        return tokens.new_zeros(rows, nodes, nodes + 1).scatter(2, depth, tokens)
+        tokens = self.tree.tokens[:, None].expand(rows, new, nodes)
+        return tokens.new_zeros(rows, new, nodes + 1).scatter(2, depth, tokens)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Each node's tokens at `positions` `[B, N, M]`, -1 where its text has none."""
-        nodes, length = positions.shape[1], self.length[:, None, None]
-        committed = self.tokens[:, None].expand(-1, nodes, -1).gather(2, positions.clamp(0, self.window - 1))
+        """Each node's tokens at `positions` `[B, M, L]`, -1 where its text has none."""
+        _, new, nodes = self.tree.ancestors.shape
+        length = self.length[:, None, None]
+        committed = self.tokens[:, None].expand(-1, new, -1).gather(2, positions.clamp(0, self.window - 1))
         drafted = self.paths.gather(2, (positions - length).clamp(0, nodes))
-        inside = (positions >= 0) & (positions < self.counts[..., None])  # [B, N, M]
+        inside = (positions >= 0) & (positions < self.counts[..., None])  # [B, M, L]
         return torch.where(positions < length, committed, drafted).masked_fill(~inside, -1)
 
     def last(self, count: int) -> Tensor:
-        """`[B, N, count]`: the last tokens before the draw, -1 in front of a shorter text."""
+        """`[B, M, count]`: the last tokens before the draw, -1 in front of a shorter text."""
         return self.at(self.counts[..., None] + torch.arange(-count, 0, device=self.tokens.device))
 
     def sequences(self) -> Tensor:
-        """`[B, N, window + N - 1]`: the whole text before each node's draw, -1 after its end."""
-        rows, nodes = self.tree.tokens.shape
+        """`[B, M, window + N - 1]`: the whole text before each node's draw, -1 after its end."""
+        rows, new, nodes = self.tree.ancestors.shape
         positions = torch.arange(self.window + nodes - 1, device=self.tokens.device)
-        return self.at(positions.expand(rows, nodes, -1))
+        return self.at(positions.expand(rows, new, -1))

@@ -71,7 +71,8 @@ class PerNode:
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         tree, sequences, limits = prefixes.tree, prefixes.sequences(), prefixes.limit.tolist()
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        cached = tree.tokens.shape[1] - tree.new  # nodes that are not asked
+        tokens, parents = tree.tokens[:, cached:].tolist(), (tree.parents[:, cached:] - cached).tolist()
         processed = scores.clone()
         for row, counts in enumerate(prefixes.counts.tolist()):
             processor = self.of_row(row)
@@ -88,8 +89,8 @@ class PerNode:
 
 
 def _forbidden(scores: Tensor, tokens: list[int], parents: list[int], node: int) -> bool:
-    """Whether a token on the way to `node` has score -inf (`[N, V]`) where it would be drawn."""
-    while node:
+    """Whether a token on the way to `node` has score -inf (`[M, V]`) where it would be drawn."""
+    while parents[node] != node and parents[node] >= 0:
         if scores[parents[node], tokens[node]] == -math.inf:
             return True
         node = parents[node]
@@ -165,8 +166,8 @@ def _repetition_penalty(processor: Any, width: int) -> Processor:
         first = ignored - width + prefixes.prompt[:, None]  # [B, 1], the first position that counts
         position = torch.arange(prefixes.window, device=scores.device)
         committed = _marks(prefixes.tokens[:, : prefixes.window], (position < length) & (position >= first), vocab)
-        counted = tree.ancestors & (length + tree.depth >= first)[:, None]  # [B, N, N]
-        seen = committed[:, None] | _marks(tree.tokens[:, None].expand_as(counted), counted, vocab)  # [B, N, V]
+        counted = tree.ancestors & (length + tree.depth >= first)[:, None]  # [B, M, N]
+        seen = committed[:, None] | _marks(tree.tokens[:, None].expand_as(counted), counted, vocab)  # [B, M, V]
         penalised = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
         return torch.where(seen, penalised, scores)
 

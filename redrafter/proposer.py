@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from redrafter.beam import beam_search
 from redrafter.drafter import RecurrentDrafter
 from redrafter.sampling import Sampler
-from redrafter.step import State
+from redrafter.step import AnyCache, State
 from redrafter.target import Target
 from redrafter.tree import Tree
 
@@ -31,7 +31,9 @@ class RecurrentProposer:
     nodes: int
     compiled: bool = False
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree:
+    model = None  # its drafter keeps no keys and values
+
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None = None) -> Tree:
         carried: Tensor | None = None  # [B, w, D], the recurrence of each beam
         hidden, ids = state.hidden[:, None], self.drafter.draft_ids
         advance = _compiled_advance() if self.compiled else _advance

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from redrafter.beam import node_count
 from redrafter.checkpoint import TreeShape, check_beams, load_drafter, load_model
 from redrafter.drafter import RecurrentDrafter
 from redrafter.engine import Engine
@@ -17,8 +18,6 @@ from redrafter.target import Target
 from redrafter.tuning import Tuning, default_shape, find_tuning
 
 __all__ = ["ReDrafter"]
-
-CPU_NODE_BUDGET = 12  # a node costs arithmetic there; measured best for the boxed pair, see README.md
 
 
 class ReDrafter(Engine):
@@ -116,7 +115,6 @@ class ReDrafter(Engine):
         beams, depth = shape.num_beams, shape.draft_len_per_beam
         assert beams is not None and depth is not None
         check_beams(self.drafter.config, beams)
-        lattice = 1 + beams * depth
-        nodes = min(shape.node_budget or (CPU_NODE_BUDGET if target.device.type == "cpu" else lattice), lattice)
+        nodes = node_count(shape.node_budget, beams, depth, target.device)
         new = RecurrentProposer(self.drafter, target, beams, depth, nodes, self._compiled)
         return self._proposers.setdefault((beams, depth, nodes), new)

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from redrafter import kernels
-from redrafter.noise import gumbel, streams
+from redrafter.noise import ACCEPT, branch, gumbel, streams
 from redrafter.processors import PerNode, Prefixes, Processor, RowTemperature
+from redrafter.rejection import draw_residual
+from redrafter.tree import Tree
 
 __all__ = ["Sampler"]
 
@@ -51,6 +53,21 @@ class Sampler:
         rest = {name: getattr(self, name)[rows] for name in ("temperature", "prompt", "limit")}
         return replace(self, seeds=seeds, **rest)
 
+    def stream(self, which: int) -> "Sampler":
+        """The same, with noise of another stream."""
+        return self if self.seeds is None else replace(self, seeds=branch(self.seeds, which))
+
+    def to(self, device: torch.device) -> "Sampler":
+        """On another device."""
+        moved = {name: getattr(self, name).to(device) for name in ("temperature", "prompt", "limit", "ids")}
+        own = RowTemperature(moved["temperature"])
+        return replace(
+            self,
+            seeds=None if self.seeds is None else self.seeds.to(device),
+            processors=tuple(own if isinstance(p, RowTemperature) else p for p in self.processors),
+            **moved,
+        )
+
     def noise(self, position: Tensor, count: int) -> Tensor | None:
         """Noise of the tokens at positions `position[b] ... position[b] + count - 1`: `[B, count, V]`, None if
         greedy."""
@@ -63,7 +80,11 @@ class Sampler:
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """Processed logits `[B, N, V]`, float32; the logits themselves where `draw` asks no more."""
-        if self.fused or (self.seeds is None and not self.processors):
+        return logits if self.fused else self.process(logits, prefixes)
+
+    def process(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """Processed logits `[B, N, V]`, float32; the logits themselves where greedy decoding processes nothing."""
+        if self.seeds is None and not self.processors:
             return logits
         scores = logits.float()
         for processor in self.processors:
@@ -77,6 +98,14 @@ class Sampler:
         if noise is None:
             return scores.argmax(dim=-1)
         return (scores + noise.gather(1, depth[:, :, None].expand_as(scores))).argmax(dim=-1)
+
+    def draw_residual(self, scores: Tensor, noise: Tensor | None, tree: Tree, position: Tensor) -> Tensor:
+        """What follows each node of a sampled chain, `[B, N]`; position: `[B]`, of its first draft. See `rejection`."""
+        assert noise is not None and self.seeds is not None, "greedy drafts are chosen, not sampled"
+        positions = position[:, None] + tree.depth
+        # Noise of id 0 alone; a Gumbel variable is minus the logarithm of an exponential one.
+        chance = gumbel(branch(self.seeds, ACCEPT), positions, self.ids[:1]).squeeze(2).neg().exp()
+        return draw_residual(tree, scores, noise[:, : positions.shape[1]], chance)
 
     def draft_scores(self, logits: Tensor, noise: Tensor | None, step: int, ids: Tensor | None) -> Tensor:
         """A drafter's logits `[B, w, V']` at search step `step`, as the target will draw: at its temperature, under its

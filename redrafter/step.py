@@ -14,7 +14,9 @@ from redrafter.target import Target
 from redrafter.tree import Tree, chain
 from redrafter.verify import Path, accept
 
-__all__ = ["Drawn", "Plain", "Proposer", "State", "prefill", "step"]
+__all__ = ["AnyCache", "Drawn", "Plain", "Proposer", "State", "prefill", "step"]
+
+AnyCache = RaggedCache | PagedCache
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class State:
 
 class Proposer(Protocol):
     """What proposes a tree of `nodes` = N nodes at most `depth` = K deep. Both are fixed, so every shape of a step
-    is."""
+    is.
+
+    model: the LM that proposes, whose keys and values of the same rows are then `cache`; None for what keeps none.
+    """
 
     @property
     def nodes(self) -> int: ...
@@ -56,15 +61,18 @@ class Proposer(Protocol):
     @property
     def depth(self) -> int: ...
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree: ...
+    @property
+    def model(self) -> Target | None: ...
+
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None) -> Tree: ...
 
 
 class Plain:
     """Proposes nothing: plain decoding, in the same engine."""
 
-    nodes, depth = 1, 0
+    nodes, depth, model = 1, 0, None
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None) -> Tree:
         return chain(state.pending)
 
 
@@ -82,22 +90,40 @@ class Drawn:
     logits: Tensor
     scores: Tensor
 
+    @property
+    def drafted(self) -> int:
+        """Drafts verified per row."""
+        return self.logits.shape[1] - 1
+
     def report(self) -> Tensor:
         """`[B, K+2]` int64: what the host must know, the tokens and the accepted length."""
         return torch.cat([self.tokens, self.path.accepted[:, None]], dim=1)
 
 
 def step(
-    state: State, proposer: Proposer, target: Target, cache: RaggedCache | PagedCache, sampler: Sampler
+    state: State,
+    proposer: Proposer,
+    target: Target,
+    cache: AnyCache,
+    sampler: Sampler,
+    draft_cache: AnyCache | None = None,
 ) -> tuple[State, Drawn]:
-    """Propose a tree, verify it in one forward, let the target draw at every node, keep what it drew itself, commit."""
+    """Propose a tree, verify it in one forward, let the target draw at every node, keep what it drew itself, commit.
+
+    cache, draft_cache: keys and values of the target, and of the model that proposes if one does.
+    """
     noise = sampler.noise(state.length + 1, proposer.depth + 1)  # [B, K+1, V], of the tokens to be drawn
-    tree = proposer.propose(state, sampler, noise)  # [B, N]
+    tree = proposer.propose(state, sampler, noise, draft_cache)  # [B, N]
     logits, hidden = target.verify(tree, state.length, cache)  # [B, N, V], [B, N, D]
     scores = sampler.scores(logits, _prefixes(state, tree, sampler, cache.window))  # [B, N, V]
-    drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
+    if tree.sampled_from is None:
+        drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
+    else:
+        drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
     path = accept(tree, drawn, proposer.depth)  # [B, K+1]
     cache.commit(state.length, path.nodes)
+    if draft_cache is not None:
+        draft_cache.commit(state.length, path.nodes if tree.slots is None else tree.slots.gather(1, path.nodes))
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
     return _advance(state, tokens, path, hidden), Drawn(tokens, path, logits, scores)
 
@@ -106,17 +132,26 @@ def prefill(
     tokens: Tensor,
     prompt: Tensor,
     target: Target,
-    cache: RaggedCache | PagedCache,
+    cache: AnyCache,
     sampler: Sampler,
     *,
     start: Tensor | None = None,
     new: int,
+    draft_model: Target | None = None,
+    draft_cache: AnyCache | None = None,
 ) -> tuple[State, Drawn]:
     """Read the prompts and draw each row's first pending token. Not counted as a step.
 
     tokens: `[B, T]` int64, each row's prompt and then room to write. prompt: `[B]`, prompt lengths. start: `[B]`, how
-    much of them the cache holds already; new: the most that a row has beyond that.
+    much of them the cache holds already; new: the most that a row has beyond that. draft_model: what reads them too,
+    into draft_cache.
     """
+    if draft_model is not None:
+        assert draft_cache is not None, "a draft model has a cache"
+        to = draft_model.device
+        draft_model.prefill(
+            tokens.to(to), prompt.to(to), draft_cache, start=None if start is None else start.to(to), new=new
+        )
     logits, hidden = target.prefill(tokens, prompt, cache, start=start, new=new)  # [B, V], [B, D]
     last = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
     tree = chain(last.pending)  # [B, 1]

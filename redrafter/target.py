@@ -64,12 +64,17 @@ class Target:
         """The target's own embedding table, `[...]` ids to `[..., D]`: what a drafter's recurrence reads."""
         return self.embedding(tokens)
 
-    def verify(self, tree: Tree, length: Tensor, cache: RaggedCache | PagedCache) -> tuple[Tensor, Tensor]:
-        """One forward over every node of the tree. length: `[B]`, each row's committed tokens.
+    def verify(
+        self, tree: Tree, length: Tensor, cache: RaggedCache | PagedCache, only: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One forward over the new nodes of the tree. length: `[B]`, each row's committed tokens. only: `[B]`, compute
+        the head at this one of each row's M new nodes instead of at all of them.
 
-        Returns logits `[B, N, V]` and the hidden states that the head saw, `[B, N, D]`. Nothing is committed.
+        Returns logits `[B, M, V]` and the hidden states that the head saw, `[B, M, D]`. Nothing is committed.
         """
-        return self._forward(tree, length, cache)
+        if isinstance(cache, PagedCache):
+            return self.packed(tree, length, cache, only)
+        return self._padded(tree, length, cache, only)
 
     def prefill(
         self,
@@ -97,19 +102,14 @@ class Target:
             piece = chain(prompts.gather(1, at.clamp(max=width - 1)))
             last = length - 1 - behind  # [B], the node of the last prompt token, if it is here
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
-            found = self._forward(piece, behind, cache, last.clamp(0, size - 1))
+            found = self.verify(piece, behind, cache, last.clamp(0, size - 1))
             new_logits, new_hidden = (x.squeeze(1) for x in found)
             logits = new_logits if logits is None else torch.where(here, new_logits, logits)
             hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
         assert logits is not None and hidden is not None, "a prompt has at least one token"
         return logits, hidden
 
-    def _forward(
-        self, tree: Tree, length: Tensor, cache: RaggedCache | PagedCache, only: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`only` `[B]`: compute the head at this one node of each row instead of at all of them."""
-        if isinstance(cache, PagedCache):
-            return self.packed(tree, length, cache, only)
+    def _padded(self, tree: Tree, length: Tensor, cache: RaggedCache, only: Tensor | None) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
 
         def tap(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -119,12 +119,13 @@ class Target:
             seen.append(hidden)
             return (hidden, *args[1:])
 
-        cache.address(length, tree.tokens.shape[1])
-        positions = length[:, None] + tree.depth
+        nodes, new = tree.tokens.shape[1], tree.new
+        cache.address(length + (nodes - new), new)
+        positions = length[:, None] + tree.depth[:, -new:]
         hook = self.head.register_forward_pre_hook(tap)
         try:
             out = self.model(
-                input_ids=tree.tokens,
+                input_ids=tree.tokens[:, -new:],
                 attention_mask=None if cache.committed else self._mask(tree, length, cache.window),
                 # Nodes past the end of the context are never kept; they only must not index past a table.
                 position_ids=positions if self.context is None else positions.clamp(max=self.context - 1),

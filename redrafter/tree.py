@@ -5,7 +5,7 @@ not yet in the cache. Siblings never share a token, so at most one path through 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -17,18 +17,39 @@ __all__ = ["Tree", "chain", "keep_best", "tree_of"]
 
 @dataclass(frozen=True)
 class Tree:
-    """`N` candidate tokens for each of `B` rows.
+    """`N` candidate tokens for each of `B` rows, of which a forward computes the last `M`: all of them, except while a
+    draft model grows a tree level by level and has its upper nodes cached already.
 
     tokens: `[B, N]` int64, token ids of the target's vocabulary.
     parents: `[B, N]` int64, index of each node's parent; node 0 is its own.
     depth: `[B, N]` int64, 0 at node 0; node i stands at position `n + depth[i]` of its row.
-    ancestors: `[B, N, N]` bool, `[b, i, j]` is true when j is i or one of i's ancestors.
+    ancestors: `[B, M, N]` bool, `[b, i, j]` is true when j is node N - M + i or one of that node's ancestors.
+    sampled_from: `[B, N-1, V]` float32, unnormalised log-probabilities that node i + 1 was sampled from; None where
+        drafts were chosen, whatever for.
+    slots: `[B, N]` int64, where the proposer's own cache holds each node, counted from n; None where node i is in slot
+        n + i, or where there is no such cache.
     """
 
     tokens: Tensor
     parents: Tensor
     depth: Tensor
     ancestors: Tensor
+    sampled_from: Tensor | None = None
+    slots: Tensor | None = None
+
+    @property
+    def new(self) -> int:
+        """M, the nodes to be computed."""
+        return self.ancestors.shape[1]
+
+    def last(self, count: int) -> "Tree":
+        """The same tree, of which only the last `count` nodes are to be computed."""
+        return replace(self, ancestors=self.ancestors[:, -count:])
+
+    def to(self, device: torch.device) -> "Tree":
+        """On another device."""
+        moved = (None if x is None else x.to(device) for x in (getattr(self, each.name) for each in fields(self)))
+        return Tree(*moved)  # type: ignore[arg-type]
 
 
 def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int) -> Tree:
@@ -58,8 +79,9 @@ def chain(tokens: Tensor) -> Tree:
 
 def keep_best(
     tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The `nodes` best-scored nodes of a lattice, still in depth-major order, with parents renumbered.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The `nodes` best-scored nodes of a lattice, still in depth-major order, with parents renumbered; and, last, which
+    they were.
 
     tokens, parents, depth: `[B, N]`. score: `[B, N]`, never higher than the parent's, highest at node 0, so that
     what is kept is a tree. The sort is stable: on an exact tie the parent, which comes first, is kept.
@@ -67,4 +89,4 @@ def keep_best(
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     kept = order.sort(dim=1).values  # [B, nodes], depth-major again
     renumber = torch.zeros_like(parents).scatter_(1, kept, torch.arange(nodes, device=kept.device).expand_as(kept))
-    return tokens.gather(1, kept), renumber.gather(1, parents.gather(1, kept)), depth.gather(1, kept)
+    return tokens.gather(1, kept), renumber.gather(1, parents.gather(1, kept)), depth.gather(1, kept), kept

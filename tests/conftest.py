@@ -113,11 +113,13 @@ class Scripted:
     depth: int
     offset: int = 0
 
+    model = None
+
     @property
     def nodes(self) -> int:
         return 1 + self.beams * self.depth
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: None = None) -> Tree:
         rows = len(state.length)
         index = state.length[:, None] + 1 + torch.arange(self.depth)
         told = self.script.gather(1, index.clamp(max=self.script.shape[1] - 1)) + self.offset  # [B, K]
@@ -143,10 +145,13 @@ def with_tree(model: PreTrainedModel, drafter: RecurrentDrafter, beams: int, dep
 
 def paged(engine: Engine, blocks: int = 200) -> Engine:
     """The engine as it works on a GPU, on a paged cache, with the slow reference of attention."""
-    engine.target.unpacked = None
-    engine._graphs = StepGraphs(engine.target, PagedStore(engine.target.shapes, blocks))
+    models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
+    stores = [PagedStore(model.shapes, blocks) for model in models]
+    engine._graphs = StepGraphs(engine.target, *stores)
     with torch.inference_mode():
-        prepare(engine.target, engine._graphs.store, compile=False)
+        for model, store in zip(models, stores, strict=True):
+            model.unpacked = None
+            prepare(model, store, compile=False)
     return engine
 
 

@@ -30,4 +30,4 @@ def test_keeping_the_best_nodes_renumbers_parents():
     parents, depth = torch.tensor([[0, 0, 0, 1, 2]]), torch.tensor([[0, 1, 1, 2, 2]])
     score = torch.tensor([[0.0, -3.0, -1.0, -4.0, -2.0]])
     kept = keep_best(tokens, parents, depth, score, 3)
-    assert [x.tolist() for x in kept] == [[[9, 2, 4]], [[0, 0, 1]], [[0, 1, 2]]]
+    assert [x.tolist() for x in kept] == [[[9, 2, 4]], [[0, 0, 1]], [[0, 1, 2]], [[0, 2, 4]]]

@@ -78,7 +78,7 @@ class Stage:
     def propose(self, proposer: Proposer) -> Callable[[], Tree]:
         """The proposer's part of a step; the noise is the same for all that share it, and drawn before."""
         noise = self.sampler.noise(self.state.length + 1, proposer.depth + 1)
-        return lambda: proposer.propose(self.state, self.sampler, noise)
+        return lambda: proposer.propose(self.state, self.sampler, noise, None)
 
     def check(self) -> Checks | None:
         """None where steps are not captured."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from redrafter.blocks import BLOCK, BlockPool
+from redrafter.blocks import BlockPool
 from redrafter.errors import ArgumentError
 from redrafter.outputs import GenerateOutput, GenerateStats
 from redrafter.redrafter import ReDrafter
@@ -137,5 +137,4 @@ def padded(batch: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tens
 def forget_prefixes(engine: ReDrafter) -> None:
     """Make a GPU's next prompts be read from the first token on, as if never seen. For when no batch is open."""
     if engine._graphs is not None:
-        store = engine._graphs.store
-        store.blocks = BlockPool(store.pools[0].shape[1] // BLOCK)
+        engine._graphs.blocks = BlockPool(engine._graphs.store.count)

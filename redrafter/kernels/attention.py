@@ -1,8 +1,8 @@
 """Tree attention on a GPU: GQA-native, split along the committed tokens, reading only the live part of the cache.
 
 A program takes one row, one key head, one tile of that head's queries (all nodes of all query heads that share it) and
-one split of the committed tokens; the last split takes the tree instead, straight from the new keys and values, and
-stores them. Splits are merged by log-sum-exp in a second kernel (flash-decoding; Dao et al. 2023).
+one split of the committed tokens; the last split takes the tree instead, its new nodes straight from the new keys and
+values, and stores those. Splits are merged by log-sum-exp in a second kernel (flash-decoding; Dao et al. 2023).
 """
 
 import torch
@@ -70,15 +70,15 @@ def _committed(
     return _fold(x, v, top, total, acc)
 
 
-@triton.jit(do_not_specialize=["nodes", "blocks", "splits", "tiles"])
+@triton.jit(do_not_specialize=["nodes", "cached", "blocks", "splits", "tiles"])
 def _attend(
     Q, K, V, KEYS, VALUES, LENGTH, DEPTH, ANCESTORS, TABLE, SINKS, OUT, PART, TOPS,
     q_token, q_head, k_token, k_head, v_token, v_head, cache_k, cache_v,
-    scale, nodes, blocks, splits, tiles,
+    scale, nodes, cached, blocks, splits, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
-    FOLLOW: tl.constexpr,
+    CACHED: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) // tiles
@@ -91,10 +91,11 @@ def _attend(
     live = node < nodes
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     token = row * nodes + node
+    all_nodes = cached + nodes
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
-    depth = tl.load(DEPTH + token, live, 0).to(tl.int32)
+    depth = tl.load(DEPTH + row * all_nodes + cached + node, live, 0).to(tl.int32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -120,8 +121,22 @@ def _attend(
             scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, SOFTCAP, True,
         )  # fmt: skip
 
-    # The tree; its first tile stores it too.
+    # The tree: nodes of earlier forwards, which stand in the cache, then the new ones, which the first tile stores.
     if split == splits - 1:
+        if CACHED:
+            for start in range(0, cached, BLOCK_S):
+                j = start + tl.arange(0, BLOCK_S)
+                at = n + j
+                held = (j < cached) & (at // PAGE < blocks)
+                slot = tl.load(TABLE + row * blocks + at // PAGE, held, 0).to(tl.int64) * PAGE + at % PAGE
+                k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], held & (dk[:, None] < DK), 0.0)
+                v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, held[:, None] & (dv < DV), 0.0)
+                seen = tl.load(ANCESTORS + token[:, None] * all_nodes + j, live[:, None] & held, 0) != 0
+                if WINDOW > 0:
+                    above = tl.load(DEPTH + row * all_nodes + j, held, 0).to(tl.int32)
+                    seen = seen & (depth[:, None] - above < WINDOW)
+                x = tl.where(seen, _scores(q, k, scale, SOFTCAP), float("-inf"))
+                top, total, acc = _fold(x, v, top, total, acc)
         for start in range(0, nodes, BLOCK_S):
             j = start + tl.arange(0, BLOCK_S)
             held = j < nodes
@@ -129,12 +144,13 @@ def _attend(
             k = tl.load(K + other * k_token + head * k_head + dk[:, None], held & (dk[:, None] < DK), 0.0)
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
             x = _scores(q, k, scale, SOFTCAP)
-            seen = tl.load(ANCESTORS + token[:, None] * nodes + j, live[:, None] & held, 0) != 0
+            seen = tl.load(ANCESTORS + token[:, None] * all_nodes + cached + j, live[:, None] & held, 0) != 0
             if WINDOW > 0:
-                seen = seen & (depth[:, None] - tl.load(DEPTH + other, held, 0).to(tl.int32) < WINDOW)
+                level = tl.load(DEPTH + row * all_nodes + cached + j, held, 0).to(tl.int32)
+                seen = seen & (depth[:, None] - level < WINDOW)
             top, total, acc = _fold(tl.where(seen, x, float("-inf")), v, top, total, acc)
             if tile == 0:
-                at = n + j
+                at = n + cached + j
                 inside = held & (at // PAGE < blocks)
                 slot = tl.load(TABLE + row * blocks + at // PAGE, inside, 0).to(tl.int64) * PAGE + at % PAGE
                 tl.store(KEYS + slot * cache_k + head * DK + dk[:, None], k, inside & (dk[:, None] < DK))
@@ -225,7 +241,9 @@ def tree_attention(
 ) -> Tensor:
     """`redrafter.attention.tree_attention` on a GPU; the same arguments."""
     rows = length.shape[0] - 1
-    nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
+    all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
+    nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)
+    cached = all_nodes - nodes
     count, query_heads, dk = rows * nodes, query.shape[1], query.shape[2]
     heads, dv = value.shape[1:]
     group = query_heads // heads
@@ -245,10 +263,10 @@ def tree_attention(
         query, key, value, k_pool, v_pool, length, depth, ancestors, table, sinks, out, part, tops,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         k_pool.stride(0), v_pool.stride(0),
-        scale, nodes, blocks, splits, tiles,
+        scale, nodes, cached, blocks, splits, tiles,
         HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_S=block_s,
         PAGE=BLOCK, WINDOW=window, SOFTCAP=softcap, SPLIT=splits > 1, HAS_SINKS=sinks is not None,
-        FOLLOW=follow, launch_pdl=follow, num_warps=WARPS, num_stages=stages,
+        CACHED=cached > 0, FOLLOW=follow, launch_pdl=follow, num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _merge[(query.shape[0] * query_heads,)](

@@ -1,0 +1,141 @@
+"""A second, smaller LM as a proposer of trees."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from redrafter.beam import beam_search
+from redrafter.noise import DRAFT
+from redrafter.prefixes import Prefixes
+from redrafter.sampling import Sampler
+from redrafter.step import AnyCache, State
+from redrafter.target import Target
+from redrafter.tree import Tree, chain, tree_of
+
+__all__ = ["DraftModelProposer"]
+
+LOWEST = -1e9  # in place of -inf: a sum of such scores is still a number, and of two the higher one still wins
+
+
+@dataclass(frozen=True)
+class DraftModelProposer:
+    """The draft model's top continuations: `beams` = W wide, `depth` = K deep, cut to the `nodes` = N best nodes.
+
+    It draws as the target will, from scores that went through the same processing and under the same noise, so a draft
+    model that knows what the target knows guesses every token. Its cache follows the accepted path as the target's
+    does; one token is read again each step, the last committed one, which is the only one it may not have seen.
+
+    model: the draft model. vocab_size: ids of the target, V; what the draft model has beyond is padding, and what it
+    lacks it never proposes. sampled: draw drafts under noise of their own and keep what they were drawn from, for
+    rejection sampling; W is 1 then. confidence: end a step's drafting once its likeliest beam is, on average over the
+    rows that move, less likely than this to be right throughout; 0 to draft K deep always, as a captured step must.
+    """
+
+    model: Target
+    vocab_size: int
+    beams: int
+    depth: int
+    nodes: int
+    sampled: bool = False
+    confidence: float = 0.0
+
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None) -> Tree:
+        assert cache is not None, "a draft model has a cache"
+        home, away = state.length.device, self.model.device
+        if home != away:  # ids alone cross
+            ids = {name: getattr(state, name).to(away) for name in ("tokens", "length", "active")}
+            state, sampler = replace(state, **ids), sampler.to(away)
+        if self.sampled and noise is not None:
+            noise = sampler.stream(DRAFT).noise(state.length + 1, self.depth)  # [B, K, V]
+        elif home != away:
+            noise = sampler.noise(state.length + 1, self.depth)
+        tree, sampled_from = self._search(state, sampler, noise, cache)
+        if self.sampled and noise is not None:
+            tree = replace(tree, sampled_from=torch.cat(sampled_from, dim=1))
+        return tree if home == away else tree.to(home)
+
+    def _search(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache
+    ) -> tuple[Tree, list[Tensor]]:
+        """The tree, and per level the scores `[B, W, V]` that its tokens were picked from, before noise."""
+        grown = _Lattice(state.pending)
+        seen: list[Tensor] = []
+
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+            if k:
+                grown.add(tokens, sources)
+            tree = grown.tree
+            logits = self._ask(state, tree, cache) if k else self._ask_first(state, cache)  # [B, w, V]
+            prefixes = Prefixes(
+                state.tokens,
+                state.length,
+                sampler.prompt,
+                sampler.limit,
+                tree,
+                min(cache.window, state.tokens.shape[1]),
+            )
+            scores = sampler.process(logits, prefixes)
+            seen.append(scores)
+            return scores if noise is None else (scores + noise[:, k, None]).clamp(min=LOWEST)
+
+        def enough(total: Tensor) -> bool:
+            likely = total.amax(dim=1).exp()[state.active]
+            return len(likely) > 0 and float(likely.mean()) < self.confidence
+
+        tree = beam_search(
+            state.pending[:, 0],
+            expand,
+            beams=self.beams,
+            depth=self.depth,
+            nodes=self.nodes,
+            enough=enough if self.confidence else None,
+        )
+        return tree, seen
+
+    def _ask_first(self, state: State, cache: AnyCache) -> Tensor:
+        """What may follow the pending token, `[B, 1, V]`. The last committed token goes before it: when all drafts of a
+        step are kept, the last of them is one that the draft model has proposed and not read."""
+        behind = (state.length - 1).clamp(min=0)  # rows that hold nothing stand still in block 0
+        pair = state.tokens.gather(1, behind[:, None] + torch.arange(2, device=behind.device))  # [B, 2]
+        return self._fit(*self.model.verify(self._known(chain(pair)), behind, cache, only=torch.ones_like(behind)))
+
+    def _ask(self, state: State, tree: Tree, cache: AnyCache) -> Tensor:
+        """What may follow each of the tree's new nodes, `[B, W, V]`."""
+        return self._fit(*self.model.verify(self._known(tree), state.length, cache))
+
+    def _known(self, tree: Tree) -> Tree:
+        """Tokens that the draft model's embedding lacks stand in no text of its own: any other says as much."""
+        if self.model.vocab_size >= self.vocab_size:
+            return tree
+        return replace(tree, tokens=tree.tokens.where(tree.tokens < self.model.vocab_size, 0))
+
+    def _fit(self, logits: Tensor, _: Tensor) -> Tensor:
+        """Logits over the target's ids."""
+        missing = self.vocab_size - logits.shape[-1]
+        return (
+            torch.nn.functional.pad(logits, (0, missing), value=LOWEST)
+            if missing > 0
+            else logits[..., : self.vocab_size]
+        )
+
+
+class _Lattice:
+    """A tree as beam search grows it: each level's nodes are the new ones."""
+
+    def __init__(self, root: Tensor):
+        self.tree = chain(root)
+        self._levels, self._above = 0, 0  # how many there are below the root; where the last one begins
+
+    def add(self, tokens: Tensor, sources: Tensor) -> None:
+        """tokens, sources: `[B, W]`, and which nodes of the level above they continue."""
+        tree, wide = self.tree, tokens.shape[1]
+        whole = torch.cat([tree.tokens, tokens], dim=1)
+        if wide == 1:
+            self.tree = chain(whole).last(1)
+            return
+        self._levels += 1
+        parents = torch.cat([tree.parents, sources + self._above], dim=1)
+        depth = torch.cat([tree.depth, torch.full_like(tokens, self._levels)], dim=1)
+        self._above = tree.tokens.shape[1]
+        self.tree = tree_of(whole, parents, depth, max_depth=self._levels).last(wide)

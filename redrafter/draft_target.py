@@ -1,0 +1,171 @@
+"""DraftTarget: a Hugging Face model that a smaller one makes write faster."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from redrafter.batch import Batch
+from redrafter.beam import node_count
+from redrafter.checkpoint import load_model
+from redrafter.draft_length import DraftLength
+from redrafter.draft_model import DraftModelProposer
+from redrafter.engine import Engine
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.options import EngineOptions
+from redrafter.request import Request
+from redrafter.step import Proposer
+from redrafter.target import Target
+from redrafter.vocabulary import check_vocabularies
+
+__all__ = ["ACCEPTANCE", "Acceptance", "DraftTarget"]
+
+Acceptance = Literal["match", "rejection"]
+ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
+
+CAPTURED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # draft lengths that steps are captured for, of those up to the longest
+NODE_COST = {
+    "cpu": 0.05
+}  # what one more node adds to a target's forward, by device; elsewhere, where bytes count, nothing
+
+
+class DraftTarget(Engine):
+    """A target and a draft model: a smaller LM with the same vocabulary, untrained for this and unchanged.
+
+    engine = DraftTarget.from_pretrained("my-70b", "my-1b", draft_len=4)
+    ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft_model: Target,
+        *,
+        draft_len: int = 4,
+        num_beams: int = 1,
+        node_budget: int | None = None,
+        acceptance: Acceptance = "match",
+        adaptive: bool = False,
+        options: EngineOptions | None = None,
+    ):
+        """The arguments of `from_pretrained`, with both models bound."""
+        _check(draft_len, num_beams, node_budget, acceptance, adaptive, target, draft_model)
+        self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
+        self._cost = _size(draft_model) / _size(target) + NODE_COST.get(target.device.type, 0.0)
+        captured = target.device.type == draft_model.device.type == "cuda"
+        lengths = range(1, draft_len + 1) if not captured else {*(x for x in CAPTURED if x <= draft_len), draft_len}
+        self._by_length = {
+            length: DraftModelProposer(
+                draft_model,
+                target.vocab_size,
+                num_beams,
+                length,
+                node_count(node_budget, num_beams, length, target.device),
+                sampled=acceptance == "rejection",
+                confidence=min(2 * self._cost, 0.8) if adaptive and not captured else 0.0,
+            )
+            for length in sorted(lengths)
+        }
+        super().__init__(target, self._by_length[draft_len], options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | PreTrainedModel,
+        draft_model: str | Path | PreTrainedModel,
+        *,
+        draft_len: int = 4,
+        num_beams: int = 1,
+        node_budget: int | None = None,
+        acceptance: Acceptance = "match",
+        adaptive: bool = False,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        draft_device: str | torch.device | None = None,
+        trust_remote_code: bool = False,
+        draft_model_kwargs: Mapping[str, Any] | None = None,
+        kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
+        max_input_len: int | None = EngineOptions.max_input_len,
+        max_seq_len: int | None = EngineOptions.max_seq_len,
+        compile: bool = EngineOptions.compile,
+        **model_kwargs: Any,
+    ) -> "DraftTarget":
+        """Load a target and its draft model; both may be a hub id, a directory or a loaded model.
+
+        draft_len: tokens drafted per step, one after the other. num_beams: above 1, the draft model's likeliest
+        continuations make a tree; node_budget: nodes verified per step then, 1 + num_beams * draft_len at most; None:
+        as many as suit the device. adaptive: draft at most draft_len tokens, fewer where drafts were not kept of late
+        or where the draft model itself is in doubt. acceptance: "match" keeps a draft that is what the target draws
+        itself, so the tokens are those of plain decoding, seed by seed; "rejection" keeps it by its odds in both
+        models, so they are other tokens of the same distribution (greedy decoding is the same in both). draft_device:
+        the draft model's, when not the target's. draft_model_kwargs, model_kwargs: for `AutoModelForCausalLM`; the rest
+        as in `ReDrafter.from_pretrained`.
+
+        Raises `CheckpointError`, `MismatchError` when the vocabularies differ in more than padding, `UnsupportedError`
+        or `ArgumentError`.
+        """
+        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
+        check_vocabularies(model, draft_model, trust_remote_code)
+        load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        target = Target(load_model(model, device=device, **load, **model_kwargs))
+        place = draft_device if draft_device is not None or isinstance(draft_model, PreTrainedModel) else target.device
+        other = load_model(draft_model, device=place, **load, **(draft_model_kwargs or {}))
+        return cls(
+            target,
+            target if other is target.model else Target(other),
+            draft_len=draft_len,
+            num_beams=num_beams,
+            node_budget=node_budget,
+            acceptance=acceptance,
+            adaptive=adaptive,
+            options=options,
+        )
+
+    def open_batch(
+        self, request: Request, proposer: Proposer, proposer_for: Callable[[int], Proposer] | None = None
+    ) -> Batch:
+        if self.acceptance == "rejection":  # it looks at the whole distribution
+            request = replace(request, sampler=replace(request.sampler, keep_scores=True))
+        return super().open_batch(request, proposer, proposer_for)
+
+    def lengths_for(self, proposer: Proposer, request: Request) -> DraftLength | None:
+        if not self.adaptive or proposer.model is None:
+            return None
+        return DraftLength(self._by_length, len(request.lengths), self._cost)
+
+
+def _check(
+    draft_len: int,
+    num_beams: int,
+    node_budget: int | None,
+    acceptance: str,
+    adaptive: bool,
+    target: Target,
+    draft_model: Target,
+) -> None:
+    for name, value in (("draft_len", draft_len), ("num_beams", num_beams), ("node_budget", node_budget)):
+        if value is None and name == "node_budget":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
+    if acceptance not in ACCEPTANCE:
+        raise ArgumentError(f"acceptance must be one of {', '.join(ACCEPTANCE)}, got {acceptance!r}")
+    if not isinstance(adaptive, bool):
+        raise ArgumentError(f"adaptive must be True or False, got {adaptive!r}")
+    if acceptance == "rejection" and num_beams > 1:
+        raise UnsupportedError(
+            f"acceptance='rejection' is exact for one sampled chain only: leave out num_beams={num_beams}, or use "
+            "acceptance='match', which takes trees"
+        )
+    if num_beams > min(target.vocab_size, draft_model.vocab_size):
+        raise ArgumentError(f"num_beams={num_beams} is more than the draft model's vocabulary")
+
+
+def _size(model: Target) -> int:
+    """Parameters that one token's forward reads: all but an embedding table that is not the head too."""
+    table = model.embedding.weight
+    count = sum(parameter.numel() for parameter in model.model.parameters())
+    return count - (0 if model.head.weight is table else table.numel())
