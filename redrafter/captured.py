@@ -151,9 +151,9 @@ class StepGraphs:
             fraction=options.kv_cache_free_gpu_memory_fraction,
             most=MOST_ROWS * -(-(longest + SLACK) // BLOCK),
         )
-        prepare(target, stores[0], options.compile)
-        if draft_model is not None and draft_model is not target:  # a model may draft for itself
-            prepare(draft_model, stores[1], options.compile)
+        for model, store in zip(models, stores, strict=True):
+            if not model.packed.prepared:  # it may be, by another engine; and a model may draft for itself
+                prepare(model, store, options.compile)
         return cls(target, *stores)
 
     def borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":

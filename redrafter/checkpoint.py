@@ -26,11 +26,13 @@ __all__ = [
     "DRAFTER_FOLDER",
     "SHAPE_FILE",
     "TreeShape",
+    "bind",
     "boxed_pair",
     "check_beams",
     "check_fit",
     "check_match",
     "embedding_norms",
+    "holds_drafter",
     "load_drafter",
     "load_model",
     "load_tokenizer",
@@ -96,6 +98,16 @@ def load_model(
     if info["missing_keys"]:
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
     return model if device is None else _to(model, device)
+
+
+def bind(name: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
+    """The same, bound; what is bound already is taken as it is. load: for `load_model`."""
+    return name if isinstance(name, Target) else Target(load_model(name, **load))
+
+
+def holds_drafter(name: str) -> bool:
+    """Whether a directory or hub id is a merged checkpoint."""
+    return cached_file(name, SHAPE_FILE, _raise_exceptions_for_missing_entries=False) is not None
 
 
 def _to(model: Any, device: Any) -> Any:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from redrafter.batch import Batch
 from redrafter.beam import node_count
-from redrafter.checkpoint import load_model
+from redrafter.checkpoint import bind
 from redrafter.draft_length import DraftLength
 from redrafter.draft_model import DraftModelProposer
 from redrafter.engine import Engine
@@ -74,8 +74,8 @@ class DraftTarget(Engine):
     @classmethod
     def from_pretrained(
         cls,
-        model: str | Path | PreTrainedModel,
-        draft_model: str | Path | PreTrainedModel,
+        model: str | Path | PreTrainedModel | Target,
+        draft_model: str | Path | PreTrainedModel | Target,
         *,
         draft_len: int = 4,
         num_beams: int = 1,
@@ -93,7 +93,7 @@ class DraftTarget(Engine):
         compile: bool = EngineOptions.compile,
         **model_kwargs: Any,
     ) -> "DraftTarget":
-        """Load a target and its draft model; both may be a hub id, a directory or a loaded model.
+        """Load a target and its draft model; both may be a hub id, a directory, or a model that is loaded or bound.
 
         draft_len: tokens drafted per step, one after the other. num_beams: above 1, the draft model's likeliest
         continuations make a tree; node_budget: nodes verified per step then, 1 + num_beams * draft_len at most; None:
@@ -110,12 +110,13 @@ class DraftTarget(Engine):
         options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
         check_vocabularies(model, draft_model, trust_remote_code)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        target = Target(load_model(model, device=device, **load, **model_kwargs))
-        place = draft_device if draft_device is not None or isinstance(draft_model, PreTrainedModel) else target.device
-        other = load_model(draft_model, device=place, **load, **(draft_model_kwargs or {}))
+        target = bind(model, device=device, **load, **model_kwargs)
+        if draft_device is None and isinstance(draft_model, str | Path):
+            draft_device = target.device
+        own = draft_model is target.model and draft_device is None  # it drafts for itself
         return cls(
             target,
-            target if other is target.model else Target(other),
+            target if own else bind(draft_model, device=draft_device, **load, **(draft_model_kwargs or {})),
             draft_len=draft_len,
             num_beams=num_beams,
             node_budget=node_budget,

@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.generation.streamers import BaseStreamer
 
 from redrafter.batch import Batch, DenseBatch, PagedBatch
+from redrafter.blocks import BlockPool
 from redrafter.captured import StepGraphs
 from redrafter.decoding import decode
 from redrafter.draft_length import DraftLength
@@ -37,6 +38,7 @@ class Engine:
         self._plain = Plain()
         self.draft_model = proposer.model
         self._graphs: StepGraphs | None = None
+        self._lender = self  # whose graphs are used
         self._warned = False
 
     def proposer_for(self, rows: int) -> Proposer:
@@ -51,15 +53,20 @@ class Engine:
         lengths = self.lengths_for(proposer, request)
         reason = self.target.unpacked or (proposer.model and self.draft_unpacked)
         if reason is None:
-            if self._graphs is None:
-                draft_model = None if self.draft_unpacked else self.draft_model
-                self._graphs = StepGraphs.on(self.target, self.options, draft_model)
             # A captured step that belongs to one request alone is not worth capturing for every length.
-            return PagedBatch(self._graphs, proposer, request, proposer_for, lengths if proposer_for else None)
+            return PagedBatch(
+                self._lender._open_graphs(), proposer, request, proposer_for, lengths if proposer_for else None
+            )
         if self.target.device.type == "cuda" and not self._warned:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
         return DenseBatch(self.target, proposer, request, lengths)
+
+    def _open_graphs(self) -> StepGraphs:
+        if self._graphs is None:
+            draft_model = None if self.draft_unpacked else self.draft_model
+            self._graphs = StepGraphs.on(self.target, self.options, draft_model)
+        return self._graphs
 
     def lengths_for(self, proposer: Proposer, request: Request) -> DraftLength | None:
         """What says after each step how far to draft in the next; None: as far as ever."""
@@ -80,6 +87,16 @@ class Engine:
         if self._graphs is not None:
             self._graphs._kept.clear()
             self._graphs._pool = None  # a pool ends with the last graph in it
+
+    def forget_prefixes(self) -> None:
+        """Read the next prompts from the first token on, as if never seen. For when no batch is open."""
+        if (graphs := self._lender._graphs) is not None:
+            graphs.blocks = BlockPool(graphs.store.count)
+
+    def lend_to(self, other: "Engine") -> None:
+        """Let another engine on the same target use this one's GPU memory and captured steps beside its own."""
+        assert other.target is self.target and (other.draft_model is None or other.draft_model is self.draft_model)
+        other._lender = self
 
     @property
     def model(self) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from redrafter.checkpoint import load_model
+from redrafter.checkpoint import bind
 from redrafter.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.options import EngineOptions
@@ -76,7 +76,7 @@ class PromptLookup(Engine):
     @classmethod
     def from_pretrained(
         cls,
-        model: str | Path | PreTrainedModel,
+        model: str | Path | PreTrainedModel | Target,
         *,
         ngram: int = 2,
         draft_len: int = 4,
@@ -86,11 +86,12 @@ class PromptLookup(Engine):
         options: EngineOptions | None = None,
         **model_kwargs: Any,
     ) -> "PromptLookup":
-        """model: a hub id, a directory or a loaded model. ngram: tokens that must have stood together before, at most;
-        draft_len: tokens drafted per step. options, model_kwargs: as `ReDrafter.from_pretrained` takes them.
+        """model: a hub id, a directory, or a model that is loaded or bound. ngram: tokens that must have stood together
+        before, at most; draft_len: tokens drafted per step. options, model_kwargs: as `ReDrafter.from_pretrained` takes
+        them.
 
         Raises `CheckpointError`, `UnsupportedError` or `ArgumentError`.
         """
         proposer = LookupProposer(ngram, draft_len)
-        loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **model_kwargs)
-        return cls(Target(loaded), proposer, options)
+        load: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        return cls(bind(model, **load, **model_kwargs), proposer, options)

@@ -64,6 +64,11 @@ class PackedForward:
         count = rows if only is not None else rows * nodes
         return logits[:count].view(rows, -1, logits.shape[-1]), hidden[:count].view(rows, -1, hidden.shape[-1])
 
+    @property
+    def prepared(self) -> bool:
+        """Whether `merge` was called."""
+        return self._merged is not None
+
     def merge(self, forward: Callable[[], object]) -> None:
         """Watch a forward. From the next call on, linear layers that read the same tensor are one product."""
         with linear_calls(self._model) as calls:

@@ -1,17 +1,21 @@
 """Whether two models write with the same tokens."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from redrafter.checkpoint import load_tokenizer
 from redrafter.errors import CheckpointError, MismatchError
+from redrafter.target import Target
 
 __all__ = ["check_vocabularies"]
 
 
 def check_vocabularies(
-    model: str | Path | PreTrainedModel, draft_model: str | Path | PreTrainedModel, trust_remote_code: bool
+    model: str | Path | PreTrainedModel | Target,
+    draft_model: str | Path | PreTrainedModel | Target,
+    trust_remote_code: bool,
 ) -> None:
     """Raise `MismatchError` when the tokenizers beside two models give the same text other ids.
 
@@ -20,12 +24,12 @@ def check_vocabularies(
     """
     found = []
     for each in (model, draft_model):
-        loaded = not isinstance(each, str | Path)
-        name = each.config._name_or_path if isinstance(each, PreTrainedModel) else each
+        loaded: Any = each.model if isinstance(each, Target) else each
+        name = each if isinstance(each, str | Path) else loaded.config._name_or_path
         try:
             found.append((name, load_tokenizer(name, trust_remote_code=trust_remote_code).get_vocab()))
         except CheckpointError:
-            if not loaded:
+            if name is each:
                 raise
             return
     (name, vocabulary), (draft_name, draft_vocabulary) = found

@@ -198,5 +198,5 @@ def test_what_an_engine_may_use_is_passed_on(llama, home):
     assert (engine.options.max_input_len, engine.options.max_seq_len, engine.options.compile) == (7, CONTEXT, False)
     with pytest.raises(ArgumentError, match="kv_cache_free_gpu_memory_fraction"):
         ReDrafter.from_pretrained(llama, drafter, kv_cache_free_gpu_memory_fraction=2)
-    pair = Pair(LoadOptions(max_input_len=9, compile=False, tuning="none"))
+    pair = Pair.load(LoadOptions(max_input_len=9, compile=False, tuning="none"))
     assert (pair.engine.options.max_input_len, pair.engine.options.compile, pair.engine.tuning) == (9, False, None)

@@ -13,7 +13,7 @@ from redrafter.bench.workload import Workload
 from redrafter.redrafter import ReDrafter
 from redrafter.version import __version__
 
-__all__ = ["facts", "head"]
+__all__ = ["facts", "hardware", "head", "versions"]
 
 
 def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -24,16 +24,10 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
     return {
         "command": shlex.join(["redrafter", *sys.argv[1:]]),
         **names,
-        "hardware": _hardware(target.device),
+        "hardware": hardware(target.device),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "versions": {
-            "redrafter": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "seed": work.seed,
         "temperature": work.temperature,
         "max_new_tokens": work.max_new_tokens,
@@ -55,7 +49,19 @@ def _sizes(engine: ReDrafter) -> dict[str, int]:
     }
 
 
-def _hardware(device: torch.device) -> str:
+def versions() -> dict[str, str | None]:
+    """Of everything that a number may depend on."""
+    return {
+        "redrafter": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def hardware(device: torch.device) -> str:
+    """In words."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)}, {memory / 2**30:.0f} GiB"
@@ -64,14 +70,14 @@ def _hardware(device: torch.device) -> str:
 
 def head(document: dict[str, Any]) -> list[str]:
     """The same as lines of text."""
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
+    used = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
     prompts, size = document["prompt_tokens"], document["bytes"]
     padded = [document["padded"]] if document["padded"] else []
     return [
         document["command"],
         *padded,
         f"{document['model']}, drafter {document['drafter']}, {document['dtype']}",
-        f"{document['hardware']}; {versions}",
+        f"{document['hardware']}; {used}",
         f"{prompts['prompts']} prompts of {prompts['shortest']} to {prompts['longest']} tokens from "
         f"{document['prompts']}; {document['max_new_tokens']} new tokens, end of text ignored; "
         f"temperature {document['temperature']:g}, seed {document['seed']}",

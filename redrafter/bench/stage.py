@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from redrafter.batch import Batch, DenseBatch, PagedBatch
 from redrafter.bench.timing import median_ms
-from redrafter.bench.workload import Workload, forget_prefixes
+from redrafter.bench.workload import Workload
 from redrafter.captured import capture
 from redrafter.errors import first_line
 from redrafter.request import Request, read_request
@@ -109,7 +109,7 @@ class Stage:
 @contextmanager
 def staged(work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer, *, advance: int) -> Iterator[Stage]:
     """Read the texts and write on until a row has `advance` new tokens. For use in inference mode."""
-    forget_prefixes(work.engine)
+    work.engine.forget_prefixes()
     batch = work.engine.open_batch(_request(work, texts, proposer), proposer)
     try:
         batch.prefill()
@@ -121,7 +121,7 @@ def staged(work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer, *
         yield Stage(batch, work.device, lengths)
     finally:
         batch.close([[] for _ in texts])
-        forget_prefixes(work.engine)
+        work.engine.forget_prefixes()
 
 
 def _request(work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer) -> Request:

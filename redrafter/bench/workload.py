@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from redrafter.blocks import BlockPool
 from redrafter.errors import ArgumentError
 from redrafter.outputs import GenerateOutput, GenerateStats
 from redrafter.redrafter import ReDrafter
@@ -92,7 +91,7 @@ class Workload:
     def run(self, batch: Sequence[Sequence[int]], speculate: bool, *, seed: int = 0) -> Run:
         """Decode a batch from nothing: keys and values of earlier runs are not reused. seed: added to our own."""
         ids, mask = padded(batch, self.pad_token)
-        forget_prefixes(self.engine)
+        self.engine.forget_prefixes()
         clock = _Clock()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -132,9 +131,3 @@ def padded(batch: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tens
     ids = pad_sequence(rows, batch_first=True, padding_value=pad_token, padding_side="left")
     ones = [torch.ones_like(row) for row in rows]
     return ids, pad_sequence(ones, batch_first=True, padding_side="left")
-
-
-def forget_prefixes(engine: ReDrafter) -> None:
-    """Make a GPU's next prompts be read from the first token on, as if never seen. For when no batch is open."""
-    if engine._graphs is not None:
-        engine._graphs.blocks = BlockPool(engine._graphs.store.count)

@@ -38,9 +38,11 @@ def run(args: argparse.Namespace) -> int:
     if options.json is not None:
         check_writable(Path(options.json), "--json")
     texts = read_prompts(options.prompts)
-    pair = Pair(load) if options.pad_to is None else _padded(load, options.pad_to)
+    pair = Pair.load(load) if options.pad_to is None else _padded(load, options.pad_to)
+    engine = pair.engine
+    assert isinstance(engine, ReDrafter)
     work = Workload.of(
-        pair.engine,
+        engine,
         pair.tokenizer,
         prompts=encode(texts, pair.tokenizer),
         num_prompts=options.num_prompts,
@@ -48,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
         temperature=options.temperature,
         seed=options.seed,
     )
-    _check_heads(pair.engine, options)
+    _check_heads(engine, options)
     note = None if options.pad_to is None else describe(options.pad_to, Path(pair.name).name)
     names = {
         "model": pair.name,
-        "drafter": pair.drafter_name,
+        "drafter": pair.drafts,
         "padded": note,
         "prompts": options.prompts or "those that ship",
     }
@@ -78,8 +80,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _padded(load: LoadOptions, shape_name: str) -> Pair:
     """The pair, loaded on the CPU, at a large model's cost on the device."""
-    pair, shape = Pair(replace(load, device="cpu", tuning="none")), SHAPES[shape_name]
+    pair, shape = Pair.load(replace(load, device="cpu", tuning="none")), SHAPES[shape_name]
     device, small = load.device or "cpu", pair.engine
+    assert isinstance(small, ReDrafter)
     model = pad_model(small.model, shape, device=device)
     drafter = pad_drafter(small.drafter, shape.hidden_size, shape.vocab_size, device=device)
     with unmasked(model):

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 
 from redrafter.cli.loading import Pair, Run, Template
-from redrafter.cli.options import GenerationOptions, LoadOptions, read_options
+from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions, read_options
 from redrafter.cli.printer import Printer, use_color
 from redrafter.cli.program import report
 from redrafter.errors import ArgumentError, ReDrafterError
@@ -20,7 +20,8 @@ COMMANDS = ("/exit", "/reset", "/stats")
 def run(args: argparse.Namespace) -> int:
     """Answer line after line."""
     options = read_options(GenerationOptions, args)
-    talk = _Talk(Pair(read_options(LoadOptions, args)), options, args.system, use_color(args.color, sys.stdout))
+    pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args))
+    talk = _Talk(pair, options, args.system, use_color(args.color, sys.stdout))
     interactive = sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):

@@ -3,24 +3,19 @@
 import argparse
 import io
 import json
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
+from redrafter.bench.facts import versions
+from redrafter.cli.engines import shape
 from redrafter.cli.loading import Pair, Run, Template
-from redrafter.cli.options import GenerationOptions, LoadOptions, read_options
+from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions, read_options
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError
 from redrafter.outputs import Stats
-from redrafter.proposer import RecurrentProposer
-from redrafter.step import Proposer
-from redrafter.version import __version__
 
 __all__ = ["run"]
 
@@ -59,7 +54,7 @@ class _Job:
 
     def __init__(self, args: argparse.Namespace, options: GenerationOptions, prompts: list[str]):
         self.args, self.options = args, options
-        self.pair = Pair(read_options(LoadOptions, args))
+        self.pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args))
         self._extra: dict[str, Any] = {"num_return_sequences": args.num_return_sequences}
         self.prompts = [prompt for prompt in prompts for _ in range(args.num_return_sequences)]  # of each output row
         tokenizer = self.pair.tokenizer
@@ -92,17 +87,13 @@ class _Job:
             "stats": _stats(found.stats) | {"rows": [_stats(row) for row in found.stats.rows]},
             "compare": None if comparison is None else asdict(comparison),
             "model": self.pair.name,
-            "drafter": self.pair.drafter_name,
-            "shape": _shape(proposer),
+            "drafts": self.pair.way,
+            "drafter": self.pair.drafts,
+            "shape": shape(proposer),
             "options": asdict(self.options),
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
-            "versions": {
-                "redrafter": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions(),
         }
 
 
@@ -173,13 +164,6 @@ def _speed(run: Run) -> str:
         f"{run.count} tokens in {run.seconds:.2f} s, {run.tokens_per_second:.1f} tokens/s, "
         f"{run.stats.tokens_per_step:.2f} tokens per step"
     )
-
-
-def _shape(proposer: Proposer) -> dict[str, int] | None:
-    """None where a tuning, or the default by batch size, has switched speculation off."""
-    if not isinstance(proposer, RecurrentProposer):
-        return None
-    return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
 
 
 def _stats(stats: Stats) -> dict[str, Any]:

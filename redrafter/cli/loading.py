@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.checkpoint import DRAFTER_FOLDER, boxed_pair, load_tokenizer
-from redrafter.cli.options import GenerationOptions, LoadOptions
+from redrafter.checkpoint import boxed_pair, load_tokenizer
+from redrafter.cli.engines import chosen, drafts_by, load_engine, with_config
+from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.options import EngineOptions
 from redrafter.outputs import GenerateOutput, GenerateStats
-from redrafter.redrafter import ReDrafter
 from redrafter.streaming import StepStreamer
 
-__all__ = ["Pair", "Run", "Template", "boxed_model", "check_directory"]
+NO_DRAFT = DraftOptions()
+
+__all__ = ["Pair", "Run", "Template", "boxed_model", "check_directory", "checked"]
 
 
 def boxed_model() -> str:
@@ -54,31 +56,37 @@ class Run:
         return self.count / self.seconds
 
 
-class Pair:
-    """A loaded target with its drafter and tokenizer, and the names that they were loaded by."""
+def checked(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadOptions, DraftOptions]:
+    """The model's name, and the options once what can be refused without loading anything is."""
+    for name in (options.model, options.drafter, draft.draft_model):
+        if name == "":
+            raise ArgumentError("--model, --drafter and --draft-model need a name, got an empty one")
+        if name is not None:
+            check_directory(name)
+    options, draft = with_config(options, draft)
+    for flag, device in (("device", options.device), ("draft-device", draft.draft_device)):
+        _check_device(flag, device)
+    return options.model or boxed_model(), options, draft
 
-    def __init__(self, options: LoadOptions):
-        self.name = options.model or boxed_model()
-        self.drafter_name = options.drafter or str(Path(self.name) / DRAFTER_FOLDER)
-        for name in (options.model, options.drafter):
-            if name == "":
-                raise ArgumentError("--model and --drafter need a name, got an empty one")
-            if name is not None:
-                check_directory(name)
-        _check_device(options.device)
-        self.tokenizer = load_tokenizer(self.name, trust_remote_code=options.trust_remote_code)
-        self.engine = ReDrafter.from_pretrained(
-            self.name,
-            options.drafter,
-            num_beams=options.num_beams,
-            draft_len_per_beam=options.draft_len_per_beam,
-            node_budget=options.node_budget,
-            dtype=options.dtype,
-            device=options.device,
-            trust_remote_code=options.trust_remote_code,
-            tuning=None if options.tuning == "none" else options.tuning,
-            **{each.name: getattr(options, each.name) for each in fields(EngineOptions)},
-        )
+
+@dataclass
+class Pair:
+    """A loaded target with what drafts for it and its tokenizer. name, drafts: what target and drafter or draft model
+    were loaded by; way: which of the ways to draft it is."""
+
+    name: str
+    way: str
+    drafts: str | None
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+
+    @classmethod
+    def load(cls, options: LoadOptions, draft: DraftOptions = NO_DRAFT) -> "Pair":
+        name, options, draft = checked(options, draft)
+        way = chosen(options, draft)
+        tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
+        engine = load_engine(way, name, options, draft)
+        return cls(name, way, drafts_by(way, name, options, draft), tokenizer, engine)
 
     def run(
         self,
@@ -140,13 +148,13 @@ class Template:
         return self._tokenizer(text, add_special_tokens=False).input_ids
 
 
-def _check_device(device: str | None) -> None:
+def _check_device(flag: str, device: str | None) -> None:
     if device is None:
         return
     try:
         torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ArgumentError(f"--device {device} cannot be used: {first_line(error)}") from error
+        raise ArgumentError(f"--{flag} {device} cannot be used: {first_line(error)}") from error
 
 
 def _padded(prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ from redrafter.options import EngineOptions
 
 __all__ = [
     "BenchOptions",
+    "CompareOptions",
+    "DraftOptions",
     "GenerationOptions",
     "LoadOptions",
     "TuneOptions",
@@ -74,6 +76,57 @@ class LoadOptions:
         EngineOptions.max_seq_len, "longest text, prompt included (default: the model's context)", type=int
     )
     compile: bool = _option(EngineOptions.compile, "do not compile the model for a GPU: slower, but sooner ready")
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What drafts in place of a recurrent drafter: a second LM, or the text itself."""
+
+    draft_model: str | None = _option(
+        None, "hub id or directory of a smaller LM with the same vocabulary, to draft with", metavar="D"
+    )
+    prompt_lookup: bool = _option(False, "draft what followed the same words earlier in the text")
+    draft_len: int | None = _option(None, "tokens drafted per step by either (default: 4)", type=int)
+    ngram: int | None = _option(None, "words to look up, at most (default: 2)", type=int)
+    acceptance: str | None = _option(
+        None,
+        "keep a draft that is what the model draws itself (match), or by its odds in both models (rejection: not the "
+        "same tokens, the same distribution) (default: match)",
+        choices=("match", "rejection"),
+    )
+    adaptive: bool = _option(False, "draft fewer tokens where few were kept of late or the draft model is in doubt")
+    draft_device: str | None = _option(None, "device of the draft model (default: the model's)")
+    draft_target_model_config: str | None = _option(
+        None,
+        'draft length, device of the draft model, device of the model, and whether to accept by odds, as "[4,[0],[1],'
+        'False]"; in place of --draft-len, --draft-device, --device and --acceptance',
+        metavar="LIST",
+    )
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What `redrafter compare` writes on from, and how it counts."""
+
+    prompts: str | None = _option(
+        None,
+        'a JSON list of {"input", "instruction", "output"}, .jsonl with a "text" a line, or one prompt a line '
+        "(default: sixteen that ship)",
+        metavar="FILE",
+    )
+    num_prompts: int | None = _option(None, "of them, the first N (default: all)", type=int)
+    max_input_len: int | None = _option(None, "leave out prompts of more tokens (default: none)", type=int)
+    batch_size: int = _option(1, "prompts decoded at once", type=int)
+    repeats: int = _option(1, "runs of each, in turn, of which the median counts", type=int)
+    disable_output_comparison: bool = _option(False, "do not compare the outputs, nor fail where they differ")
+    out: str | None = _option(None, "write the JSON document to a file too", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "max_input_len", "batch_size", "repeats"):
+            if getattr(self, name) is not None:
+                _check_numbers(self, name)
+        if self.out == "":
+            raise ArgumentError("--out needs a name, got an empty one")
 
 
 @dataclass(frozen=True)

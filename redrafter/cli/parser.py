@@ -6,7 +6,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from redrafter.cli.options import BenchOptions, GenerationOptions, LoadOptions, TuneOptions, add_options
+from redrafter.cli.options import (
+    BenchOptions,
+    CompareOptions,
+    DraftOptions,
+    GenerationOptions,
+    LoadOptions,
+    TuneOptions,
+    add_options,
+)
 from redrafter.version import __version__
 
 __all__ = ["Parser", "build_parser"]
@@ -54,6 +62,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_chat(commands)
+    _add_compare(commands)
     _add_info(commands)
     _add_tune(commands)
     _add_bench(commands)
@@ -87,6 +96,7 @@ def _add_generate(commands: Any) -> None:
     _add_json(parser)
     _add_color(parser)
     add_options(parser, LoadOptions, "loading")
+    add_options(parser, DraftOptions, "drafting without a drafter")
     add_options(parser, GenerationOptions, "writing")
 
 
@@ -104,7 +114,25 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the talk")
     _add_color(parser)
     add_options(parser, LoadOptions, "loading")
+    add_options(parser, DraftOptions, "drafting without a drafter")
     add_options(parser, GenerationOptions, "writing")
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="set ways of drafting side by side on the same prompts",
+        description="Plain decoding, a drafter, a draft model and prompt lookup, those that there are, in turn on the\n"
+        "same prompts with the same model. A table, and one JSON document as the last line. Exit code 1 when a way\n"
+        "that promises plain decoding's tokens wrote others.",
+        epilog="examples:\n"
+        "  redrafter compare --model my-70b --draft-model my-1b --prompts prompts.json --max-input-len 200\n"
+        "  redrafter compare --model my-base --drafter my-drafter --batch-size 8 --temperature 0.7 --seed 1",
+    )
+    add_options(parser, CompareOptions, "comparing")
+    add_options(parser, LoadOptions, "loading", without=("max_input_len",))
+    add_options(parser, DraftOptions, "drafting without a drafter", without=("prompt_lookup",))
+    add_options(parser, GenerationOptions, "writing", without=("speculate",))
 
 
 def _add_info(commands: Any) -> None:

@@ -40,8 +40,9 @@ def run(args: argparse.Namespace) -> int:
     if options.out is not None:
         check_writable(Path(options.out), "--out")
     texts = read_prompts(options.prompts)
-    pair = Pair(replace(read_options(LoadOptions, args), tuning="none"))
+    pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
     engine, own = pair.engine, pair.engine.proposer
+    assert isinstance(engine, ReDrafter)
     assert isinstance(own, RecurrentProposer)
     trees = candidates(own, options.beams, options.lengths)
     if not trees:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         plot(tuner.timings, shapes, name, options.plot)
         print(f"drawn in {options.plot}", file=sys.stderr)
     if args.json:
-        names = {"model": pair.name, "drafter": pair.drafter_name}
+        names = {"model": pair.name, "drafter": pair.drafts}
         print(json.dumps(names | {"file": str(path), "table": rows, "tuning": tuning.to_dict()}))
     return 0
 

@@ -1,0 +1,153 @@
+"""From options to one engine or another."""
+
+import ast
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from redrafter.checkpoint import DRAFTER_FOLDER
+from redrafter.cli.options import DraftOptions, LoadOptions
+from redrafter.draft_model import DraftModelProposer
+from redrafter.draft_target import DraftTarget
+from redrafter.engine import Engine
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.lookup import LookupProposer, PromptLookup
+from redrafter.options import EngineOptions
+from redrafter.proposer import RecurrentProposer
+from redrafter.redrafter import ReDrafter
+from redrafter.step import Proposer
+from redrafter.target import Target
+
+__all__ = [
+    "DRAFTER",
+    "DRAFT_MODEL",
+    "LOOKUP",
+    "check_flags",
+    "chosen",
+    "drafts_by",
+    "load_engine",
+    "shape",
+    "with_config",
+]
+
+DRAFTER, DRAFT_MODEL, LOOKUP = "drafter", "draft model", "prompt lookup"
+
+# The flags that mean something to each way alone, or to some.
+_FLAGS = {
+    DRAFTER: ("drafter", "num_beams", "draft_len_per_beam", "node_budget", "tuning"),
+    DRAFT_MODEL: ("num_beams", "node_budget", "draft_len", "acceptance", "adaptive", "draft_device"),
+    LOOKUP: ("draft_len", "ngram"),
+}
+
+
+def chosen(options: LoadOptions, draft: DraftOptions) -> str:
+    """What drafts. Raises `ArgumentError` for flags that are for something else."""
+    if draft.draft_model is not None and draft.prompt_lookup:
+        raise ArgumentError("--draft-model and --prompt-lookup exclude each other")
+    way = DRAFT_MODEL if draft.draft_model is not None else LOOKUP if draft.prompt_lookup else DRAFTER
+    check_flags(options, draft, {way})
+    return way
+
+
+def check_flags(options: LoadOptions, draft: DraftOptions, ways: set[str]) -> None:
+    """Refuse flags that say nothing about any of these ways."""
+    for given in (options, draft):
+        for each in fields(given):
+            users = [way for way, names in _FLAGS.items() if each.name in names]
+            if users and not ways & set(users) and getattr(given, each.name) != each.default:
+                needs = {DRAFTER: "a drafter", DRAFT_MODEL: "--draft-model", LOOKUP: "--prompt-lookup"}
+                flag = f"--{each.name.replace('_', '-')}"
+                raise ArgumentError(f"{flag} is for {' or '.join(needs[way] for way in users)}: leave it out")
+
+
+def with_config(options: LoadOptions, draft: DraftOptions) -> tuple[LoadOptions, DraftOptions]:
+    """What `--draft-target-model-config` stands for, in the options' own places."""
+    text = draft.draft_target_model_config
+    if text is None:
+        return options, draft
+    if draft.draft_model is None:
+        raise ArgumentError("--draft-target-model-config is for --draft-model: give that too")
+    for name, value in (("device", options.device), *((n, getattr(draft, n)) for n in _IN_CONFIG)):
+        if value is not None:
+            raise ArgumentError(f"--draft-target-model-config says what --{name.replace('_', '-')} says: leave one out")
+    draft_len, draft_device, device, by_odds = _read_config(text)
+    acceptance = "rejection" if by_odds else "match"
+    draft = replace(draft, draft_len=draft_len, draft_device=draft_device, acceptance=acceptance)
+    return replace(options, device=device), replace(draft, draft_target_model_config=None)
+
+
+_IN_CONFIG = ("draft_len", "draft_device", "acceptance")
+
+
+def _read_config(text: str) -> tuple[int, str, str, bool]:
+    """ "[4,[0],[1],False]": draft length, draft devices, target devices, whether to accept by odds."""
+    shape = '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
+    try:
+        value: Any = ast.literal_eval(text.replace("true", "True").replace("false", "False"))
+        draft_len, *devices, by_odds = value
+        whole = all(type(x) is int and x >= 0 for each in devices for x in each) and type(draft_len) is int
+        if not (whole and len(devices) == 2 and all(devices) and isinstance(by_odds, bool)):
+            raise ValueError
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise ArgumentError(f"{shape}devices of the target, acceptance by odds; got {text!r}") from None
+    for name, each in zip(("draft model", "target"), devices, strict=True):
+        if len(each) > 1:
+            raise UnsupportedError(
+                f"--draft-target-model-config puts the {name} on {len(each)} devices, which needs tensor parallelism: "
+                "that does not exist here yet; give one device each"
+            )
+    return draft_len, f"cuda:{devices[0][0]}", f"cuda:{devices[1][0]}", by_odds
+
+
+def drafts_by(way: str, model: str, options: LoadOptions, draft: DraftOptions) -> str | None:
+    """The name of what drafts, where that was loaded."""
+    if way == DRAFTER:
+        return options.drafter or str(Path(model) / DRAFTER_FOLDER)
+    return draft.draft_model if way == DRAFT_MODEL else None
+
+
+def load_engine(way: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
+    """model: a name, or what is loaded and bound already."""
+    use = {each.name: getattr(options, each.name) for each in fields(EngineOptions)}
+    load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
+    load["device"] = options.device
+    given = {
+        name: value for name in ("draft_len", "ngram", "acceptance") if (value := getattr(draft, name)) is not None
+    }
+    if way == LOOKUP:
+        return PromptLookup.from_pretrained(model, options=EngineOptions(**use), **given, **load)
+    if way == DRAFT_MODEL:
+        assert draft.draft_model is not None
+        return DraftTarget.from_pretrained(
+            model,
+            draft.draft_model,
+            num_beams=1 if options.num_beams is None else options.num_beams,
+            node_budget=options.node_budget,
+            adaptive=draft.adaptive,
+            draft_device=draft.draft_device,
+            **given,
+            **load,
+            **use,
+        )
+    assert isinstance(model, str), "a drafter is found by its model's name"
+    return ReDrafter.from_pretrained(
+        model,
+        options.drafter,
+        num_beams=options.num_beams,
+        draft_len_per_beam=options.draft_len_per_beam,
+        node_budget=options.node_budget,
+        tuning=None if options.tuning == "none" else options.tuning,
+        **load,
+        **use,
+    )
+
+
+def shape(proposer: Proposer) -> dict[str, int] | None:
+    """What is drafted per step; None where a tuning, or the default by batch size, has switched speculation off."""
+    if isinstance(proposer, RecurrentProposer):
+        return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
+    if isinstance(proposer, DraftModelProposer):
+        return {"num_beams": proposer.beams, "draft_len": proposer.depth, "nodes": proposer.nodes}
+    if isinstance(proposer, LookupProposer):
+        return {"ngram": proposer.ngram, "draft_len": proposer.draft_len}
+    return None
