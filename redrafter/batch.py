@@ -71,7 +71,7 @@ class DenseBatch:
         if len(self.request.length) == self.proposer.nodes == 1:
             self.cache.reserve_one(longest)
         else:
-            self._reserve(longest + self.proposer.depth + self.proposer.nodes)  # that overshoot
+            self._reserve(longest + self.proposer.depth + self.proposer.scratch)  # that overshoot
         self.state, drawn = step(
             self.state, self.proposer, self.target, self.cache, self.request.sampler, self.draft_cache
         )
@@ -120,7 +120,7 @@ class PagedBatch:
         self._texts = [row[:length] for row, length in zip(ids, request.lengths, strict=True)]
         self.captured: CapturedStep | None = None
         self.leases: list[Lease] = []
-        extra = max(_room(each) + each.nodes for each in proposers)
+        extra = max(_room(each) + each.scratch for each in proposers)
         with graphs.lock:
             try:
                 for text, limit in zip(self._texts, request.limits, strict=True):

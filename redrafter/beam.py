@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor
 
 from redrafter import kernels
-from redrafter.tree import Tree, keep_best, tree_of
+from redrafter.tree import Tree, chain, keep_best, tree_of
 
 __all__ = ["Expand", "beam_search", "node_count", "pick"]
 
@@ -53,6 +53,8 @@ def beam_search(
         if enough is not None and enough(score):
             break
     tree = torch.cat(tokens, 1)
+    if beams == 1:
+        return chain(tree[:, :nodes])
     count = tree.shape[1]
     lattice = tree, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
     if nodes >= count:

@@ -172,7 +172,7 @@ class StepGraphs:
         key = (rows, width, id(proposer), sampler.seeds is None, sampler.fused)
         step = self._kept.get(key) if shared else None
         if step is None:
-            blocks = -(-(width + proposer.nodes) // BLOCK)
+            blocks = -(-(width + proposer.scratch) // BLOCK)
             own = _buffers(sampler, rows)
             memory = None if proposer.model is None else self.draft_store
             step = CapturedStep(rows, blocks, width, proposer, self.target, self.store, own, memory)

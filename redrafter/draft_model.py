@@ -40,6 +40,11 @@ class DraftModelProposer:
     sampled: bool = False
     confidence: float = 0.0
 
+    @property
+    def scratch(self) -> int:
+        """Of the draft model, which holds what is cut, too."""
+        return 1 + self.beams * self.depth
+
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None) -> Tree:
         assert cache is not None, "a draft model has a cache"
         home, away = state.length.device, self.model.device

@@ -56,7 +56,8 @@ class DraftTarget(Engine):
         self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
         self._cost = _size(draft_model) / _size(target) + NODE_COST.get(target.device.type, 0.0)
         captured = target.device.type == draft_model.device.type == "cuda"
-        lengths = range(1, draft_len + 1) if not captured else {*(x for x in CAPTURED if x <= draft_len), draft_len}
+        shorter = CAPTURED if captured else range(1, draft_len)
+        lengths = {draft_len, *(length for length in shorter if adaptive and length < draft_len)}
         self._by_length = {
             length: DraftModelProposer(
                 draft_model,
@@ -64,12 +65,17 @@ class DraftTarget(Engine):
                 num_beams,
                 length,
                 node_count(node_budget, num_beams, length, target.device),
-                sampled=acceptance == "rejection",
+                sampled=self.by_odds,
                 confidence=min(2 * self._cost, 0.8) if adaptive and not captured else 0.0,
             )
             for length in sorted(lengths)
         }
         super().__init__(target, self._by_length[draft_len], options)
+
+    @property
+    def by_odds(self) -> bool:
+        """Whether sampled drafts are kept by their odds, so that sampled tokens are not those of plain decoding."""
+        return self.acceptance == "rejection"
 
     @classmethod
     def from_pretrained(
@@ -128,7 +134,7 @@ class DraftTarget(Engine):
     def open_batch(
         self, request: Request, proposer: Proposer, proposer_for: Callable[[int], Proposer] | None = None
     ) -> Batch:
-        if self.acceptance == "rejection":  # it looks at the whole distribution
+        if self.by_odds:  # it looks at the whole distribution
             request = replace(request, sampler=replace(request.sampler, keep_scores=True))
         return super().open_batch(request, proposer, proposer_for)
 

@@ -30,6 +30,10 @@ class LookupProposer:
 
     model = None
 
+    @property
+    def scratch(self) -> int:
+        return self.nodes
+
     def __post_init__(self) -> None:
         for name in ("ngram", "draft_len"):
             value = getattr(self, name)
@@ -47,7 +51,7 @@ class LookupProposer:
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None = None) -> Tree:
         last = state.length[:, None]  # [B, 1], where the pending token stands
         start = torch.zeros_like(last)  # where the drafts stand, 0 for nowhere
-        for size in range(1, self.ngram + 1):  # a longer match is a better one
+        for size in range(1, min(self.ngram, state.tokens.shape[1]) + 1):  # a longer match is a better one
             found = _after_latest(state.tokens, last, size)
             start = torch.where(found > 0, found, start)
         # A continuation that reaches the end of the text begins again: it is what a loop writes.

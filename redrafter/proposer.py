@@ -33,6 +33,10 @@ class RecurrentProposer:
 
     model = None  # its drafter keeps no keys and values
 
+    @property
+    def scratch(self) -> int:
+        return self.nodes
+
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None = None) -> Tree:
         carried: Tensor | None = None  # [B, w, D], the recurrence of each beam
         hidden, ids = state.hidden[:, None], self.drafter.draft_ids

@@ -52,7 +52,8 @@ class Proposer(Protocol):
     """What proposes a tree of `nodes` = N nodes at most `depth` = K deep. Both are fixed, so every shape of a step
     is.
 
-    model: the LM that proposes, whose keys and values of the same rows are then `cache`; None for what keeps none.
+    scratch: slots behind a row's committed ones that a step writes to. model: the LM that proposes, whose keys and
+    values of the same rows are then `cache`; None for what keeps none.
     """
 
     @property
@@ -60,6 +61,9 @@ class Proposer(Protocol):
 
     @property
     def depth(self) -> int: ...
+
+    @property
+    def scratch(self) -> int: ...
 
     @property
     def model(self) -> Target | None: ...
@@ -70,7 +74,7 @@ class Proposer(Protocol):
 class Plain:
     """Proposes nothing: plain decoding, in the same engine."""
 
-    nodes, depth, model = 1, 0, None
+    nodes, depth, scratch, model = 1, 0, 1, None
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None) -> Tree:
         return chain(state.pending)
@@ -121,9 +125,10 @@ def step(
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
     path = accept(tree, drawn, proposer.depth)  # [B, K+1]
-    cache.commit(state.length, path.nodes)
-    if draft_cache is not None:
-        draft_cache.commit(state.length, path.nodes if tree.slots is None else tree.slots.gather(1, path.nodes))
+    if tree.branches:
+        cache.commit(state.length, path.nodes)
+        if draft_cache is not None:
+            draft_cache.commit(state.length, path.nodes if tree.slots is None else tree.slots.gather(1, path.nodes))
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
     return _advance(state, tokens, path, hidden), Drawn(tokens, path, logits, scores)
 

@@ -5,7 +5,8 @@ not yet in the cache. Siblings never share a token, so at most one path through 
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Tree:
     ancestors: `[B, M, N]` bool, `[b, i, j]` is true when j is node N - M + i or one of that node's ancestors.
     sampled_from: `[B, N-1, V]` float32, unnormalised log-probabilities that node i + 1 was sampled from; None where
         drafts were chosen, whatever for.
+    branches: whether a node may have several children; where none has, kept nodes already stand where they belong.
     slots: `[B, N]` int64, where the proposer's own cache holds each node, counted from n; None where node i is in slot
         n + i, or where there is no such cache.
     """
@@ -34,6 +36,7 @@ class Tree:
     parents: Tensor
     depth: Tensor
     ancestors: Tensor
+    branches: bool = True
     sampled_from: Tensor | None = None
     slots: Tensor | None = None
 
@@ -48,8 +51,8 @@ class Tree:
 
     def to(self, device: torch.device) -> "Tree":
         """On another device."""
-        moved = (None if x is None else x.to(device) for x in (getattr(self, each.name) for each in fields(self)))
-        return Tree(*moved)  # type: ignore[arg-type]
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
 def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int) -> Tree:
@@ -74,6 +77,7 @@ def chain(tokens: Tensor) -> Tree:
         (depth - 1).clamp(min=0).expand(rows, nodes),
         depth.expand(rows, nodes),
         ancestors.expand(rows, nodes, nodes),
+        branches=False,
     )
 
 

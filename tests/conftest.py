@@ -116,6 +116,10 @@ class Scripted:
     model = None
 
     @property
+    def scratch(self) -> int:
+        return self.nodes
+
+    @property
     def nodes(self) -> int:
         return 1 + self.beams * self.depth
 

@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import redrafter
 from conftest import tiny_model
 from redrafter import ArgumentError, DrafterConfig, RecurrentDrafter, ReDrafter
 from redrafter.cli import main
 from redrafter.cli.chat import History
+from redrafter.cli.engines import with_config
 from redrafter.cli.loading import Pair, Template
+from redrafter.cli.options import DraftOptions, LoadOptions
 from redrafter.cli.printer import GREEN, RESET, Printer, use_color
 from redrafter.cli.program import report
 from redrafter.convert.convert_checkpoint import merge
@@ -59,18 +61,18 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    """`base`, which knows TEXT by heart; `drafter`, which guesses among its bytes; `merged`, the two."""
+    """`base`, which knows TEXT by heart; `drafter`, which guesses among its bytes; `merged`, the two. `small`, a draft
+    model that knows TEXT less well; `foreign`, the same with another tokenizer."""
     folder = tmp_path_factory.mktemp("cli")
     tokenizer = byte_tokenizer()
     text = tokenizer(TEXT * 3, return_tensors="pt").input_ids
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, num_hidden_layers=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
-        model.train()(input_ids=text, labels=text).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval().save_pretrained(folder / "base")
+    model = _taught(text, 40, vocab_size=len(tokenizer), num_hidden_layers=1)
+    model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
+    small = _taught(text, 30, vocab_size=len(tokenizer) + 5, num_hidden_layers=1, hidden_size=16)
+    for name, own in (("small", tokenizer), ("foreign", byte_fallback_tokenizer())):
+        small.save_pretrained(folder / name)
+        own.save_pretrained(folder / name)
 
     ids = text.unique()
     torch.manual_seed(0)
@@ -80,6 +82,17 @@ def folder(tmp_path_factory) -> Path:
     drafter.save_pretrained(folder / "drafter")
     merge(folder / "base", folder / "drafter", folder / "merged")
     return folder
+
+
+def _taught(text: torch.Tensor, steps: int, **changes: int) -> PreTrainedModel:
+    """A tiny model that has read `text` so often."""
+    model = tiny_model("llama", max_position_embeddings=CONTEXT, **changes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        model.train()(input_ids=text, labels=text).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
 
 
 @pytest.fixture
@@ -410,6 +423,187 @@ def test_chat_mistakes(folder, capsys, monkeypatch, tmp_path):
     assert "no such role" in fails(capsys, "chat", "--model", str(mute))
 
 
+SMALL = {"num_beams": 1, "draft_len": 4, "nodes": 5}
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "1", "--seed", "3")])
+@pytest.mark.parametrize(
+    ("flags", "shape"),
+    [
+        (("--draft-len", "3"), {"num_beams": 1, "draft_len": 3, "nodes": 4}),
+        (("--num-beams", "2", "--node-budget", "5"), {"num_beams": 2, "draft_len": 4, "nodes": 5}),
+        (("--num-beams", "5", "--draft-len", "8"), {"num_beams": 5, "draft_len": 8, "nodes": 12}),
+        (("--adaptive",), SMALL),
+        (("--draft-device", "cpu", "--acceptance", "match"), SMALL),
+    ],
+)
+def test_a_draft_model_drafts_and_the_tokens_are_those_of_plain_decoding(
+    folder, generate, expected, flags, shape, sampling
+):
+    document = json.loads(
+        generate("ja", "Zürich", "--draft-model", str(folder / "small"), *flags, *sampling, "--compare", "--json")[0]
+    )
+    assert document["compare"]["equal"] is True and document["compare"]["first_difference"] is None
+    assert (document["drafts"], document["drafter"]) == ("draft model", str(folder / "small"))
+    assert document["shape"] == shape
+    assert 0 < document["stats"]["accepted"] < document["stats"]["drafted"]
+    if not sampling:
+        assert document["texts"] == [expected("ja"), expected("Zürich")]
+
+
+def test_greedy_rejection_is_plain_decoding_too(folder, generate, expected):
+    args = ("--draft-model", str(folder / "small"), "--acceptance", "rejection")
+    assert generate("ja", *args)[0] == expected("ja") + "\n"
+    sampled = json.loads(generate("ja", *args, "--temperature", "1", "--seed", "3", "--json")[0])
+    assert (
+        sampled["texts"] == json.loads(generate("ja", *args, "--temperature", "1", "--seed", "3", "--json")[0])["texts"]
+    )
+    assert 0 < sampled["stats"]["accepted"] < sampled["stats"]["drafted"]
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "1", "--seed", "3")])
+def test_prompt_lookup_drafts_from_the_text(folder, generate, sampling):
+    args = ("--prompt-lookup", "--draft-len", "5", "--ngram", "3", *sampling)
+    document = json.loads(generate(TEXT * 2, *args, "--compare", "--json")[0])
+    assert document["compare"]["equal"] is True
+    assert (document["drafts"], document["drafter"]) == ("prompt lookup", None)
+    assert document["shape"] == {"ngram": 3, "draft_len": 5}
+    assert 0 < document["stats"]["accepted"] < document["stats"]["drafted"]
+
+
+def test_a_model_needs_no_drafter_when_something_else_drafts(folder, generate, expected):
+    for args in (("--draft-model", str(folder / "small")), ("--prompt-lookup",)):
+        assert generate("Zürich", "--model", str(folder / "base"), *args)[0] == expected("Zürich") + "\n"
+
+
+def test_the_drafter_is_said_to_draft_where_nothing_else_does(folder, generate):
+    document = json.loads(generate("ja", "--json")[0])
+    assert (document["drafts"], document["drafter"]) == ("drafter", str(folder / "merged" / "drafter"))
+    assert document["shape"]["num_beams"] == 5 and "draft_len_per_beam" in document["shape"]
+
+
+def test_chat_with_a_draft_model(folder, expected, monkeypatch, capsys):
+    first = expected("u:ja\na:", templated=True, max_new_tokens=8)
+    second = expected(f"u:ja\na:{first}\nu:10\na:", templated=True, max_new_tokens=8)
+    for args, shares in ((("--draft-model", str(folder / "small"), "--draft-len", "2"), 2), (("--prompt-lookup",), 4)):
+        out, err = chat(monkeypatch, capsys, folder, "ja\n10\n/stats\n", *args)
+        assert out == f"{first}\n{second}\n"
+        assert re.fullmatch(rf"2 answers, 16 tokens in .+; share of steps .+ drafts:( \d\.\d\d){{{shares}}}\n", err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--draft-len", "3"], "--draft-len is for --draft-model or --prompt-lookup"),
+        (["--ngram", "3"], "--ngram is for --prompt-lookup"),
+        (["--adaptive"], "--adaptive is for --draft-model"),
+        (["--draft-device", "cpu"], "--draft-device is for --draft-model"),
+        (["--acceptance", "match"], "--acceptance is for --draft-model"),
+        (["--prompt-lookup", "--acceptance", "match"], "--acceptance is for --draft-model"),
+        (["--prompt-lookup", "--num-beams", "2"], "--num-beams is for a drafter or --draft-model"),
+        (["--prompt-lookup", "--node-budget", "2"], "--node-budget is for a drafter or --draft-model"),
+        (["--draft-model", "{small}", "--tuning", "shapes.json"], "--tuning is for a drafter"),
+        (["--draft-model", "{small}", "--drafter", "{drafter}"], "--drafter and --draft-model exclude each other"),
+        (["--draft-model", "{small}", "--draft-len-per-beam", "2"], "--draft-len-per-beam is for a drafter"),
+        (["--draft-model", "{small}", "--ngram", "2"], "--ngram is for --prompt-lookup"),
+        (["--draft-model", "{small}", "--prompt-lookup"], "--draft-model and --prompt-lookup exclude each other"),
+        (["--draft-model", ""], "an empty one"),
+        (["--drafter", ""], "an empty one"),
+        (["--draft-model", "/nowhere/small"], "/nowhere/small is not a directory"),
+        (["--draft-model", "{drafter}"], "cannot load a tokenizer from {drafter}"),
+        (["--draft-model", "{foreign}"], "use one of the same family, with the same tokenizer"),
+        (["--draft-model", "{small}", "--draft-len", "0"], "draft_len"),
+        (["--draft-model", "{small}", "--num-beams", "0"], "num_beams"),
+        (["--draft-model", "{small}", "--num-beams", "300"], "num_beams=300"),
+        (["--draft-model", "{small}", "--num-beams", "2", "--acceptance", "rejection"], "acceptance='match'"),
+        (["--draft-model", "{small}", "--draft-device", "abacus"], "--draft-device abacus"),
+        (["--draft-model", "{small}", "--acceptance", "odds"], "--acceptance"),
+        (["--prompt-lookup", "--ngram", "0"], "ngram"),
+    ],
+)
+def test_flags_for_another_way_to_draft_are_refused_by_name(folder, capsys, flags, says):
+    names = {name: str(folder / name) for name in ("small", "drafter", "foreign")}
+    args = [flag.format(**names) for flag in flags]
+    assert says.format(**names) in fails(capsys, "generate", "--model", str(folder / "merged"), *args, "ja")
+
+
+def test_more_words_to_look_up_than_there_are(folder, generate, expected):
+    assert generate("ja", "--prompt-lookup", "--ngram", "500")[0] == expected("ja") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "draft_device", "device", "acceptance"),
+    [
+        ("[4,[0],[1],False]", "cuda:0", "cuda:1", "match"),
+        ("[4, [0], [1], true]", "cuda:0", "cuda:1", "rejection"),
+        (" [4,[10],[0],false]", "cuda:10", "cuda:0", "match"),
+        ("[4,[0],[0],True]", "cuda:0", "cuda:0", "rejection"),
+    ],
+)
+def test_the_config_in_one_stands_for_four_flags(text, draft_device, device, acceptance):
+    draft = DraftOptions(draft_model="d", adaptive=True, draft_target_model_config=text)
+    four = DraftOptions("d", draft_len=4, acceptance=acceptance, adaptive=True, draft_device=draft_device)
+    assert with_config(LoadOptions(num_beams=2), draft) == (LoadOptions(num_beams=2, device=device), four)
+    assert with_config(LoadOptions(device="cpu"), four) == (LoadOptions(device="cpu"), four)
+
+
+CONFIGS = [
+    "",
+    "4",
+    "[4]",
+    "[4,[0],[1]]",
+    "[4,[0],[1],False,0]",
+    "[4,0,1,False]",
+    "[4,[],[1],False]",
+    "[4,[-1],[1],False]",
+]
+CONFIGS += [
+    "[4,[0],[True],False]",
+    "[True,[0],[1],False]",
+    "['4',[0],[1],False]",
+    "[4.0,[0],[1],False]",
+    "[4,[0],[1],0]",
+]
+CONFIGS += ["[4,[0],[1],None]", "[4,[0],['1'],False]", "[4,[0],[1],False", "[2+2,[0],[1],False]", "__import__('os')"]
+CONFIGS += ["[" * 1000, "[" * 1000 + "]" * 1000, "[4,[0],[1],False]\0", "4" * 5000, "None"]
+
+
+@pytest.mark.parametrize("text", CONFIGS, ids=lambda text: repr(text[:20]))
+def test_a_malformed_config_is_told_what_one_looks_like(folder, capsys, text):
+    names = ("--model", str(folder / "base"), "--draft-model", str(folder / "small"))
+    err = fails(capsys, "generate", *names, "--draft-target-model-config", text, "ja")
+    assert '--draft-target-model-config must look like "[4,[0],[1],False]": draft length' in err
+
+
+@pytest.mark.parametrize("text", ["[4,{0},[1],False]", "[4,[0],{5: 1},False]"])
+def test_devices_are_a_list(text):
+    with pytest.raises(ArgumentError, match="must look like"):
+        with_config(LoadOptions(), DraftOptions(draft_model="d", draft_target_model_config=text))
+
+
+@pytest.mark.parametrize(
+    ("text", "whose"), [("[4,[0,1],[0],False]", "the draft model on 2"), ("[4,[0],[0,1,2],False]", "the target on 3")]
+)
+def test_several_devices_for_one_model_are_not_there_yet(folder, capsys, text, whose):
+    names = ("--model", str(folder / "base"), "--draft-model", str(folder / "small"))
+    err = fails(capsys, "generate", *names, "--draft-target-model-config", text, "ja")
+    assert whose in err and "tensor parallelism" in err
+
+
+@pytest.mark.parametrize("flag", ["--draft-len=3", "--device=cpu", "--draft-device=cpu", "--acceptance=match"])
+def test_the_config_and_a_flag_that_it_stands_for_exclude_each_other(folder, capsys, flag):
+    names = ("--model", str(folder / "base"), "--draft-model", str(folder / "small"))
+    err = fails(capsys, "generate", *names, "--draft-target-model-config", "[4,[0],[0],False]", flag, "ja")
+    assert f"says what {flag.partition('=')[0]} says" in err
+
+
+def test_the_config_is_for_a_draft_model(folder, capsys):
+    for args in ([], ["--prompt-lookup"]):
+        names = ("--model", str(folder / "merged"), *args)
+        err = fails(capsys, "generate", *names, "--draft-target-model-config", "[4,[0],[0],False]", "ja")
+        assert "is for --draft-model" in err
+
+
 def info(capsys, *args: str) -> dict:
     assert main(["info", "--json", *args]) == 0
     out, err = capsys.readouterr()
@@ -499,7 +693,7 @@ def test_scripts_get_their_own_arguments(monkeypatch):
     assert got == [["--help", "--any_thing", "x"]]
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["info"], ["convert"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["compare"], ["info"], ["convert"]])
 def test_help_has_an_example(capsys, command):
     with pytest.raises(SystemExit) as end:
         main([*command, "--help"])

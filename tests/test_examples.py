@@ -9,6 +9,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = {
     "own_model.py": "tokens per step",
+    "draft_target.py": "the same tokens",
     "chat.py": "> And of `grep`?",
     "streaming.py": "[",
     "custom_generate.py": "committee",

@@ -13,6 +13,7 @@ def test_public_names_are_exactly_those_listed():
         "ArgumentError",
         "CacheFullError",
         "CheckpointError",
+        "DraftTarget",
         "DrafterConfig",
         "Engine",
         "GenerateOutput",

@@ -19,14 +19,16 @@ __all__ = ["Report", "Table", "plain_data"]
 
 class Report:
     """document: what the JSON will hold; `errors` lists the sections that failed. path: a file that holds the document
-    as far as it has come, whenever the run is cut short. note: a sentence that every table carries."""
+    as far as it has come, whenever the run is cut short; flag: what named it. note: a sentence for every table."""
 
-    def __init__(self, facts: dict[str, Any], *, path: Path | None = None, note: str | None = None):
+    def __init__(
+        self, facts: dict[str, Any], *, path: Path | None = None, flag: str = "--json", note: str | None = None
+    ):
         self.document: dict[str, Any] = facts | {"complete": False, "errors": []}
         self.path, self.note = path, note
         self._start = time.perf_counter()
         if path is not None:
-            check_writable(path, "--json")
+            check_writable(path, flag)
         self.save()
 
     def progress(self, text: str) -> None:

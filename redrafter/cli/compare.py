@@ -4,25 +4,32 @@ import argparse
 import shlex
 import statistics
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from redrafter.bench.divergence import first_difference
 from redrafter.bench.facts import hardware, versions
 from redrafter.bench.prompts import encode, read_prompts
 from redrafter.bench.report import Report
 from redrafter.checkpoint import holds_drafter, load_tokenizer
-from redrafter.cli.engines import DRAFT_MODEL, DRAFTER, LOOKUP, check_flags, drafts_by, load_engine, shape
+from redrafter.cli.engines import DRAFT_MODEL, DRAFTER, LOOKUP, WAYS, check_flags, drafts_by, load_engine, shape
 from redrafter.cli.loading import Pair, Run, checked
 from redrafter.cli.options import CompareOptions, DraftOptions, GenerationOptions, LoadOptions, read_options
+from redrafter.document import check_writable
+from redrafter.draft_target import DraftTarget
 from redrafter.errors import ArgumentError
+from redrafter.outputs import GenerateStats, Stats
 
 __all__ = ["run"]
 
-PLAIN = "plain"
+PLAIN, ASSISTED = "plain", "HF assisted"
 WARM_UP = 8  # new tokens of the runs on a CPU that pay for what only first runs pay; a GPU captures whole ones
 COLUMNS = (("", 14), ("tokens/s", 9), ("x plain", 8), ("tokens/step", 12), ("drafts kept", 12), ("same outputs", 13))
 
@@ -63,9 +70,48 @@ class _Way:
     def speed(self, repeat: int) -> float:
         return sum(run.count for run in self.runs[repeat]) / self.seconds(repeat)
 
+    def texts(self, repeat: int = 0) -> list[list[int]]:
+        return [row for run in self.runs[repeat] for row in run.tokens]
+
     @property
-    def texts(self) -> list[list[int]]:
-        return [row for run in self.runs[0] for row in run.tokens]
+    def exact(self) -> bool:
+        """Whether plain decoding's tokens are promised."""
+        engine = self.pair.engine
+        return not (isinstance(engine, DraftTarget) and engine.by_odds and self.writing.sampling)
+
+    def run(self, batch: Sequence[Sequence[int]], writing: GenerationOptions) -> Run:
+        self.pair.engine.forget_prefixes()
+        return self.pair.run(batch, writing, streamer=None)
+
+
+class _Assisted(_Way):
+    """transformers' own way with the pair's draft model, as it is set up there. A step is a forward of the target; the
+    first reads the prompt too."""
+
+    @property
+    def exact(self) -> bool:
+        return not self.writing.sampling  # its noise is its own
+
+    def run(self, batch: Sequence[Sequence[int]], writing: GenerationOptions) -> Run:
+        model, draft = self.pair.engine.model, self.pair.engine.draft_model
+        assert draft is not None
+        arguments = self.pair.arguments(writing)
+        seed = arguments.pop("seed") or 0
+        del arguments["speculate"]
+        texts, stats = [], []
+        start = time.perf_counter()
+        for row, prompt in enumerate(batch):
+            ids = torch.tensor([prompt], device=model.device)
+            torch.manual_seed(seed + row)
+            forwards = Counter[str]()
+            hook = model.register_forward_hook(lambda *_, forwards=forwards: forwards.update(["target"]))
+            try:
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft.model, **arguments)
+            finally:
+                hook.remove()
+            texts.append(out[0, len(prompt) :].tolist())
+            stats.append(Stats(steps=forwards["target"], emitted=len(texts[-1])))
+        return Run(texts, GenerateStats.of(stats, None), time.perf_counter() - start)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,18 +120,38 @@ def run(args: argparse.Namespace) -> int:
     if writing.sampling and writing.seed is None:
         writing = replace(writing, seed=0)  # all ways draw the same
     load, draft = read_options(LoadOptions, args), read_options(DraftOptions, args)
+    if options.assisted and draft.draft_model is None:
+        raise ArgumentError("--assisted is for --draft-model: give that too")
+    if options.assisted and writing.stop:
+        raise ArgumentError("--assisted takes no --stop: transformers' assisted generation has no tokenizer for it")
     texts = read_prompts(options.prompts)
+    out = None if options.out is None else Path(options.out)
+    if out is not None:
+        check_writable(out, "--out")
+        if options.prompts is not None and out.resolve() == Path(options.prompts).resolve():
+            raise ArgumentError("--out would overwrite the prompts: give another name")
     pairs = _load(*checked(load, draft))
-    prompts, left_out = _fitting(encode(texts, pairs[0].tokenizer), options)
-    report = _open(pairs[0], prompts, left_out, load, draft, options, writing)
+    prompts, left_out = _fitting(encode(texts, pairs[0].tokenizer), options, pairs[0].engine.target.context)
     plain = _Way(replace(pairs[0], way=PLAIN, drafts=None), replace(writing, speculate=False))
     ways = [plain, *(_Way(pair, writing) for pair in pairs)]
-    _decode(ways, prompts, options, report)
+    if options.assisted:
+        own = next(pair for pair in pairs if pair.way == DRAFT_MODEL)
+        assert own.engine.draft_model is not None
+        if own.engine.draft_model.vocab_size != own.engine.target.vocab_size:
+            raise ArgumentError("--assisted needs tables of one size: transformers refuses a padded draft model")
+        ways.append(_Assisted(replace(own, way=ASSISTED), writing))
+    batches = [prompts[start : start + options.batch_size] for start in range(0, len(prompts), options.batch_size)]
+    _warm_up(ways, batches)
+    facts = _facts(pairs[0], prompts, left_out, asdict(load) | asdict(draft) | asdict(writing) | asdict(options))
+    report = Report(facts, path=out, flag="--out")
+    for line in _head(facts, options, writing):
+        report.line(line)
+    _decode(ways, batches, options, report)
     table, same = report.table("", COLUMNS), True
     for way in ways:
-        exact = way.pair.way != DRAFT_MODEL or draft.acceptance != "rejection" or not writing.sampling
-        result = _result(way, plain, options, compared=way is not plain and exact)
-        same = same and result.first_difference is None
+        result = _result(way, plain, options)
+        if not isinstance(way, _Assisted):  # what it promises is not ours to fail for
+            same = same and result.first_difference is None
         report.add("ways", result)
         table.row(*_cells(result, len(prompts)))
         if result.first_difference is not None:
@@ -113,79 +179,89 @@ def _load(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
     return pairs
 
 
-def _fitting(prompts: list[list[int]], options: CompareOptions) -> tuple[list[list[int]], int]:
+def _fitting(prompts: list[list[int]], options: CompareOptions, context: int | None) -> tuple[list[list[int]], int]:
     """The prompts to write on from, and how many were too long."""
     most = options.max_input_len
     fit = [prompt for prompt in prompts if most is None or len(prompt) <= most]
+    longest = max(map(len, fit), default=0)
+    if context is not None and longest >= context:
+        raise ArgumentError(
+            f"the longest prompt has {longest} tokens and the model's context is {context}: leave such out with "
+            "--max-input-len"
+        )
     if not fit:
         raise ArgumentError(f"no prompt has {most} tokens or fewer: raise --max-input-len")
     return fit[: options.num_prompts], len(prompts) - len(fit)
 
 
-def _open(
-    pair: Pair,
-    prompts: list[list[int]],
-    left_out: int,
-    load: LoadOptions,
-    draft: DraftOptions,
-    options: CompareOptions,
-    writing: GenerationOptions,
-) -> Report:
-    target = pair.engine.target
-    facts: dict[str, Any] = {
+def _facts(pair: Pair, prompts: list[list[int]], left_out: int, options: dict[str, Any]) -> dict[str, Any]:
+    target, lengths = pair.engine.target, [len(prompt) for prompt in prompts]
+    return {
         "command": shlex.join(["redrafter", *sys.argv[1:]]),
         "model": pair.name,
         "hardware": hardware(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "versions": versions(),
-        "prompts": {"file": options.prompts, "count": len(prompts), "left_out": left_out},
-        "options": asdict(load) | asdict(draft) | asdict(writing) | asdict(options),
+        "prompts": {
+            "file": options["prompts"],
+            "count": len(prompts),
+            "left_out": left_out,
+            "shortest": min(lengths),
+            "longest": max(lengths),
+        },
+        "options": options,
     }
-    report = Report(facts, path=None if options.out is None else Path(options.out))
-    lengths = [len(prompt) for prompt in prompts]
-    report.line(
-        f"{pair.name}, {facts['dtype']}, {facts['hardware']}\n{len(lengths)} prompts of {min(lengths)} to "
-        f"{max(lengths)} tokens, {left_out} longer ones left out; {options.batch_size} at once, up to "
-        f"{writing.max_new_tokens} new tokens each, temperature {writing.temperature:g}"
-    )
-    return report
 
 
-def _decode(ways: Sequence[_Way], prompts: list[list[int]], options: CompareOptions, report: Report) -> None:
-    """Each batch with every way before the next batch, so that what the machine does beside us hits all alike."""
-    size = options.batch_size
-    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+def _head(facts: dict[str, Any], options: CompareOptions, writing: GenerationOptions) -> list[str]:
+    prompts = facts["prompts"]
+    return [
+        f"{facts['model']}, {facts['dtype']}, {facts['hardware']}",
+        f"{prompts['count']} prompts of {prompts['shortest']} to {prompts['longest']} tokens, "
+        f"{prompts['left_out']} longer ones left out; {options.batch_size} at once, "
+        f"up to {writing.max_new_tokens} new tokens each, temperature {writing.temperature:g}",
+    ]
+
+
+def _warm_up(ways: Sequence[_Way], batches: Sequence[list[list[int]]]) -> None:
+    """Pay for what only first runs pay for, of every batch size; and refuse what cannot be decoded."""
     for way in ways:
-        report.progress(f"{way.pair.way}: the first run")
         short = replace(way.writing, max_new_tokens=min(WARM_UP, way.writing.max_new_tokens))
         on_gpu = way.pair.engine.target.device.type == "cuda"
         for batch in {len(batch): batch for batch in batches}.values():
-            way.pair.run(batch, way.writing if on_gpu else short, streamer=None)
+            way.run(batch, way.writing if on_gpu else short)
+
+
+def _decode(ways: Sequence[_Way], batches: Sequence[list[list[int]]], options: CompareOptions, report: Report) -> None:
+    """Each batch with every way before the next batch, so that what the machine does beside us hits all alike."""
     for repeat in range(options.repeats):
         for way in ways:
             way.runs.append([])
         for index, batch in enumerate(batches):
             report.progress(f"repeat {repeat + 1} of {options.repeats}, batch {index + 1} of {len(batches)}")
             for way in ways:
-                seed = None if way.writing.seed is None else way.writing.seed + index * size  # each prompt has its own
-                way.pair.engine.forget_prefixes()
-                way.runs[-1].append(way.pair.run(batch, replace(way.writing, seed=seed), streamer=None))
+                first = index * options.batch_size  # each prompt has a seed of its own
+                seed = None if way.writing.seed is None else way.writing.seed + first
+                way.runs[-1].append(way.run(batch, replace(way.writing, seed=seed)))
 
 
-def _result(way: _Way, plain: _Way, options: CompareOptions, *, compared: bool) -> Result:
+def _result(way: _Way, plain: _Way, options: CompareOptions) -> Result:
     stats = [run.stats for run in way.runs[0]]
+    rows = max(len(run.tokens) for run in way.runs[0])
     steps, emitted = sum(each.steps for each in stats), sum(each.emitted for each in stats)
     same = first = None
-    if compared and not options.disable_output_comparison:
-        differences = [first_difference(*pair) for pair in zip(plain.texts, way.texts, strict=True)]
+    repeats = range(options.repeats)
+    if way is not plain and way.exact and not options.disable_output_comparison:
+        expected, found = plain.texts(), [way.texts(repeat) for repeat in repeats]
+        places = [[first_difference(mine, each[row]) for each in found] for row, mine in enumerate(expected)]
+        differences = [min((at for at in each if at is not None), default=None) for each in places]
         same = differences.count(None)
         first = next(((row, at) for row, at in enumerate(differences) if at is not None), None)
-    repeats = range(options.repeats)
     return Result(
         way=way.pair.way,
         name=way.pair.drafts,
-        shape=shape(way.pair.engine.proposer_for(options.batch_size)) if way is not plain else None,
-        tokens=sum(map(len, way.texts)),
+        shape=shape(way.pair.engine.proposer_for(rows)) if way.pair.way in WAYS else None,
+        tokens=sum(map(len, way.texts())),
         seconds=statistics.median(map(way.seconds, repeats)),
         tokens_per_second=statistics.median(map(way.speed, repeats)),
         speedup=statistics.median(way.speed(repeat) / plain.speed(repeat) for repeat in repeats),

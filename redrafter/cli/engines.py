@@ -22,6 +22,7 @@ __all__ = [
     "DRAFTER",
     "DRAFT_MODEL",
     "LOOKUP",
+    "WAYS",
     "check_flags",
     "chosen",
     "drafts_by",
@@ -30,7 +31,7 @@ __all__ = [
     "with_config",
 ]
 
-DRAFTER, DRAFT_MODEL, LOOKUP = "drafter", "draft model", "prompt lookup"
+WAYS = DRAFTER, DRAFT_MODEL, LOOKUP = "drafter", "draft model", "prompt lookup"
 
 # The flags that mean something to each way alone, or to some.
 _FLAGS = {
@@ -42,8 +43,10 @@ _FLAGS = {
 
 def chosen(options: LoadOptions, draft: DraftOptions) -> str:
     """What drafts. Raises `ArgumentError` for flags that are for something else."""
-    if draft.draft_model is not None and draft.prompt_lookup:
-        raise ArgumentError("--draft-model and --prompt-lookup exclude each other")
+    given = {"drafter": options.drafter, "draft-model": draft.draft_model, "prompt-lookup": draft.prompt_lookup or None}
+    flags = [f"--{name}" for name, value in given.items() if value is not None]
+    if len(flags) > 1:
+        raise ArgumentError(f"{' and '.join(flags)} exclude each other")
     way = DRAFT_MODEL if draft.draft_model is not None else LOOKUP if draft.prompt_lookup else DRAFTER
     check_flags(options, draft, {way})
     return way
@@ -85,8 +88,10 @@ def _read_config(text: str) -> tuple[int, str, str, bool]:
     try:
         value: Any = ast.literal_eval(text.replace("true", "True").replace("false", "False"))
         draft_len, *devices, by_odds = value
-        whole = all(type(x) is int and x >= 0 for each in devices for x in each) and type(draft_len) is int
-        if not (whole and len(devices) == 2 and all(devices) and isinstance(by_odds, bool)):
+        lists = len(devices) == 2 and all(isinstance(each, list) and each for each in devices)
+        if not lists or type(draft_len) is not int or not isinstance(by_odds, bool):
+            raise ValueError
+        if not all(type(index) is int and index >= 0 for each in devices for index in each):
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ArgumentError(f"{shape}devices of the target, acceptance by odds; got {text!r}") from None

@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from redrafter.bench.divergence import first_difference
 from redrafter.bench.facts import versions
 from redrafter.cli.engines import shape
 from redrafter.cli.loading import Pair, Run, Template
 from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions, read_options
 from redrafter.cli.printer import Printer, use_color
+from redrafter.draft_target import DraftTarget
 from redrafter.errors import ArgumentError
 from redrafter.outputs import Stats
 
@@ -42,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         # The same seeds, and the same work of printing, to nowhere.
         streamer = None if args.json else job.printer(io.StringIO())
         plain = job.decode(replace(options, speculate=False), streamer, found.stats.seeds)
-        comparison = _Comparison.of(found, plain)
+        by_odds = isinstance(job.pair.engine, DraftTarget) and job.pair.engine.by_odds and options.sampling
+        comparison = _Comparison.of(found, plain, compared=not by_odds)
         print(comparison.line(plain), file=sys.stderr)
     if args.json:
         print(json.dumps(job.document(found, comparison)))
@@ -99,28 +102,30 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Speculation against plain decoding. speedup: plain seconds over seconds. first_difference: row and index of the
-    first new token that differs, None when all are equal."""
+    """Speculation against plain decoding. speedup: plain seconds over seconds. equal: None where other tokens of the
+    same distribution are promised; first_difference: row and index of the first new token that differs, else None."""
 
-    equal: bool
+    equal: bool | None
     first_difference: tuple[int, int] | None
     plain_seconds: float
     plain_tokens_per_second: float
     speedup: float
 
     @classmethod
-    def of(cls, found: Run, plain: Run) -> "_Comparison":
-        differs = None
-        for row, (mine, theirs) in enumerate(zip(found.tokens, plain.tokens, strict=True)):
-            if mine != theirs:
-                pairs = enumerate(zip(mine, theirs, strict=False))
-                index = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
-                differs = (row, index)
-                break
-        return cls(differs is None, differs, plain.seconds, plain.tokens_per_second, plain.seconds / found.seconds)
+    def of(cls, found: Run, plain: Run, *, compared: bool) -> "_Comparison":
+        pairs = zip(found.tokens, plain.tokens, strict=True) if compared else ()
+        places = ((row, first_difference(*pair)) for row, pair in enumerate(pairs))
+        differs = next(((row, index) for row, index in places if index is not None), None)
+        return cls(
+            differs is None if compared else None,
+            differs,
+            plain.seconds,
+            plain.tokens_per_second,
+            plain.seconds / found.seconds,
+        )
 
     def line(self, plain: Run) -> str:
-        verdict = "the same tokens"
+        verdict = "the same tokens" if self.equal else "tokens not compared"
         if self.first_difference is not None:
             row, index = self.first_difference
             verdict = f"OTHER TOKENS from token {index} of row {row} on"

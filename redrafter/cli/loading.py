@@ -98,7 +98,7 @@ class Pair:
     ) -> Run:
         """Decode prompts, given as token ids, in one batch. arguments: for `generate`, over those from `options`."""
         ids, mask = _padded(prompts, self.tokenizer)
-        arguments = self._arguments(options) | arguments
+        arguments = self.arguments(options) | arguments
         start = time.perf_counter()
         out = self.engine.generate(ids, mask, streamer=streamer, return_dict_in_generate=True, **arguments)
         seconds = time.perf_counter() - start
@@ -107,7 +107,8 @@ class Pair:
         # A row's first token came with the prefill, which is no step.
         return Run([row[: stats.emitted + 1] for row, stats in rows], out.stats, seconds)
 
-    def _arguments(self, options: GenerationOptions) -> dict[str, Any]:
+    def arguments(self, options: GenerationOptions) -> dict[str, Any]:
+        """For `generate`."""
         arguments: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
             "do_sample": options.sampling,

@@ -118,6 +118,9 @@ class CompareOptions:
     max_input_len: int | None = _option(None, "leave out prompts of more tokens (default: none)", type=int)
     batch_size: int = _option(1, "prompts decoded at once", type=int)
     repeats: int = _option(1, "runs of each, in turn, of which the median counts", type=int)
+    assisted: bool = _option(
+        False, "Hugging Face's assisted generation with the same draft model too, one prompt at a time"
+    )
     disable_output_comparison: bool = _option(False, "do not compare the outputs, nor fail where they differ")
     out: str | None = _option(None, "write the JSON document to a file too", metavar="FILE")
 
