@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter import Engine, ReDrafter
+from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.options import EngineOptions
 from redrafter.target import Target
 
@@ -72,3 +72,103 @@ def test_a_target_knows_whether_it_can_be_packed():
     target = Target(tiny_model("llama").cuda())
     assert target.unpacked is None
     assert Target(tiny_model("llama")).unpacked == "it is not on a GPU"
+
+
+def drafting(architecture: str, draft: str, *, compile: bool = False, **how: object) -> DraftTarget:
+    options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=compile)
+    target, draft_model = tiny_model(architecture), tiny_model(draft, num_hidden_layers=1)
+    return DraftTarget(Target(target.cuda()), Target(draft_model.cuda()), options=options, **how)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_beams": 3, "node_budget": 6}, {"adaptive": True}], ids=str)
+@pytest.mark.parametrize("pair", [("llama", "gpt2"), ("gemma2", "llama"), ("qwen3", "mistral"), ("gpt2", "phi3")])
+def test_a_draft_model_in_captured_steps_changes_no_token(pair, how):
+    check(drafting(*pair, **how))
+
+
+def test_a_compiled_draft_model_changes_no_token():
+    check(drafting("llama", "gemma2", compile=True))
+
+
+def test_a_draft_model_that_is_the_target_is_always_right():
+    options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=False)
+    model = tiny_model("llama").cuda()
+    model.generation_config.eos_token_id = None
+    for acceptance in ("match", "rejection"):
+        engine = DraftTarget(Target(model), Target(model), options=options, acceptance=acceptance)
+        for arguments in ({"do_sample": False}, SAMPLING, PROCESSED):
+            out = engine.generate(*batch(), max_new_tokens=21, return_dict_in_generate=True, **arguments)
+            assert out.stats.tokens_per_step == 5, (acceptance, arguments)
+
+
+def test_a_step_with_a_draft_model_neither_waits_nor_allocates():
+    for acceptance in ("match", "rejection"):
+        engine = drafting("llama", "llama", acceptance=acceptance)
+        engine.generate(*batch(), max_new_tokens=NEW, **SAMPLING)
+        [step] = [each for each in engine._graphs._kept.values() if len(each.state.length) == 4]
+        assert step.graph is not None
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(5):
+                step.replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")], ids=str)
+def test_models_on_different_devices_change_no_token(devices):
+    device, draft_device = devices
+    target, draft_model = tiny_model("llama").to(device), tiny_model("qwen2", num_hidden_layers=1).to(draft_device)
+    ids, mask = uneven_batch()
+    for how in ({}, {"num_beams": 3, "node_budget": 6}, {"adaptive": True}, {"acceptance": "rejection"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine = DraftTarget.from_pretrained(target, draft_model, kv_cache_free_gpu_memory_fraction=0.1, **how)
+        assert (engine.target.device.type, engine.draft_model.device.type) == devices
+        for arguments in ({"do_sample": False}, SAMPLING, PROCESSED):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                out = engine.generate(ids, mask, max_new_tokens=NEW, **arguments)
+                plain = engine.generate(ids, mask, max_new_tokens=NEW, speculate=False, **arguments)
+            if engine.by_odds and arguments["do_sample"]:
+                assert out.shape[0] == plain.shape[0]
+            else:
+                assert torch.equal(out, plain), (how, arguments)
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu")], ids=str)
+def test_rejection_sampling_keeps_the_distribution(devices):
+    """The law of two tokens, against what the target's own forwards say."""
+    vocab, rows, rounds = 8, 512, 128
+    target = tiny_model("llama", vocab_size=vocab).to(devices[0])
+    draft_model = tiny_model("qwen2", vocab_size=vocab, num_hidden_layers=1).to(devices[1])
+    target.generation_config.eos_token_id = None
+    prompt = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        first = target(prompt.to(devices[0])).logits[0, -1].softmax(-1).cpu()
+        texts = torch.cat([prompt.expand(vocab, -1), torch.arange(vocab)[:, None]], dim=1)
+        second = target(texts.to(devices[0])).logits[:, -1].softmax(-1).cpu()
+        texts = torch.cat([texts.repeat_interleave(vocab, 0), torch.arange(vocab).repeat(vocab)[:, None]], dim=1)
+        third = target(texts.to(devices[0])).logits[:, -1].softmax(-1).cpu().view(vocab, vocab, vocab)
+    law = (first[:, None, None] * second[:, :, None] * third).double().flatten()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = DraftTarget.from_pretrained(
+            target, draft_model, acceptance="rejection", kv_cache_free_gpu_memory_fraction=0.1, compile=False
+        )
+        counts = torch.zeros(vocab**3)
+        for turn in range(rounds):
+            ids = prompt.expand(rows, -1)
+            out = engine.generate(ids, max_new_tokens=3, do_sample=True, top_k=0, temperature=1.0, seed=turn * rows)
+            a, b, c = out[:, 3:].cpu().unbind(1)
+            counts += torch.bincount((a * vocab + b) * vocab + c, minlength=vocab**3)
+    total = rows * rounds
+    generator = torch.Generator().manual_seed(0)
+    true = [
+        torch.bincount(torch.multinomial(law, total, replacement=True, generator=generator), minlength=vocab**3)
+        for _ in range(5)
+    ]
+    noise = max(float((each / total - law).abs().sum() / 2) for each in true)
+    assert float((counts / total - law).abs().sum() / 2) < 1.3 * noise
