@@ -68,7 +68,7 @@ class DenseBatch:
         return drawn, _read(drawn)
 
     def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
-        if len(self.request.length) == self.proposer.nodes == 1:
+        if len(self.request.length) == self.proposer.scratch == 1:
             self.cache.reserve_one(longest)
         else:
             self._reserve(longest + self.proposer.depth + self.proposer.scratch)  # that overshoot
@@ -77,7 +77,7 @@ class DenseBatch:
         )
         report = _read(drawn)
         if self._lengths is not None:
-            self.proposer = self._lengths.after(drawn.drafted, report)
+            self.proposer = self._lengths.after(drawn.levels, report)
         return drawn, report
 
     def keep(self, active: Sequence[bool]) -> None:
@@ -159,7 +159,7 @@ class PagedBatch:
             report[row] = line
         drawn = self.captured.drawn
         if self._lengths is not None:
-            proposer = self._lengths.after(drawn.drafted, report)
+            proposer = self._lengths.after(drawn.levels, report)
             if proposer is not self.proposer:
                 self._move(list(range(len(self._rows))), proposer)
         return drawn, report
@@ -178,8 +178,10 @@ class PagedBatch:
 
     def close(self, texts: Sequence[Sequence[int]]) -> None:
         if self.captured is not None:  # otherwise a prefill failed, and nothing says that its blocks hold the prompts
-            # The last token that a row wrote is pending, or was never looked at.
-            self._publish([[*text, *new[:-1]] for text, new in zip(self._texts, texts, strict=True)])
+            # The last token that a row wrote is pending, or was never looked at; the one before it, a draft model may
+            # have proposed and not read.
+            unread = 1 if self.graphs.draft_store is None else 2
+            self._publish([[*text, *new[:-unread]] for text, new in zip(self._texts, texts, strict=True)])
             self.graphs.give_back()
         self._release()
 

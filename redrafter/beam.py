@@ -45,7 +45,7 @@ def beam_search(
     level, first, score, source = _layout(rows, beams, depth, root.device)
     token = root[:, None]
     tokens, sources, scores = [token], [source], [score]
-    for k in range(depth):
+    for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # of a chain, nothing is drafted to be cut
         score, source, token = pick(expand(k, token, source), score, beams, ids)  # [B, W] each
         tokens.append(token)
         sources.append(source)
@@ -54,13 +54,13 @@ def beam_search(
             break
     tree = torch.cat(tokens, 1)
     if beams == 1:
-        return chain(tree[:, :nodes])
+        return chain(tree)
     count = tree.shape[1]
     lattice = tree, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
     if nodes >= count:
-        return tree_of(*lattice, max_depth=depth)
+        return tree_of(*lattice, max_depth=len(tokens) - 1)
     tree, parents, levels, slots = keep_best(*lattice, torch.cat(scores, 1), nodes)
-    return replace(tree_of(tree, parents, levels, max_depth=depth), slots=slots)
+    return replace(tree_of(tree, parents, levels, max_depth=len(tokens) - 1), slots=slots)
 
 
 def node_count(budget: int | None, beams: int, depth: int, device: torch.device) -> int:
@@ -87,6 +87,10 @@ def pick(scores: Tensor, total: Tensor, wide: int, ids: Tensor | None) -> tuple[
     """
     if kernels.TRITON and scores.is_cuda:
         return kernels.pick(scores, total, wide, ids)
+    if wide == scores.shape[1] == 1:  # a chain: the best token, without a sort
+        best, token = scores.float().max(dim=-1)  # [B, 1]
+        score = total + best - scores.logsumexp(dim=-1).float()
+        return score, torch.zeros_like(token), token if ids is None else ids[token]
     log_probs = scores.log_softmax(dim=-1, dtype=torch.float32)
     best, index = log_probs.topk(wide, dim=-1)  # [B, w, W]: the best W pairs are among the best W of each beam
     score, pair = rearrange(best + total[:, :, None], "b w n -> b (w n)").topk(wide, dim=-1)  # [B, W]

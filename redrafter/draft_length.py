@@ -31,13 +31,13 @@ class DraftLength:
         """From now on only these rows count."""
         self._active = list(active)
 
-    def after(self, drafted: int, report: Sequence[Sequence[int]]) -> "Proposer":
-        """The proposer of the next step, after one that drafted so many tokens; report: per row its tokens and, last,
+    def after(self, levels: int, report: Sequence[Sequence[int]]) -> "Proposer":
+        """The proposer of the next step, after one that drafted `levels` deep; report: per row its tokens and, last,
         how many drafts were kept. Of drafts behind the first one that was not, nothing is known."""
         for row, line in enumerate(report):
             if self._active[row] and line:
                 self._kept[row] = MEMORY * self._kept[row] + line[-1]
-                self._judged[row] = MEMORY * self._judged[row] + min(line[-1] + 1, drafted)
+                self._judged[row] = MEMORY * self._judged[row] + min(line[-1] + 1, levels)
         return self._proposers[max(self._proposers, key=self._worth)]
 
     def _worth(self, length: int) -> float:

@@ -1,9 +1,11 @@
 """A second, smaller LM as a proposer of trees."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from redrafter.beam import beam_search
 from redrafter.noise import DRAFT
@@ -56,7 +58,7 @@ class DraftModelProposer:
         elif home != away:
             noise = sampler.noise(state.length + 1, self.depth)
         tree, sampled_from = self._search(state, sampler, noise, cache)
-        if self.sampled and noise is not None:
+        if self.sampled and noise is not None and sampled_from:
             tree = replace(tree, sampled_from=torch.cat(sampled_from, dim=1))
         return tree if home == away else tree.to(home)
 
@@ -70,23 +72,19 @@ class DraftModelProposer:
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             if k:
                 grown.add(tokens, sources)
-            tree = grown.tree
-            logits = self._ask(state, tree, cache) if k else self._ask_first(state, cache)  # [B, w, V]
-            prefixes = Prefixes(
-                state.tokens,
-                state.length,
-                sampler.prompt,
-                sampler.limit,
-                tree,
-                min(cache.window, state.tokens.shape[1]),
-            )
+            tree, window = grown.tree, min(cache.window, state.tokens.shape[1])
+            logits = self._ask(tree, state.length, cache) if k else self._ask_first(state, cache)  # [B, w, V]
+            prefixes = Prefixes(state.tokens, state.length, sampler.prompt, sampler.limit, tree, window)
             scores = sampler.process(logits, prefixes)
             seen.append(scores)
-            return scores if noise is None else (scores + noise[:, k, None]).clamp(min=LOWEST)
+            if noise is not None:
+                scores = scores + noise[:, k, None]
+            return scores if scores is logits else scores.clamp(min=LOWEST)  # a grammar may leave nothing at all
 
         def enough(total: Tensor) -> bool:
-            likely = total.amax(dim=1).exp()[state.active]
-            return len(likely) > 0 and float(likely.mean()) < self.confidence
+            rows = zip(total[:, 0].tolist(), state.active.tolist(), strict=True)  # the best beam is the first
+            likely = [math.exp(best) for best, moves in rows if moves]
+            return sum(likely) < self.confidence * len(likely)
 
         tree = beam_search(
             state.pending[:, 0],
@@ -103,26 +101,15 @@ class DraftModelProposer:
         step are kept, the last of them is one that the draft model has proposed and not read."""
         behind = (state.length - 1).clamp(min=0)  # rows that hold nothing stand still in block 0
         pair = state.tokens.gather(1, behind[:, None] + torch.arange(2, device=behind.device))  # [B, 2]
-        return self._fit(*self.model.verify(self._known(chain(pair)), behind, cache, only=torch.ones_like(behind)))
+        return self._ask(chain(pair), behind, cache, only=torch.ones_like(behind))
 
-    def _ask(self, state: State, tree: Tree, cache: AnyCache) -> Tensor:
-        """What may follow each of the tree's new nodes, `[B, W, V]`."""
-        return self._fit(*self.model.verify(self._known(tree), state.length, cache))
-
-    def _known(self, tree: Tree) -> Tree:
-        """Tokens that the draft model's embedding lacks stand in no text of its own: any other says as much."""
-        if self.model.vocab_size >= self.vocab_size:
-            return tree
-        return replace(tree, tokens=tree.tokens.where(tree.tokens < self.model.vocab_size, 0))
-
-    def _fit(self, logits: Tensor, _: Tensor) -> Tensor:
-        """Logits over the target's ids."""
-        missing = self.vocab_size - logits.shape[-1]
-        return (
-            torch.nn.functional.pad(logits, (0, missing), value=LOWEST)
-            if missing > 0
-            else logits[..., : self.vocab_size]
-        )
+    def _ask(self, tree: Tree, length: Tensor, cache: AnyCache, only: Tensor | None = None) -> Tensor:
+        """Logits at the tree's new nodes over the target's ids, `[B, M, V]`."""
+        tree = replace(tree, tokens=self.model.known(tree.tokens))
+        logits, _ = self.model.verify(tree, length, cache, only)
+        if logits.shape[-1] < self.vocab_size:
+            return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=torch.finfo(logits.dtype).min)
+        return logits[..., : self.vocab_size]
 
 
 class _Lattice:

@@ -71,8 +71,8 @@ class PerNode:
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         tree, sequences, limits = prefixes.tree, prefixes.sequences(), prefixes.limit.tolist()
-        cached = tree.tokens.shape[1] - tree.new  # nodes that are not asked
-        tokens, parents = tree.tokens[:, cached:].tolist(), (tree.parents[:, cached:] - cached).tolist()
+        whole = tree.tokens.shape[1] == tree.new
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
         processed = scores.clone()
         for row, counts in enumerate(prefixes.counts.tolist()):
             processor = self.of_row(row)
@@ -83,14 +83,15 @@ class PerNode:
                 try:
                     processed[row, node] = processor(sequences[row, node, None, :count], own)
                 except Exception:
-                    if not _forbidden(processed[row], tokens[row], parents[row], node):
+                    # While a tree is drafted not all of it is here, and what is wrong with a draft is nobody's error.
+                    if whole and not _forbidden(processed[row], tokens[row], parents[row], node):
                         raise
         return processed
 
 
 def _forbidden(scores: Tensor, tokens: list[int], parents: list[int], node: int) -> bool:
-    """Whether a token on the way to `node` has score -inf (`[M, V]`) where it would be drawn."""
-    while parents[node] != node and parents[node] >= 0:
+    """Whether a token on the way to `node` has score -inf (`[N, V]`) where it would be drawn."""
+    while node:
         if scores[parents[node], tokens[node]] == -math.inf:
             return True
         node = parents[node]

@@ -85,12 +85,13 @@ class Drawn:
     """What a step produced.
 
     tokens: `[B, K+1]` int64, the accepted drafts and then the target's own next token; undefined past `path.accepted`.
-    logits, scores: `[B, N, V]`, what the draws at all nodes were made from, before and after processing (a fused
-        sampler keeps no processed ones).
+    levels: how deep the tree was drafted below its root. logits, scores: `[B, N, V]`, what the draws at all nodes were
+        made from, before and after processing (a fused sampler keeps no processed ones).
     """
 
     tokens: Tensor
     path: Path
+    levels: int
     logits: Tensor
     scores: Tensor
 
@@ -130,7 +131,7 @@ def step(
         if draft_cache is not None:
             draft_cache.commit(state.length, path.nodes if tree.slots is None else tree.slots.gather(1, path.nodes))
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
-    return _advance(state, tokens, path, hidden), Drawn(tokens, path, logits, scores)
+    return _advance(state, tokens, path, hidden), Drawn(tokens, path, tree.levels, logits, scores)
 
 
 def prefill(
@@ -155,7 +156,11 @@ def prefill(
         assert draft_cache is not None, "a draft model has a cache"
         to = draft_model.device
         draft_model.prefill(
-            tokens.to(to), prompt.to(to), draft_cache, start=None if start is None else start.to(to), new=new
+            draft_model.known(tokens.to(to)),
+            prompt.to(to),
+            draft_cache,
+            start=None if start is None else start.to(to),
+            new=new,
         )
     logits, hidden = target.prefill(tokens, prompt, cache, start=start, new=new)  # [B, V], [B, D]
     last = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
@@ -163,7 +168,7 @@ def prefill(
     scores = sampler.scores(logits[:, None], _prefixes(last, tree, sampler, cache.window))  # [B, 1, V]
     drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
     path = accept(tree, drawn, max_depth=0)
-    return _advance(last, drawn, path, hidden[:, None]), Drawn(drawn, path, logits[:, None], scores)
+    return _advance(last, drawn, path, hidden[:, None]), Drawn(drawn, path, 0, logits[:, None], scores)
 
 
 def _prefixes(state: State, tree: Tree, sampler: Sampler, window: int) -> Prefixes:

@@ -64,6 +64,11 @@ class Target:
         """The target's own embedding table, `[...]` ids to `[..., D]`: what a drafter's recurrence reads."""
         return self.embedding(tokens)
 
+    def known(self, tokens: Tensor) -> Tensor:
+        """Ids of another model's texts, those that this one's embedding lacks replaced: they stand in no text of its
+        own, and any says as much."""
+        return tokens.where(tokens < self.vocab_size, 0)
+
     def verify(
         self, tree: Tree, length: Tensor, cache: RaggedCache | PagedCache, only: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,10 @@ class Tree:
     parents: `[B, N]` int64, index of each node's parent; node 0 is its own.
     depth: `[B, N]` int64, 0 at node 0; node i stands at position `n + depth[i]` of its row.
     ancestors: `[B, M, N]` bool, `[b, i, j]` is true when j is node N - M + i or one of that node's ancestors.
+    levels: how deep it was drafted below the root, known to the host. branches: whether a node may have several
+        children; where none has, kept nodes already stand where they belong.
     sampled_from: `[B, N-1, V]` float32, unnormalised log-probabilities that node i + 1 was sampled from; None where
         drafts were chosen, whatever for.
-    branches: whether a node may have several children; where none has, kept nodes already stand where they belong.
     slots: `[B, N]` int64, where the proposer's own cache holds each node, counted from n; None where node i is in slot
         n + i, or where there is no such cache.
     """
@@ -36,6 +37,7 @@ class Tree:
     parents: Tensor
     depth: Tensor
     ancestors: Tensor
+    levels: int
     branches: bool = True
     sampled_from: Tensor | None = None
     slots: Tensor | None = None
@@ -58,13 +60,13 @@ class Tree:
 def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int) -> Tree:
     """Close the parent relation: `ancestors = (I + P)^(2^m)` with `2^m >= max_depth`, by repeated squaring."""
     if kernels.TRITON and tokens.is_cuda:
-        return Tree(tokens, parents, depth, kernels.ancestors(parents, max_depth))
+        return Tree(tokens, parents, depth, kernels.ancestors(parents, max_depth), max_depth)
     nodes = tokens.shape[1]
     eye = torch.eye(nodes, device=tokens.device)
     reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]
     for _ in range(math.ceil(math.log2(max(max_depth, 1)))):
         reach = (reach @ reach).clamp_(max=1)
-    return Tree(tokens, parents, depth, reach > 0)
+    return Tree(tokens, parents, depth, reach > 0, max_depth)
 
 
 def chain(tokens: Tensor) -> Tree:
@@ -77,6 +79,7 @@ def chain(tokens: Tensor) -> Tree:
         (depth - 1).clamp(min=0).expand(rows, nodes),
         depth.expand(rows, nodes),
         ancestors.expand(rows, nodes, nodes),
+        levels=nodes - 1,
         branches=False,
     )
 

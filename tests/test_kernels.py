@@ -25,13 +25,28 @@ DEVICE = "cuda" if CUDA else "cpu"
 REFERENCE = tree_attention._init_fn
 
 
-def problem(lengths, nodes, *, heads=2, group=2, dk=16, dv=16, dtype=torch.float32, causal=False, padding=0, layers=2):
-    """Arguments of the operator for rows of `lengths` committed tokens, on shuffled blocks, with random trees."""
+def problem(
+    lengths,
+    nodes,
+    *,
+    new=None,
+    heads=2,
+    group=2,
+    dk=16,
+    dv=16,
+    dtype=torch.float32,
+    causal=False,
+    padding=0,
+    layers=2,
+):
+    """Arguments of the operator for rows of `lengths` committed tokens, on shuffled blocks, with random trees. new:
+    nodes to be computed; the others stand in the cache already."""
+    new = nodes if new is None else new
     generator = torch.Generator().manual_seed(len(lengths) * 1000 + nodes)
     rows, blocks = len(lengths), max(lengths) // BLOCK + nodes // BLOCK + 2
     order = torch.randperm(rows * blocks, generator=generator) + 1
     table = order.view(rows, blocks).int()
-    count = rows * nodes + padding
+    count = rows * new + padding
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
     keys, values = (random(layers, (rows * blocks + 1) * BLOCK, heads, d) for d in (dk, dv))
     tokens = torch.zeros(rows, nodes, dtype=torch.long)
@@ -55,7 +70,7 @@ def problem(lengths, nodes, *, heads=2, group=2, dk=16, dv=16, dtype=torch.float
         0,
         flat(torch.tensor(lengths)),
         flat(tree.depth),
-        flat(tree.ancestors),
+        flat(tree.last(new).ancestors),
         flat(table),
     ]
 
@@ -103,6 +118,47 @@ def test_a_prompt_is_a_chain_longer_than_one_tile():
 
 def test_many_rows_are_not_split():
     check(problem([20, 3] * 34, 3), window=5)
+
+
+@pytest.mark.parametrize(("nodes", "new"), [(2, 1), (7, 3), (26, 5), (26, 25), (50, 10)])
+@pytest.mark.parametrize("lengths", [[0], [1, 0, 40], [130, 67]])
+def test_nodes_of_earlier_forwards_are_read_from_the_cache(lengths, nodes, new):
+    check(problem(lengths, nodes, new=new))
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 33])
+def test_a_window_counts_positions_among_nodes_of_earlier_forwards_too(window):
+    check(problem([90, 3, 15], 20, new=4), window=window)
+    check(problem([40, 0], 40, new=7, causal=True), window=window)
+
+
+def test_nodes_of_earlier_forwards_may_fill_several_tiles():
+    check(problem([5, 30], 150, new=3, causal=True))
+    check(problem([0, 30], 150, new=70), window=9)
+    check(problem([14, 3] * 34, 20, new=2))  # so many rows that nothing is split
+
+
+def test_softcap_sinks_padding_and_widths_beside_nodes_of_earlier_forwards():
+    check(problem([50, 20], 12, new=3, padding=2), softcap=2.0)
+    check(problem([50, 20], 12, new=3, padding=2, heads=1, group=4, dk=24, dv=40), sinks=torch.randn(4, device=DEVICE))
+
+
+@pytest.mark.parametrize("width", [16, 128])
+def test_half_precision_beside_nodes_of_earlier_forwards(width):
+    dtype = torch.bfloat16 if CUDA else torch.float16
+    check(problem([130, 7], 60, new=6, group=4, dk=width, dv=width, dtype=dtype), scale=0.1, tolerance=3e-2)
+
+
+def test_the_reference_reads_nodes_of_earlier_forwards_as_it_reads_new_ones():
+    """Against itself: the last nodes alone, once all have been stored, and all nodes at once."""
+    whole = problem([33, 0], 20)
+    expected = REFERENCE(*whole, 0.3, 5, 0.0, None).view(2, 20, 4, 16)
+    last = [x.clone() if isinstance(x, torch.Tensor) else x for x in problem([33, 0], 20, new=6)]
+    last[:3] = (x.view(2, 20, *x.shape[1:])[:, -6:].flatten(0, 1) for x in whole[:3])
+    last[3:7] = whole[3:7]
+    last[8], last[10] = whole[8], whole[10]
+    last[9] = torch.cat([whole[9][:-1].view(2, 20, 20)[:, -6:].flatten(), whole[9][-1:]])
+    assert torch.allclose(REFERENCE(*last, 0.3, 5, 0.0, None).view(2, 6, 4, 16), expected[:, -6:], atol=1e-6)
 
 
 def test_half_precision():

@@ -40,6 +40,17 @@ def test_visibility_is_what_the_definition_says():
             assert torch.equal(found[row], slow(length, kind)), (kind, length)
 
 
+def test_the_last_nodes_see_what_they_see_in_the_whole_tree():
+    whole = tree_of(torch.zeros(4, 6).long(), torch.tensor(PARENTS).expand(4, 6), torch.tensor(DEPTH).expand(4, 6), 3)
+    lengths = torch.tensor([0, 3, 8, 15])
+    for kind in (AttentionKind(), AttentionKind(window=2), AttentionKind(window=4), AttentionKind(chunk=5)):
+        expected = visible(lengths, whole.depth, whole.ancestors, SLOTS, kind)
+        for count in (1, 2, 5, 6):
+            tree = whole.last(count)
+            assert tree.new == count
+            assert torch.equal(visible(lengths, tree.depth, tree.ancestors, SLOTS, kind), expected[:, -count:])
+
+
 def test_the_mask_is_an_additive_float():
     mask = additive(torch.tensor([[[True, False]]]), torch.bfloat16)
     assert mask.shape == (1, 1, 1, 2) and mask.dtype == torch.bfloat16

@@ -16,7 +16,7 @@ from redrafter.tree import chain
 
 VOCAB, NEW = 7, 3
 TEXTS = torch.tensor(list(product(range(VOCAB), repeat=NEW)))
-PROMPT, SHORT = torch.tensor([[5, 4, 3]]), torch.tensor([[6, 1]])
+PROMPT, SHORT = torch.tensor([[3, 5, 4]]), torch.tensor([[4, 6]])
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 16, "num_key_value_heads": 1, "intermediate_size": 16}
 SHAPE |= {"initializer_range": 0.4}
 
@@ -123,9 +123,16 @@ def test_rows_of_other_prompts_and_temperatures_have_their_own_distributions(mod
     if on is paged:
         batch, engine = 50, paged(engine)
     arguments = {"ids": ids, "mask": torch.tensor([[1, 1, 1], [0, 1, 1]]), "temperature": temperatures * (batch // 2)}
-    drawn, _ = draw(engine, 40_000 if on is not paged else 4_000, batch=batch, **arguments)
+    drawn, _ = draw(engine, 20_000 if on is not paged else 2_000, batch=batch, **arguments)
     for row, prompt in enumerate((PROMPT, SHORT)):
         assert_drawn_from(drawn[row::2], law(models[0], prompt, temperature=temperatures[row]))
+
+
+@pytest.mark.parametrize("vocabulary", [VOCAB - 1, VOCAB + 2])
+def test_ids_that_one_model_lacks_are_drawn_as_often_as_they_should(models, vocabulary):
+    draft_model = tiny_model("qwen2", num_hidden_layers=1, **SHAPE | {"vocab_size": vocabulary})
+    engine = DraftTarget.from_pretrained(models[0], draft_model, acceptance="rejection")
+    assert_drawn_from(draw(engine, 20_000)[0], law(models[0]))
 
 
 def test_a_draft_model_that_ends_in_doubt_biases_nothing(monkeypatch):
@@ -133,9 +140,9 @@ def test_a_draft_model_that_ends_in_doubt_biases_nothing(monkeypatch):
     model = tiny_model("llama", num_hidden_layers=6, **SHAPE)
     draft_model = tiny_model("qwen2", num_hidden_layers=1, **SHAPE)
     engine = DraftTarget.from_pretrained(model, draft_model, draft_len=3, acceptance="rejection", adaptive=True)
-    drawn, stats = draw(engine, 12_000, batch=20)  # few rows: each has a say in where a step's drafting ends
+    drawn, stats = draw(engine, 8_000, batch=20)  # few rows: each has a say in where a step's drafting ends
     assert_drawn_from(drawn, law(model))
-    assert len({s.drafted / s.steps for s in stats}) > 10  # or nothing was shown
+    assert len({s.drafted / s.steps for s in stats}) > 5  # or nothing was shown
 
 
 def always(tree, scores, noise, chance):
@@ -168,8 +175,9 @@ BROKEN = {
 def test_each_way_to_break_it_is_seen(models, broken, monkeypatch):
     engine = DraftTarget.from_pretrained(*models, draft_len=3, acceptance="rejection")
     monkeypatch.setattr(*BROKEN[broken])
-    variation, deviations = distance(draw(engine, 30_000, temperature=0.6)[0], law(models[0], temperature=0.6))
-    assert variation > 2 and deviations > 30, (variation, deviations)
+    drawn, _ = draw(engine, 30_000, ids=SHORT, temperature=0.6)
+    variation, deviations = distance(drawn, law(models[0], SHORT, temperature=0.6))
+    assert variation > 2 and deviations > 20, (variation, deviations)
 
 
 def test_as_many_drafts_are_kept_as_the_two_distributions_overlap(models):

@@ -2,9 +2,11 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import VOCAB, tiny_model, uneven_batch
+from conftest import ARCHITECTURES, VOCAB, tiny_model, uneven_batch
 from redrafter import UnsupportedError
+from redrafter.paged import PagedCache, PagedStore
 from redrafter.target import PREFILL_CHUNK, Target
+from redrafter.tree import tree_of
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,61 @@ def test_a_prompt_of_many_chunks_is_read_as_one(monkeypatch):
     for logits, hidden in results[1:]:
         torch.testing.assert_close(logits, results[0][0], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(hidden, results[0][1], atol=1e-4, rtol=1e-4)
+
+
+CHUNKED = {  # its layers attend within chunks
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 6,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 48,
+    "head_dim": 8,
+}
+
+
+NOT_PACKED = {"deepseek_v3", "llama4_text"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "paged"),
+    [
+        (name, paged)
+        for name in [*ARCHITECTURES, "llama4_text"]
+        for paged in (False, True)
+        if not paged or name not in NOT_PACKED
+    ],
+)
+def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, paged):
+    target = Target(tiny_model(architecture, **(CHUNKED if architecture == "llama4_text" else {})))
+    prompts = (torch.arange(33).view(3, 11) * 7 + 11) % VOCAB
+    length = torch.tensor([11, 4, 9])
+    parents = torch.tensor(
+        [[0, 0, 0, 0, 1, 1, 3, 4, 6, 6], [0, 0, 0, 0, 2, 1, 2, 6, 4, 4], [0, 0, 0, 0, 3, 3, 3, 5, 4, 4]]
+    )
+    depth = torch.tensor([0, 1, 1, 1, 2, 2, 2, 3, 3, 3]).expand(3, 10)
+    tokens = (torch.arange(30).view(3, 10) * 5 + 3) % VOCAB
+    whole, found = tree_of(tokens, parents, depth, 3), []
+    with torch.inference_mode():
+        for levels in ([10], [1, 4, 7, 10]):
+            if paged:
+                cache = PagedCache(PagedStore(target.shapes, 7), torch.tensor([[3, 1], [4, 2], [6, 5]]).int())
+            else:
+                cache = target.new_cache(3)
+                cache.reserve(32)
+            target.prefill(prompts, length, cache)
+            pieces = []
+            for start, end in zip([0, *levels], levels, strict=False):
+                tree = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], 3).last(end - start)
+                pieces.append(target.verify(tree, length, cache))
+                one = torch.tensor([end - start - 1, 0, (end - start) // 2])  # the head at one of the new nodes
+                alone = target.verify(tree, length, cache, only=one)
+                for part, all_of in zip(alone, pieces[-1], strict=True):
+                    assert torch.allclose(part[:, 0], all_of[torch.arange(3), one], atol=2e-5)
+            found.append([torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)])
+    assert torch.equal(tree.ancestors, whole.ancestors[:, -3:])
+    for grown, expected in zip(*found[::-1], strict=True):
+        assert torch.allclose(grown, expected, atol=5e-5)
 
 
 def test_rope_that_changes_with_length_is_served_up_to_its_original_context():
