@@ -1,6 +1,7 @@
 """A second, smaller LM as a proposer of trees."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +32,8 @@ class DraftModelProposer:
     model: the draft model. vocab_size: ids of the target, V; what the draft model has beyond is padding, and what it
     lacks it never proposes. sampled: draw drafts under noise of their own and keep what they were drawn from, for
     rejection sampling; W is 1 then. confidence: end a step's drafting once its likeliest beam is, on average over the
-    rows that move, less likely than this to be right throughout; 0 to draft K deep always, as a captured step must.
+    rows that move, less likely to be right throughout than this says for so many rows; None to draft K deep always, as
+    a captured step must.
     """
 
     model: Target
@@ -40,7 +42,7 @@ class DraftModelProposer:
     depth: int
     nodes: int
     sampled: bool = False
-    confidence: float = 0.0
+    confidence: Callable[[int], float] | None = None
 
     @property
     def scratch(self) -> int:
@@ -84,7 +86,7 @@ class DraftModelProposer:
         def enough(total: Tensor) -> bool:
             rows = zip(total[:, 0].tolist(), state.active.tolist(), strict=True)  # the best beam is the first
             likely = [math.exp(best) for best, moves in rows if moves]
-            return sum(likely) < self.confidence * len(likely)
+            return self.confidence is not None and sum(likely) < self.confidence(len(likely)) * len(likely)
 
         tree = beam_search(
             state.pending[:, 0],

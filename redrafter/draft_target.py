@@ -28,7 +28,7 @@ ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
 
 CAPTURED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # draft lengths that steps are captured for, of those up to the longest
 # What a forward costs beside its weights, by device: a layer, in parameters that could be read meanwhile; and one more
-# node of a tree, in forwards of one. Measured on two cores of a Xeon in float32, and on an H200 in bfloat16.
+# node in one row, in forwards of one. Measured on two cores of a Xeon in float32, and on an H200 in bfloat16.
 LAYER_COST = {"cpu": 6e6, "cuda": 70e6}
 NODE_COST = {"cpu": 0.05, "cuda": 0.0}
 GAIN = 1.2  # tokens that a target's forward is worth when drafting pays
@@ -56,8 +56,8 @@ class DraftTarget(Engine):
         """The arguments of `from_pretrained`, with both models bound."""
         _check(draft_len, num_beams, node_budget, acceptance, adaptive, target, draft_model)
         self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
-        self._cost = _cost(draft_model) / _cost(target)
-        doubt = min(GAIN * (self._cost + NODE_COST.get(target.device.type, 0.0)), 0.8)
+        self._draft_cost = _cost(draft_model) / _cost(target)
+        self._node_cost = NODE_COST.get(target.device.type, 0.0)
         captured = target.device.type == draft_model.device.type == "cuda"
         shorter = CAPTURED if captured else range(1, draft_len)
         lengths = {draft_len, *(length for length in shorter if adaptive and length < draft_len)}
@@ -69,7 +69,7 @@ class DraftTarget(Engine):
                 length,
                 node_count(node_budget, num_beams, length, target.device),
                 sampled=self.by_odds,
-                confidence=doubt if adaptive and not captured else 0.0,
+                confidence=self._doubt if adaptive and not captured else None,
             )
             for length in sorted(lengths)
         }
@@ -144,9 +144,14 @@ class DraftTarget(Engine):
     def lengths_for(self, proposer: Proposer, request: Request) -> DraftLength | None:
         if not self.adaptive or not isinstance(proposer, DraftModelProposer):
             return None
+        rows = len(request.lengths)
         # Where drafts end in doubt too, only those that promise something are made, about every other one.
-        cost = self._cost / 2 if proposer.confidence else self._cost
-        return DraftLength(self._by_length, len(request.lengths), cost)
+        share = 1.0 if proposer.confidence is None else 0.5
+        return DraftLength(self._by_length, rows, share * self._draft_cost + self._node_cost * (rows - 1))
+
+    def _doubt(self, rows: int) -> float:
+        """How likely a draft must be to be right to be worth another one behind it, in a step of so many rows."""
+        return min(GAIN * (self._draft_cost + self._node_cost * rows), 0.9)
 
 
 def _check(
