@@ -7,6 +7,7 @@ import torch
 
 from conftest import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine, ReDrafter
+from redrafter.captured import CapturedStep
 from redrafter.options import EngineOptions
 from redrafter.target import Target
 
@@ -53,11 +54,7 @@ def test_compiled_steps_write_what_model_generate_writes(architecture):
     check(on_gpu(architecture, compile=True))
 
 
-def test_a_step_neither_waits_nor_allocates():
-    engine = on_gpu("llama", compile=False)
-    ids, mask = batch()
-    engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
-    [step] = [each for each in engine._graphs._kept.values() if len(each.state.length) == 4]
+def neither_waits_nor_allocates(step: CapturedStep) -> None:
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -66,6 +63,14 @@ def test_a_step_neither_waits_nor_allocates():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_a_step_neither_waits_nor_allocates():
+    engine = on_gpu("llama", compile=False)
+    ids, mask = batch()
+    engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
+    [step] = [each for each in engine._graphs._kept.values() if len(each.state.length) == 4]
+    neither_waits_nor_allocates(step)
 
 
 def test_a_target_knows_whether_it_can_be_packed():
@@ -107,14 +112,7 @@ def test_a_step_with_a_draft_model_neither_waits_nor_allocates():
         engine.generate(*batch(), max_new_tokens=NEW, **SAMPLING)
         [step] = [each for each in engine._graphs._kept.values() if len(each.state.length) == 4]
         assert step.graph is not None
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(5):
-                step.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        neither_waits_nor_allocates(step)
 
 
 @pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")], ids=str)
