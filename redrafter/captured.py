@@ -1,5 +1,6 @@
 """Steps captured in CUDA graphs: one launch and one small read each."""
 
+import gc
 import logging
 import threading
 import warnings
@@ -44,8 +45,14 @@ def capture(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        run()
+    collecting = gc.isenabled()
+    gc.disable()  # what it would free may be a graph, and freeing one ends the process while another is captured
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+    finally:
+        if collecting:
+            gc.enable()
     return graph
 
 

@@ -38,7 +38,7 @@ class Engine:
         self._plain = Plain()
         self.draft_model = proposer.model
         self._graphs: StepGraphs | None = None
-        self._lender = self  # whose graphs are used
+        self._lender: Engine | None = None  # whose graphs are used, when not its own
         self._warned = False
 
     def proposer_for(self, rows: int) -> Proposer:
@@ -55,7 +55,11 @@ class Engine:
         if reason is None:
             # A captured step that belongs to one request alone is not worth capturing for every length.
             return PagedBatch(
-                self._lender._open_graphs(), proposer, request, proposer_for, lengths if proposer_for else None
+                (self._lender or self)._open_graphs(),
+                proposer,
+                request,
+                proposer_for,
+                lengths if proposer_for else None,
             )
         if self.target.device.type == "cuda" and not self._warned:
             self._warned = True
@@ -90,13 +94,13 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """Read the next prompts from the first token on, as if never seen. For when no batch is open."""
-        if (graphs := self._lender._graphs) is not None:
+        if (graphs := (self._lender or self)._graphs) is not None:
             graphs.blocks = BlockPool(graphs.store.count)
 
     def lend_to(self, other: "Engine") -> None:
         """Let another engine on the same target use this one's GPU memory and captured steps beside its own."""
         assert other.target is self.target and (other.draft_model is None or other.draft_model is self.draft_model)
-        other._lender = self
+        other._lender = None if other is self else self
 
     @property
     def model(self) -> Any:

@@ -1,5 +1,6 @@
 """On a GPU: captured steps give the same tokens, for every architecture, and neither wait nor allocate."""
 
+import gc
 import warnings
 
 import pytest
@@ -71,6 +72,20 @@ def test_a_step_neither_waits_nor_allocates():
     engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
     [step] = [each for each in engine._graphs._kept.values() if len(each.state.length) == 4]
     neither_waits_nor_allocates(step)
+
+
+def test_nothing_is_collected_while_a_step_is_captured():
+    """A graph that is freed during another's capture ends the process."""
+    engine, collected = on_gpu("llama", compile=False), []
+    engine.generate(*batch(), max_new_tokens=NEW, do_sample=False)
+    gc.set_threshold(1)
+    gc.callbacks.append(lambda phase, info: collected.append(torch.cuda.is_current_stream_capturing()))
+    try:
+        engine.generate(*(x[:2] for x in batch()), max_new_tokens=NEW, do_sample=False)
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(700, 10, 10)
+    assert collected and not any(collected)
 
 
 def test_a_target_knows_whether_it_can_be_packed():
