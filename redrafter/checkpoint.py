@@ -102,6 +102,8 @@ def load_model(
 
 def bind(name: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
     """The same, bound; what is bound already is taken as it is. load: for `load_model`."""
+    if not isinstance(name, str | Path | PreTrainedModel | Target):
+        raise ArgumentError(f"a model is a hub id, a directory or a loaded model, got {type(name).__name__}")
     return name if isinstance(name, Target) else Target(load_model(name, **load))
 
 

@@ -25,7 +25,9 @@ def check_vocabularies(
     found = []
     for each in (model, draft_model):
         loaded: Any = each.model if isinstance(each, Target) else each
-        name = each if isinstance(each, str | Path) else loaded.config._name_or_path
+        name: Any = each if isinstance(each, str | Path) else getattr(loaded, "name_or_path", None)
+        if name is None:
+            return  # no model: refused where it is loaded
         try:
             found.append((name, load_tokenizer(name, trust_remote_code=trust_remote_code).get_vocab()))
         except CheckpointError:
