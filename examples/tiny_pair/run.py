@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recipe import TINY, Recipe, UserError, add_arguments, from_arguments
+from recipe import TINY, Recipe, UserError
 from transformers.utils import logging
+
+from redrafter.flags import add_options, read_options
 
 # In order. A stage is a module with `make(recipe, into) -> facts`: it reads what the stages before it left in
 # `recipe.out`, writes a file or a folder at the path `into`, and returns what it measured. Its name is the module's,
@@ -116,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--stages", default=",".join(STAGES), help="stages to run (default: %(default)s)")
     parser.add_argument("--force", choices=STAGES, help="redo this stage and all after it")
-    add_arguments(parser)
+    add_options(parser, Recipe, "settings")
     if preset.parse_known_args(argv)[0].tiny:
         parser.set_defaults(**TINY)
     arguments = parser.parse_args(argv)
@@ -124,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := set(stages) - set(STAGES):
         parser.error(f"--stages {','.join(sorted(unknown))}: not one of {', '.join(STAGES)}")
     try:
-        run(from_arguments(arguments), stages, arguments.force)
+        run(read_options(Recipe, arguments), stages, arguments.force)
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -14,9 +14,10 @@ from redrafter.bench.suite import Plan, run_suite
 from redrafter.bench.workload import Workload
 from redrafter.checkpoint import TreeShape
 from redrafter.cli.loading import Pair, check_directory
-from redrafter.cli.options import BenchOptions, LoadOptions, read_options
+from redrafter.cli.options import BenchOptions, LoadOptions
 from redrafter.document import check_writable
 from redrafter.errors import ArgumentError
+from redrafter.flags import read_options
 from redrafter.redrafter import ReDrafter
 from redrafter.target import Target
 from redrafter.tuning import find_tuning

@@ -6,10 +6,11 @@ import sys
 from dataclasses import dataclass, field
 
 from redrafter.cli.loading import Pair, Run, Template
-from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions, read_options
+from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.cli.printer import Printer, use_color
 from redrafter.cli.program import report
 from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.flags import read_options
 from redrafter.outputs import GenerateStats, Stats
 
 __all__ = ["History", "run"]

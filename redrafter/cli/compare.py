@@ -21,10 +21,11 @@ from redrafter.bench.report import Report
 from redrafter.checkpoint import holds_drafter, load_tokenizer
 from redrafter.cli.engines import DRAFT_MODEL, DRAFTER, LOOKUP, WAYS, check_flags, drafts_by, load_engine, shape
 from redrafter.cli.loading import Pair, Run, checked
-from redrafter.cli.options import CompareOptions, DraftOptions, GenerationOptions, LoadOptions, read_options
+from redrafter.cli.options import CompareOptions, DraftOptions, GenerationOptions, LoadOptions
 from redrafter.document import check_writable
 from redrafter.draft_target import DraftTarget
 from redrafter.errors import ArgumentError
+from redrafter.flags import read_options
 from redrafter.outputs import GenerateStats, Stats
 
 __all__ = ["run"]

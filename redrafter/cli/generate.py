@@ -13,10 +13,11 @@ from redrafter.bench.divergence import first_difference
 from redrafter.bench.facts import versions
 from redrafter.cli.engines import shape
 from redrafter.cli.loading import Pair, Run, Template
-from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions, read_options
+from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.cli.printer import Printer, use_color
 from redrafter.draft_target import DraftTarget
 from redrafter.errors import ArgumentError
+from redrafter.flags import read_options
 from redrafter.outputs import Stats
 
 __all__ = ["run"]

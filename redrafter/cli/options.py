@@ -1,12 +1,12 @@
 """Options of the commands. A default stands here once: flags and their help are made from the fields."""
 
-import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from redrafter.errors import ArgumentError
+from redrafter.flags import integers, names, option, shown
 from redrafter.options import EngineOptions
 
 __all__ = [
@@ -16,87 +16,68 @@ __all__ = [
     "GenerationOptions",
     "LoadOptions",
     "TuneOptions",
-    "add_options",
-    "integers",
-    "names",
-    "read_options",
 ]
 
-T = TypeVar("T")
-
 MOST = 1_000_000  # of anything that is counted
-
-_METAVARS = {int: "N", float: "X"}
-
-
-def _option(default: Any, help: str, **argument: Any) -> Any:
-    return field(default=default, metadata={"help": help, **argument})
-
-
-def integers(text: str) -> tuple[int, ...]:
-    """ "1,2,4" as numbers."""
-    return tuple(int(number) for number in text.split(","))
 
 
 @dataclass(frozen=True)
 class LoadOptions:
     """What to load, and how."""
 
-    model: str | None = _option(
+    model: str | None = option(
         None, "hub id or directory of the target, or of a merged checkpoint (default: the boxed pair)", metavar="M"
     )
-    drafter: str | None = _option(
+    drafter: str | None = option(
         None, "hub id or directory of the drafter (default: the one in the merged checkpoint)", metavar="D"
     )
-    num_beams: int | None = _option(None, "beams of the drafter's search (default: the checkpoint's)", type=int)
-    draft_len_per_beam: int | None = _option(None, "tokens drafted per beam (default: the checkpoint's)", type=int)
-    node_budget: int | None = _option(
+    num_beams: int | None = option(None, "beams of the drafter's search (default: the checkpoint's)")
+    draft_len_per_beam: int | None = option(None, "tokens drafted per beam (default: the checkpoint's)")
+    node_budget: int | None = option(
         None,
         "drafts verified per step, counting the root (default: the checkpoint's, or what suits device and batch size)",
-        type=int,
     )
-    tuning: str = _option(
+    tuning: str = option(
         "auto",
         "shapes by batch size: the file that `redrafter tune` wrote for this pair and device if there is one (auto), "
         "another FILE, or none; the three flags before this one win over it",
         metavar="FILE|auto|none",
     )
-    dtype: str = _option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"))
-    device: str | None = _option(None, "cpu, cuda, cuda:1, ... (default: cpu)")
-    trust_remote_code: bool = _option(False, "run the modelling code that comes with the model")
-    kv_cache_free_gpu_memory_fraction: float = _option(
+    dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: cpu)")
+    trust_remote_code: bool = option(False, "run the modelling code that comes with the model")
+    kv_cache_free_gpu_memory_fraction: float = option(
         EngineOptions.kv_cache_free_gpu_memory_fraction,
         "of the GPU memory left by the model, the share that keys and values may take",
-        type=float,
     )
-    max_input_len: int | None = _option(
-        EngineOptions.max_input_len, "longest prompt, in tokens (default: the model's context)", type=int
+    max_input_len: int | None = option(
+        EngineOptions.max_input_len, "longest prompt, in tokens (default: the model's context)"
     )
-    max_seq_len: int | None = _option(
-        EngineOptions.max_seq_len, "longest text, prompt included (default: the model's context)", type=int
+    max_seq_len: int | None = option(
+        EngineOptions.max_seq_len, "longest text, prompt included (default: the model's context)"
     )
-    compile: bool = _option(EngineOptions.compile, "do not compile the model for a GPU: slower, but sooner ready")
+    compile: bool = option(EngineOptions.compile, "do not compile the model for a GPU: slower, but sooner ready")
 
 
 @dataclass(frozen=True)
 class DraftOptions:
     """What drafts in place of a recurrent drafter: a second LM, or the text itself."""
 
-    draft_model: str | None = _option(
+    draft_model: str | None = option(
         None, "hub id or directory of a smaller LM with the same vocabulary, to draft with", metavar="D"
     )
-    prompt_lookup: bool = _option(False, "draft what followed the same words earlier in the text")
-    draft_len: int | None = _option(None, "tokens drafted per step by either (default: 4)", type=int)
-    ngram: int | None = _option(None, "words to look up, at most (default: 2)", type=int)
-    acceptance: str | None = _option(
+    prompt_lookup: bool = option(False, "draft what followed the same words earlier in the text")
+    draft_len: int | None = option(None, "tokens drafted per step by either (default: 4)")
+    ngram: int | None = option(None, "words to look up, at most (default: 2)")
+    acceptance: str | None = option(
         None,
         "keep a draft that is what the model draws itself (match), or by its odds in both models (rejection: not the "
         "same tokens, the same distribution) (default: match)",
         choices=("match", "rejection"),
     )
-    adaptive: bool = _option(False, "draft fewer tokens where few were kept of late or the draft model is in doubt")
-    draft_device: str | None = _option(None, "device of the draft model (default: the model's)")
-    draft_target_model_config: str | None = _option(
+    adaptive: bool = option(False, "draft fewer tokens where few were kept of late or the draft model is in doubt")
+    draft_device: str | None = option(None, "device of the draft model (default: the model's)")
+    draft_target_model_config: str | None = option(
         None,
         'draft length, device of the draft model, device of the model, and whether to accept by odds, as "[4,[0],[1],'
         'False]"; in place of --draft-len, --draft-device, --device and --acceptance',
@@ -108,21 +89,21 @@ class DraftOptions:
 class CompareOptions:
     """What `redrafter compare` writes on from, and how it counts."""
 
-    prompts: str | None = _option(
+    prompts: str | None = option(
         None,
         'a JSON list of {"input", "instruction", "output"}, .jsonl with a "text" a line, or one prompt a line '
         "(default: sixteen that ship)",
         metavar="FILE",
     )
-    num_prompts: int | None = _option(None, "of them, the first N (default: all)", type=int)
-    max_input_len: int | None = _option(None, "leave out prompts of more tokens (default: none)", type=int)
-    batch_size: int = _option(1, "prompts decoded at once", type=int)
-    repeats: int = _option(1, "runs of each, in turn, of which the median counts", type=int)
-    assisted: bool = _option(
+    num_prompts: int | None = option(None, "of them, the first N (default: all)")
+    max_input_len: int | None = option(None, "leave out prompts of more tokens (default: none)")
+    batch_size: int = option(1, "prompts decoded at once")
+    repeats: int = option(1, "runs of each, in turn, of which the median counts")
+    assisted: bool = option(
         False, "Hugging Face's assisted generation with the same draft model too, one prompt at a time"
     )
-    disable_output_comparison: bool = _option(False, "do not compare the outputs, nor fail where they differ")
-    out: str | None = _option(None, "write the JSON document to a file too", metavar="FILE")
+    disable_output_comparison: bool = option(False, "do not compare the outputs, nor fail where they differ")
+    out: str | None = option(None, "write the JSON document to a file too", metavar="FILE")
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "max_input_len", "batch_size", "repeats"):
@@ -136,17 +117,15 @@ class CompareOptions:
 class GenerationOptions:
     """How to write. Names and meanings are Hugging Face's; None leaves it to the model's generation config."""
 
-    max_new_tokens: int = _option(128, "most tokens to write", type=int)
-    temperature: float = _option(0.0, "0 is greedy; above, sample", type=float)
-    top_k: int | None = _option(None, "sample from the k likeliest tokens", type=int)
-    top_p: float | None = _option(None, "sample from the likeliest tokens that hold this much probability", type=float)
-    min_p: float | None = _option(
-        None, "sample from tokens at least this likely, relative to the likeliest", type=float
-    )
-    repetition_penalty: float | None = _option(None, "above 1, what was written becomes less likely", type=float)
-    seed: int | None = _option(None, "of the sampling; the same seed gives the same text (default: fresh)", type=int)
-    stop: Sequence[str] = _option((), "end after this text (may be repeated)", action="append", metavar="TEXT")
-    speculate: bool = _option(True, "plain decoding, without the drafter")
+    max_new_tokens: int = option(128, "most tokens to write")
+    temperature: float = option(0.0, "0 is greedy; above, sample")
+    top_k: int | None = option(None, "sample from the k likeliest tokens")
+    top_p: float | None = option(None, "sample from the likeliest tokens that hold this much probability")
+    min_p: float | None = option(None, "sample from tokens at least this likely, relative to the likeliest")
+    repetition_penalty: float | None = option(None, "above 1, what was written becomes less likely")
+    seed: int | None = option(None, "of the sampling; the same seed gives the same text (default: fresh)")
+    stop: Sequence[str] = option((), "end after this text (may be repeated)", action="append", metavar="TEXT")
+    speculate: bool = option(True, "plain decoding, without the drafter")
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -166,22 +145,22 @@ class GenerationOptions:
 class TuneOptions:
     """What `redrafter tune` tries, on what, and for how long."""
 
-    prompts: str | None = _option(
+    prompts: str | None = option(
         None,
         'prompts like those to come: .jsonl with a "text" a line, or one prompt a line (default: a few that ship)',
         metavar="FILE",
     )
-    max_new_tokens: int = _option(64, "tokens that each tree writes on from a prompt", type=int)
-    batch_sizes: Sequence[int] | None = _option(
+    max_new_tokens: int = option(64, "tokens that each tree writes on from a prompt")
+    batch_sizes: Sequence[int] | None = option(
         None, "rows decoded at once (default: 1,2,4,8,16,32,64; on a CPU 1,2,4)", type=integers, metavar="N,..."
     )
-    beams: Sequence[int] = _option((1, 3, 5, 10), "beams to try", type=integers, metavar="N,...")
-    lengths: Sequence[int] = _option((3, 5), "draft lengths per beam to try", type=integers, metavar="N,...")
-    temperature: float = _option(0.0, "0 is greedy; above, sample", type=float)
-    seed: int = _option(0, "of the sampling", type=int)
-    seconds: float = _option(300.0, "measure for this long at most; what was measured by then counts", type=float)
-    out: str | None = _option(None, "where to write (default: where from_pretrained looks)", metavar="FILE")
-    plot: str | None = _option(None, "draw it too; needs matplotlib", metavar="FILE.png")
+    beams: Sequence[int] = option((1, 3, 5, 10), "beams to try", type=integers, metavar="N,...")
+    lengths: Sequence[int] = option((3, 5), "draft lengths per beam to try", type=integers, metavar="N,...")
+    temperature: float = option(0.0, "0 is greedy; above, sample")
+    seed: int = option(0, "of the sampling")
+    seconds: float = option(300.0, "measure for this long at most; what was measured by then counts")
+    out: str | None = option(None, "where to write (default: where from_pretrained looks)", metavar="FILE")
+    plot: str | None = option(None, "draw it too; needs matplotlib", metavar="FILE.png")
 
     def __post_init__(self) -> None:
         for name in ("beams", "lengths", "batch_sizes"):
@@ -192,46 +171,41 @@ class TuneOptions:
         _check_writing(self)
 
 
-def names(text: str) -> tuple[str, ...]:
-    """ "a,b" as names."""
-    return tuple(name.strip() for name in text.split(","))
-
-
 @dataclass(frozen=True)
 class BenchOptions:
     """What `redrafter bench` measures, and against what."""
 
-    prompts: str | None = _option(
+    prompts: str | None = option(
         None, '.jsonl with a "text" a line, or one prompt a line (default: sixteen that ship)', metavar="FILE"
     )
-    num_prompts: int = _option(8, "rows that each batch size is measured on, at least", type=int)
-    max_new_tokens: int = _option(128, "tokens that each row writes; no token ends a text", type=int)
-    batch_sizes: Sequence[int] = _option((1,), "rows decoded at once", type=integers, metavar="N,...")
-    temperature: float = _option(0.0, "0 is greedy; above, sample", type=float)
-    seed: int = _option(0, "of the sampling", type=int)
-    repeats: int = _option(3, "runs of each, of which the median counts", type=int)
-    context: Sequence[int] = _option(
+    num_prompts: int = option(8, "rows that each batch size is measured on, at least")
+    max_new_tokens: int = option(128, "tokens that each row writes; no token ends a text")
+    batch_sizes: Sequence[int] = option((1,), "rows decoded at once", type=integers, metavar="N,...")
+    temperature: float = option(0.0, "0 is greedy; above, sample")
+    seed: int = option(0, "of the sampling")
+    repeats: int = option(3, "runs of each, of which the median counts")
+    context: Sequence[int] = option(
         (),
         "time the parts of a step behind so many tokens too; past the model's context only times mean anything "
         "(default: the prompts' own alone)",
         type=integers,
         metavar="N,...",
     )
-    against: Sequence[str] = _option(
+    against: Sequence[str] = option(
         (),
         "Hugging Face's generate on the same prompts: eager, static (compiled), assisted (default: none)",
         type=names,
         metavar="WHICH,...",
     )
-    assistant_model: str | None = _option(None, "for assisted (default: prompt lookup)", metavar="M")
-    pad_to: str | None = _option(
+    assistant_model: str | None = option(None, "for assisted (default: prompt lookup)", metavar="M")
+    pad_to: str | None = option(
         None, "pad a small Llama to a large one's cost, such as llama-3.1-8b, and measure that", metavar="SHAPE"
     )
-    draft_vocab_sizes: Sequence[int] = _option(
+    draft_vocab_sizes: Sequence[int] = option(
         (), "time drafting with random heads of so many ids (default: none)", type=integers, metavar="N,..."
     )
-    plots: str | None = _option(None, "draw the report into this directory; needs matplotlib", metavar="DIR")
-    json: str | None = _option(None, "write the JSON document to a file too, as far as it has come", metavar="FILE")
+    plots: str | None = option(None, "draw the report into this directory; needs matplotlib", metavar="DIR")
+    json: str | None = option(None, "write the JSON document to a file too, as far as it has come", metavar="FILE")
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats"):
@@ -250,7 +224,7 @@ def _check_numbers(options: Any, name: str) -> None:
     value = getattr(options, name)
     numbers = tuple(dict.fromkeys(value)) if isinstance(value, tuple) else (value,)
     if not all(1 <= number <= MOST for number in numbers):
-        raise ArgumentError(f"--{name.replace('_', '-')} must be from 1 to {MOST}, got {_shown(value)}")
+        raise ArgumentError(f"--{name.replace('_', '-')} must be from 1 to {MOST}, got {shown(value)}")
     if isinstance(value, tuple):
         object.__setattr__(options, name, numbers)
 
@@ -263,36 +237,3 @@ def _check_writing(options: Any) -> None:
         raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {options.temperature}")
     if not 0 <= options.seed < 1 << 62:
         raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {options.seed}")
-
-
-def _shown(default: Any) -> str:
-    return (
-        ",".join(map(str, default))
-        if isinstance(default, tuple)
-        else f"{default:g}"
-        if isinstance(default, float)
-        else str(default)
-    )
-
-
-def add_options(parser: argparse.ArgumentParser, options: type, title: str, *, without: Sequence[str] = ()) -> None:
-    """Add a flag for every field of a dataclass of options, but for those in `without`. A field that is True by
-    default gets `--no-...`."""
-    group = parser.add_argument_group(title)
-    for each in (each for each in fields(options) if each.name not in without):
-        argument = dict(each.metadata)
-        negated = each.default is True
-        if isinstance(each.default, bool):
-            argument["action"] = "store_false" if negated else "store_true"
-        elif each.default not in (None, ()):
-            argument["help"] += f" (default: {_shown(each.default)})"
-        if argument.get("type") in _METAVARS:
-            argument["metavar"] = _METAVARS[argument["type"]]
-        flag = ("no-" if negated else "") + each.name.replace("_", "-")
-        group.add_argument(f"--{flag}", dest=each.name, default=argparse.SUPPRESS, **argument)
-
-
-def read_options(options: type[T], args: argparse.Namespace) -> T:
-    """The dataclass from what was typed; what was not keeps its default."""
-    given = vars(args)
-    return options(**{each.name: given[each.name] for each in fields(options) if each.name in given})  # type: ignore

@@ -13,8 +13,8 @@ from redrafter.cli.options import (
     GenerationOptions,
     LoadOptions,
     TuneOptions,
-    add_options,
 )
+from redrafter.flags import add_options
 from redrafter.version import __version__
 
 __all__ = ["Parser", "build_parser"]

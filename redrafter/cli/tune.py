@@ -18,9 +18,10 @@ from redrafter.bench.tune import Tuner, candidates, choose, table
 from redrafter.bench.tune_plot import check_plot, plot
 from redrafter.checkpoint import TreeShape
 from redrafter.cli.loading import Pair
-from redrafter.cli.options import LoadOptions, TuneOptions, read_options
+from redrafter.cli.options import LoadOptions, TuneOptions
 from redrafter.document import check_writable
 from redrafter.errors import ArgumentError
+from redrafter.flags import read_options
 from redrafter.proposer import RecurrentProposer
 from redrafter.redrafter import ReDrafter
 from redrafter.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path

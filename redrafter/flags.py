@@ -1,0 +1,106 @@
+"""Command-line flags from the fields of a dataclass, so that a default and its help stand in one place.
+
+A field is declared with `option(default, help, ...)`. Its flag is its name with dashes; `bool` fields become switches,
+`--no-...` where the default is true; `tuple` fields take one or more words unless a `type` reads them from one word.
+"""
+
+import argparse
+import shlex
+import types
+from collections.abc import Sequence
+from dataclasses import Field, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+__all__ = ["add_options", "flag", "integers", "names", "option", "read_options", "shown", "shown_command"]
+
+T = TypeVar("T")
+
+_METAVARS = {int: "N", float: "X"}
+
+
+def option(default: Any, help: str, **argument: Any) -> Any:
+    """A field with a default and its help. argument: more for `add_argument`, such as choices, metavar, type,
+    required; and path=True for what names a file or a directory."""
+    return field(default=default, metadata={"help": help, **argument})
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """ "1,2,4" as numbers."""
+    return tuple(int(number) for number in text.split(","))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """ "a,b" as names."""
+    return tuple(name.strip() for name in text.split(","))
+
+
+def flag(name: str) -> str:
+    """`batch_size` as `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def shown(value: Any) -> str:
+    """A value as one would type it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def add_options(parser: argparse.ArgumentParser, options: type, title: str, *, without: Sequence[str] = ()) -> None:
+    """Add a flag for every field of a dataclass of options, but for those in `without`."""
+    group, hints = parser.add_argument_group(title), get_type_hints(options)
+    for each in (each for each in fields(options) if each.name not in without):
+        argument = {key: value for key, value in each.metadata.items() if key != "path"}
+        negated = each.default is True
+        kind = _plain(hints[each.name])
+        if kind is bool:
+            argument["action"] = "store_false" if negated else "store_true"
+        else:
+            if get_origin(kind) is tuple and "type" not in argument:
+                argument = {"nargs": "+", "metavar": each.name.upper()} | argument
+            elif kind in _METAVARS:
+                argument.setdefault("type", kind)
+            if each.default not in (None, ()):
+                argument["help"] += f" (default: {shown(each.default)})"
+            if argument.get("type") in _METAVARS:
+                argument["metavar"] = _METAVARS[argument["type"]]
+        name = flag(("no_" if negated else "") + each.name)
+        group.add_argument(name, dest=each.name, default=argparse.SUPPRESS, **argument)
+
+
+def read_options(options: type[T], args: argparse.Namespace) -> T:
+    """The dataclass from what was typed; what was not keeps its default."""
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
+    return options(**{each.name: given[each.name] for each in fields(options) if each.name in given})  # type: ignore
+
+
+def shown_command(words: Sequence[str], options: Any) -> str:
+    """The command line of a dataclass of options, defaults left out and files without their folders."""
+    found = list(words)
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if value == each.default:
+            continue
+        if isinstance(value, bool):
+            found.append(flag(each.name if value else f"no_{each.name}"))
+        elif isinstance(value, tuple) and "type" in each.metadata:
+            found += [flag(each.name), shown(value)]
+        else:
+            found += [
+                flag(each.name),
+                *(_short(each, one) for one in (value if isinstance(value, tuple) else (value,))),
+            ]
+    return shlex.join(found)
+
+
+def _plain(hint: Any) -> Any:
+    """`int | None` to `int`."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(arm for arm in get_args(hint) if arm is not type(None))
+    return hint
+
+
+def _short(item: Field[Any], value: Any) -> str:
+    folder = item.metadata.get("path") or (item.name == "model" and Path(str(value)).is_dir())
+    return Path(value).resolve().name if folder else shown(value)
