@@ -30,11 +30,11 @@ def write_whole(path: Path, text: str) -> None:
     """A reader finds the old text or the new one, never a half. A link keeps pointing; a device is written to, not
     replaced. Raises `ArgumentError` when it cannot be written, and leaves nothing behind then."""
     place = path.resolve()
-    if place.exists() and not place.is_file() and not place.is_dir():
-        place.write_text(text, encoding="utf-8")
-        return
     unfinished = _unfinished(place)
     try:
+        if place.exists() and not place.is_file() and not place.is_dir():
+            place.write_text(text, encoding="utf-8")
+            return
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(place)
     except (OSError, ValueError) as error:

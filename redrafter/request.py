@@ -32,6 +32,8 @@ __all__ = ["Request", "check_arguments", "check_inputs", "read_request"]
 
 Seed = int | Sequence[int] | None
 
+LONGEST = 1 << 31  # tokens; what may be longer than this need not fit into an integer of the machine
+
 # Arguments of `model.generate` that are not in its GenerationConfig and are honoured here.
 CALL_ARGUMENTS = frozenset({"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer"})
 
@@ -158,7 +160,7 @@ def read_request(
     length = seen.sum(dim=1)
     _check_length(int(length.max()), target.context, options)
     max_length, eos, deadline, others = _read_criteria(criteria, config.max_length)
-    limit = max_length - (width - length)
+    limit = min(max_length, LONGEST) - (width - length)
     for most in (target.context, options.max_seq_len):
         if most is not None:
             limit = limit.clamp(max=most)

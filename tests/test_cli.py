@@ -252,6 +252,12 @@ def test_a_batch_prints_each_row_as_alone(generate, expected, tmp_path):
     assert out == generate(*prompts)[0]
 
 
+def test_a_mark_before_the_first_prompt_of_a_file_is_no_part_of_it(generate, expected, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\ufeffZürich\r\n", encoding="utf-8")
+    assert generate("--file", str(file))[0] == expected("Zürich") + "\n"
+
+
 def test_stdin_is_one_prompt_without_its_last_newline(generate, expected, monkeypatch):
     typed(monkeypatch, "Zürich\nfür\n")
     assert generate()[0] == expected("Zürich\nfür") + "\n"

@@ -234,6 +234,19 @@ def test_the_file_holds_the_document_too(compare, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["found.json"]
 
 
+def test_a_run_that_is_cut_short_leaves_the_file_as_it_was(folder, prompts, monkeypatch, tmp_path):
+    file = tmp_path / "found.json"
+    file.write_text("before")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare_module, "_decode", stop)
+    args = ("--model", str(folder / "merged"), "--prompts", prompts, "--out", str(file))
+    assert main(["compare", *args]) == 130
+    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_decoded(
     folder, prompts, capsys, monkeypatch, tmp_path
 ):

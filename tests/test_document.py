@@ -37,6 +37,12 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
     os.close(reader)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has such a device")
+def test_a_device_that_takes_nothing_is_refused_in_our_words():
+    with pytest.raises(ArgumentError, match="cannot write /dev/full: No space left"):
+        write_whole(Path("/dev/full"), "text")
+
+
 @pytest.mark.parametrize("name", ["", ".", "folder", "file/below"])
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)

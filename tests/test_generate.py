@@ -103,6 +103,13 @@ def test_statistics_add_up(oracle):
     assert stats.rows[0].steps == stats.steps == 5 and stats.seeds is None
 
 
+@pytest.mark.parametrize("many", [(1 << 63) - 1, 1 << 70])
+def test_the_context_ends_a_text_that_may_be_longer_than_any_number_of_the_machine(engine, many):
+    out = engine.generate(IDS, MASK, do_sample=False, eos_token_id=None, max_new_tokens=many)
+    expected = engine.generate(IDS, MASK, do_sample=False, eos_token_id=None, max_new_tokens=CONTEXT)
+    assert torch.equal(out, expected)
+
+
 def test_eos_in_the_middle_of_an_accepted_path_ends_the_row_at_once(llama):
     plain = llama.generate(IDS[:1], max_new_tokens=30, do_sample=False, eos_token_id=None)
     eos = plain[0, IDS.shape[1] + 8].item()

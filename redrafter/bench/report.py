@@ -19,7 +19,8 @@ __all__ = ["Report", "Table", "plain_data"]
 
 class Report:
     """document: what the JSON will hold; `errors` lists the sections that failed. path: a file that holds the document
-    as far as it has come, whenever the run is cut short; flag: what named it. note: a sentence for every table."""
+    as far as it has come, whenever the run is cut short, and what it held before until there is something to say; flag:
+    what named it. note: a sentence for every table."""
 
     def __init__(
         self, facts: dict[str, Any], *, path: Path | None = None, flag: str = "--json", note: str | None = None
@@ -29,7 +30,6 @@ class Report:
         self._start = time.perf_counter()
         if path is not None:
             check_writable(path, flag)
-        self.save()
 
     def progress(self, text: str) -> None:
         print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)

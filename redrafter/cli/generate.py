@@ -142,7 +142,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         if args.prompts:
             prompts = list(args.prompts)
         elif args.file is not None:
-            lines = Path(args.file).read_text(encoding="utf-8").splitlines()
+            lines = Path(args.file).read_text(encoding="utf-8-sig").splitlines()
             prompts = [line for line in lines if line.strip()]
         elif sys.stdin.isatty():
             raise ArgumentError(
