@@ -75,7 +75,7 @@ class CapturedStep:
         sampler: Sampler,
         draft_store: PagedStore | None = None,
     ):
-        device, hidden = target.device, (rows, target.hidden_size)
+        device, hidden = target.device, (rows, target.feature_size)
         zeros = lambda *shape: torch.zeros(*shape, dtype=torch.long, device=device)  # noqa: E731
         self.proposer, self.target, self.sampler = proposer, target, sampler
         self.cache = PagedCache(store, zeros(rows, blocks).int())

@@ -7,6 +7,7 @@ Zhang et al. 2024, "Recurrent Drafter for Fast Speculative Decoding in Large Lan
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from redrafter.product import product
 
 __all__ = ["DrafterConfig", "RecurrentDrafter"]
 
-RECURRENCES = ("apple", "trtllm")
+RECURRENCES = ("apple", "trtllm", "gated")
 
 
 class DrafterConfig(PretrainedConfig):
@@ -30,7 +31,10 @@ class DrafterConfig(PretrainedConfig):
     num_draft_layers: residual layers before the head. rnn: whether the recurrence is learned; without it the state is
     the running sum of embeddings (the paper's first version).
     recurrence: "apple", `s' = SiLU(W e + U s + b)` from `s = 0`, what the public trainers train; or "trtllm",
-    `s' = W e` at the first step and `W e + U s + b` after, what TensorRT-LLM's engine computed.
+    `s' = W e` at the first step and `W e + U s + b` after, what TensorRT-LLM's engine computed; or "gated",
+    `s' = (1 - g) s + g SiLU(c)` with `g = sigmoid(a)` and `[a, c] = G [e, s, h] + b`, which accepts more.
+    target_layers: decoder layers of the target, ascending from 0, whose outputs are read beside its last hidden state.
+    head_rank: the head goes through so many dimensions, which makes it smaller by E / head_rank; None for the whole.
     draft_vocab_size: V' when the head knows only a part of the vocabulary, with an id map in the weights; None for all.
     draft_beams, draft_len_per_beam: the beam search's defaults (transformers keeps the name `num_beams` for itself in a
     saved config). trained_draft_len: steps it was trained for.
@@ -48,6 +52,8 @@ class DrafterConfig(PretrainedConfig):
         num_draft_layers: int = 2,
         rnn: bool = True,
         recurrence: str = "apple",
+        target_layers: Sequence[int] = (),
+        head_rank: int | None = None,
         draft_vocab_size: int | None = None,
         draft_beams: int = 5,
         draft_len_per_beam: int = 5,
@@ -62,6 +68,8 @@ class DrafterConfig(PretrainedConfig):
         self.num_draft_layers = num_draft_layers
         self.rnn = rnn
         self.recurrence = recurrence
+        self.target_layers = list(target_layers)
+        self.head_rank = head_rank
         self.draft_vocab_size = draft_vocab_size
         self.draft_beams = draft_beams
         self.draft_len_per_beam = draft_len_per_beam
@@ -79,6 +87,11 @@ class DrafterConfig(PretrainedConfig):
             raise ArgumentError(f"DrafterConfig.num_draft_layers must be 0 or more, got {self.num_draft_layers!r}")
         if self.recurrence not in RECURRENCES:
             raise ArgumentError(f"DrafterConfig.recurrence is one of {RECURRENCES}, got {self.recurrence!r}")
+        if self.head_rank is not None and not (isinstance(self.head_rank, int) and self.head_rank > 0):
+            raise ArgumentError(f"DrafterConfig.head_rank must be a positive integer or None, got {self.head_rank!r}")
+        layers = self.target_layers
+        if not all(isinstance(layer, int) and layer >= 0 for layer in layers) or layers != sorted(set(layers)):
+            raise ArgumentError(f"DrafterConfig.target_layers must be layer numbers that ascend, got {layers!r}")
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ArgumentError(
                 f"DrafterConfig.draft_vocab_size must be from 1 to vocab_size={self.vocab_size}, "
@@ -115,8 +128,13 @@ class RecurrentDrafter(PreTrainedModel):
         hidden, exit_dim = config.hidden_size, config.exit_dim
         self.input_proj = nn.Linear(2 * hidden, exit_dim) if exit_dim != 2 * hidden else None
         self.layers = nn.ModuleList(_Residual(exit_dim) for _ in range(config.num_draft_layers))
-        self.lm_head = nn.Linear(exit_dim, config.draft_vocab_size or config.vocab_size, bias=False)
-        if config.rnn:
+        rank = config.head_rank or exit_dim
+        self.head_proj = nn.Linear(exit_dim, rank, bias=False) if config.head_rank else None
+        self.lm_head = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.fuse = nn.Linear(self.feature_size, hidden) if config.target_layers else None
+        if config.rnn and config.recurrence == "gated":
+            self.rnn_gate = nn.Linear(3 * hidden, 2 * hidden)
+        elif config.rnn:
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
@@ -126,27 +144,44 @@ class RecurrentDrafter(PreTrainedModel):
         self.register_buffer("rnn_joined", None, persistent=False)
         self.post_init()
 
+    @property
+    def feature_size(self) -> int:
+        """F, of the hidden states that `take` is given."""
+        return self.config.hidden_size * (1 + len(self.config.target_layers))
+
+    def take(self, hidden: Tensor) -> Tensor:
+        """What all steps of a draft read of the target's hidden state: `[..., F]`, the last one after the final norm
+        and then the outputs of `target_layers`, to `[..., D]`."""
+        if self.fuse is None:
+            return hidden
+        return hidden[..., : self.config.hidden_size] + self.fuse(hidden)
+
     def step(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """One step of the recurrence.
 
         embedding: `[..., D]`, the target's embedding of the last token. state: `[..., D]`, or None at the first step.
-        hidden: `[..., D]`, the target's hidden state, after its final norm, that produced the step's first token.
+        hidden: `[..., D]`, what `take` made of the hidden state that produced the draft's first token.
         Returns logits `[..., V']` over the drafter's vocabulary and the new state `[..., D]`.
         """
-        state = self._recur(embedding, state)
+        x, state = self.advance(embedding, state, hidden)
+        return self.lm_head(x), state
+
+    forward = step
+
+    def advance(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`step` up to its last product: what `lm_head` reads, `[..., R]`, and the new state."""
+        state = self._recur(embedding, state, hidden)
         x = torch.cat([hidden.expand_as(state), state], dim=-1)  # [..., 2D]
         if self.input_proj is not None:
             x = self.input_proj(x)
         for layer in self.layers:
             x = layer(x)
-        return self.lm_head(x), state
-
-    forward = step
+        return x if self.head_proj is None else self.head_proj(x), state
 
     def join_recurrence(self) -> None:
         """From now on, until training, compute `W e + U s` as one product, from a copy of both weights: two small ones
         leave a GPU's memory bus idle half the time."""
-        if self.config.rnn:
+        if self.config.rnn and self.config.recurrence != "gated":
             self.rnn_joined = torch.cat([self.rnn_w.weight, self.rnn_u.weight], dim=1).detach()
 
     def train(self, mode: bool = True) -> RecurrentDrafter:
@@ -154,9 +189,14 @@ class RecurrentDrafter(PreTrainedModel):
             self.rnn_joined = None
         return super().train(mode)
 
-    def _recur(self, embedding: Tensor, state: Tensor | None) -> Tensor:
+    def _recur(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> Tensor:
         if not self.config.rnn:
             return embedding if state is None else state + embedding
+        if self.config.recurrence == "gated":
+            before = torch.zeros_like(embedding) if state is None else state
+            read = torch.cat([embedding, before, hidden.expand_as(embedding)], dim=-1)  # [..., 3D]
+            gate, new = self.rnn_gate(read).chunk(2, dim=-1)
+            return before + gate.sigmoid() * (silu(new) - before)
         if self.rnn_joined is not None and state is not None:
             joined = product(torch.cat([embedding, state], dim=-1), self.rnn_joined) + self.rnn_u.bias
             return silu(joined) if self.config.recurrence == "apple" else joined

@@ -1,7 +1,7 @@
 """The forward of a packed batch: all rows of a tree as one sequence, with tree attention over a paged cache."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from redrafter.attention import ATTENTION_NAME, Plan, tree_attention_forward
+from redrafter.features import join, tapped
 from redrafter.merge import MergedLinears, linear_calls, same_inputs
 from redrafter.paged import PagedCache
 from redrafter.tree import Tree
@@ -34,8 +35,11 @@ class PackedForward:
 
     def __init__(self, model: Any, head: nn.Module, config: Any, context: int | None):
         self._model, self._head, self._config, self._context = model, head, config, context
-        self._wanted: Any = None  # these two hold something during a call alone
+        self._wanted: Any = None  # these three hold something during a call alone
         self._hidden: Any = None
+        self._outputs: tuple[Tensor, ...] = ()
+        self._layers: Sequence[nn.Module] = ()
+        self._numbers: tuple[int, ...] = ()
         self._run: Any = self._plain
         self._merged: MergedLinears | None = None
         self._lock = threading.RLock()  # what stands on the model during a call must not be taken down by another's end
@@ -43,7 +47,7 @@ class PackedForward:
     def __call__(
         self, tree: Tree, length: Tensor, cache: PagedCache, only: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, M, V]` and hidden `[B, M, D]`; with `only` `[B]`, at that one of the M, `[B, 1, ...]`."""
+        """Logits `[B, M, V]` and hidden `[B, M, F]`; with `only` `[B]`, at that one of the M, `[B, 1, ...]`."""
         rows, nodes = len(length), tree.new
         positions = length[:, None] + tree.depth[:, -nodes:]
         if self._context is not None:
@@ -64,6 +68,10 @@ class PackedForward:
         count = rows if only is not None else rows * nodes
         return logits[:count].view(rows, -1, logits.shape[-1]), hidden[:count].view(rows, -1, hidden.shape[-1])
 
+    def tap(self, layers: Sequence[nn.Module], numbers: tuple[int, ...]) -> None:
+        """From the next call on, these layers' outputs stand behind the last hidden states."""
+        self._layers, self._numbers = layers, numbers
+
     @property
     def prepared(self) -> bool:
         """Whether `merge` was called."""
@@ -80,10 +88,14 @@ class PackedForward:
         self._run = torch.compile(self._plain, fullgraph=True, options=OPTIONS) if compiled else self._plain
 
     def _plain(self, ids: Tensor, positions: Tensor, wanted: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """ids, positions: `[T]`. wanted: `[R]`, tokens to compute the head at. Returns `[R, V]` and `[R, D]`."""
-        self._wanted = wanted
+        """ids, positions: `[T]`. wanted: `[R]`, tokens to compute the head at. Returns `[R, V]` and `[R, F]`."""
+        self._wanted, self._outputs = wanted, ()
         out = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan)
-        hidden, self._hidden, self._wanted = self._hidden, None, None
+        # A compiled forward is made anew when this changes; that hooks changed it would not see.
+        assert len(self._outputs) == len(self._numbers)
+        hidden = join(self._hidden, self._outputs)
+        self._hidden = self._wanted = None
+        self._outputs = ()
         return out.logits[0], hidden[0]
 
     def _tap(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -91,13 +103,17 @@ class PackedForward:
         self._hidden = args[0][:, self._wanted]
         return (self._hidden, *args[1:])
 
+    def _see(self, output: Tensor) -> None:
+        self._outputs = (*self._outputs, output[:, self._wanted])
+
     @contextmanager
     def _attending(self) -> Iterator[None]:
         before = self._config._attn_implementation
         self._config._attn_implementation = ATTENTION_NAME
         hook = self._head.register_forward_pre_hook(self._tap)
         try:
-            yield
+            with tapped(self._layers, self._see):
+                yield
         finally:
             hook.remove()
             self._config._attn_implementation = before

@@ -1,5 +1,6 @@
 """The recurrent drafter as a proposer of trees."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -38,8 +39,14 @@ class RecurrentProposer:
         return self.nodes
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None = None) -> Tree:
+        return self.search(state, sampler, noise)
+
+    def search(
+        self, state: State, sampler: Sampler, noise: Tensor | None, enough: Callable[[Tensor], bool] | None = None
+    ) -> Tree:
+        """The tree after each row's pending token. enough: as `beam_search` asks it."""
         carried: Tensor | None = None  # [B, w, D], the recurrence of each beam
-        hidden, ids = state.hidden[:, None], self.drafter.draft_ids
+        hidden, ids = self.drafter.take(state.hidden)[:, None], self.drafter.draft_ids
         advance = _compiled_advance() if self.compiled else _advance
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
@@ -47,7 +54,15 @@ class RecurrentProposer:
             logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, hidden)
             return sampler.draft_scores(logits, noise, k, ids)
 
-        return beam_search(state.pending[:, 0], expand, beams=self.beams, depth=self.depth, nodes=self.nodes, ids=ids)
+        return beam_search(
+            state.pending[:, 0],
+            expand,
+            beams=self.beams,
+            depth=self.depth,
+            nodes=self.nodes,
+            ids=ids,
+            enough=enough,
+        )
 
 
 def _advance(

@@ -49,6 +49,7 @@ class ReDrafter(Engine):
                 "trained for; the further ones will seldom be accepted",
                 stacklevel=3,
             )
+        target.tap(config.target_layers)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._proposers: dict[tuple[int, int, int], RecurrentProposer] = {}
         self._compiled = target.device.type == "cuda" and (options or EngineOptions()).compile

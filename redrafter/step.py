@@ -25,7 +25,7 @@ class State:
 
     tokens: `[B, T]` int64, each row's own text by position, without padding; written in place, as the cache is.
     length: `[B]` int64, committed tokens n; the pending token is `tokens[b, n]`.
-    hidden: `[B, D]`, the target's hidden state that produced the pending token.
+    hidden: `[B, F]`, the target's hidden state that produced the pending token.
     active: `[B]` bool; a row that is not stands still.
     """
 
@@ -119,7 +119,7 @@ def step(
     """
     noise = sampler.noise(state.length + 1, proposer.depth + 1)  # [B, K+1, V], of the tokens to be drawn
     tree = proposer.propose(state, sampler, noise, draft_cache)  # [B, N]
-    logits, hidden = target.verify(tree, state.length, cache)  # [B, N, V], [B, N, D]
+    logits, hidden = target.verify(tree, state.length, cache)  # [B, N, V], [B, N, F]
     scores = sampler.scores(logits, _prefixes(state, tree, sampler, cache.window))  # [B, N, V]
     if tree.sampled_from is None:
         drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
@@ -162,7 +162,7 @@ def prefill(
             start=None if start is None else start.to(to),
             new=new,
         )
-    logits, hidden = target.prefill(tokens, prompt, cache, start=start, new=new)  # [B, V], [B, D]
+    logits, hidden = target.prefill(tokens, prompt, cache, start=start, new=new)  # [B, V], [B, F]
     last = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
     tree = chain(last.pending)  # [B, 1]
     scores = sampler.scores(logits[:, None], _prefixes(last, tree, sampler, cache.window))  # [B, 1, V]

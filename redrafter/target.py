@@ -5,6 +5,7 @@ mask (one per kind of attention layer) and a `RaggedCache`. When a target is bou
 plain forwards; an architecture whose answers differ is refused, so what is served is right.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,14 @@ from transformers import PreTrainedModel
 from redrafter import kernels
 from redrafter.blocks import BLOCK
 from redrafter.cache import LayerShape, RaggedCache
-from redrafter.errors import UnsupportedError, first_line
+from redrafter.errors import MismatchError, UnsupportedError, first_line
+from redrafter.features import decoder_layers, join, tapped
 from redrafter.mask import AttentionKind, additive, visible
 from redrafter.packed import PackedForward
 from redrafter.paged import PagedCache, PagedStore
 from redrafter.tree import Tree, chain, tree_of
 
-__all__ = ["Target"]
+__all__ = ["Target", "attention_kinds"]
 
 PREFILL_CHUNK = 512  # prompt tokens of a row per forward; bounds the mask, not the result
 PREFILL_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
@@ -33,6 +35,7 @@ class Target:
 
     model: a loaded `PreTrainedModel` with a language-modelling head, in eval mode.
     context: positions the model can tell apart, or None when it names no limit.
+    layers: decoder layers whose outputs are part of what is returned as hidden states, once `tap` was called.
     unpacked: why it cannot be decoded packed, on a paged cache; None when it can.
     Raises `UnsupportedError` for encoder-decoders, recurrent or hybrid layers, attention implementations that take no
     4-D mask, and any model whose tree forward differs from its plain one.
@@ -47,18 +50,39 @@ class Target:
         self.head: Any = model.get_output_embeddings()
         if self.head is None:
             raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
-        self.kinds = _attention_kinds(self.config)
+        self.kinds = attention_kinds(self.config)
         self.context = _context(self.config)
         table = self.embedding.weight
         assert isinstance(table, Tensor)
         self.device = table.device
         self.dtype: torch.dtype = self.model.dtype
         self.hidden_size, self.vocab_size = self.config.hidden_size, self.config.vocab_size
+        self.layers: tuple[int, ...] | None = None
+        self._tapped: list[nn.Module] = []
         with torch.inference_mode():
             self._bind()
 
     def new_cache(self, rows: int) -> RaggedCache:
         return RaggedCache(self.shapes, rows)
+
+    @property
+    def feature_size(self) -> int:
+        """F, of a hidden state as it is returned."""
+        return self.hidden_size * (1 + len(self.layers or ()))
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """From now on, hidden states are `[..., F]`: the last one, and these layers' outputs behind it; see `features`.
+
+        Raises `MismatchError` where there is no such layer, or where another drafter reads other ones.
+        """
+        if self.layers not in (None, tuple(layers)):
+            raise MismatchError(
+                f"this target's layers {list(self.layers or ())} are read by another drafter, this one reads "
+                f"{list(layers)}; load the target anew"
+            )
+        self._tapped = decoder_layers(self.model, self.config.num_hidden_layers, layers)
+        self.layers = tuple(layers)
+        self.packed.tap(self._tapped, self.layers)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's own embedding table, `[...]` ids to `[..., D]`: what a drafter's recurrence reads."""
@@ -75,7 +99,7 @@ class Target:
         """One forward over the new nodes of the tree. length: `[B]`, each row's committed tokens. only: `[B]`, compute
         the head at this one of each row's M new nodes instead of at all of them.
 
-        Returns logits `[B, M, V]` and the hidden states that the head saw, `[B, M, D]`. Nothing is committed.
+        Returns logits `[B, M, V]` and the hidden states that the head saw, `[B, M, F]`. Nothing is committed.
         """
         if isinstance(cache, PagedCache):
             return self.packed(tree, length, cache, only)
@@ -93,7 +117,7 @@ class Target:
         """Read prompts `[B, P]`, right-padded to any ids, of `length` `[B]` tokens, in chunks; a chunk is a chain.
 
         start: `[B]`, tokens that the cache already holds, fewer than `length`; new: the most that a row has beyond.
-        Returns the last prompt token's logits `[B, V]` and hidden `[B, D]`.
+        Returns the last prompt token's logits `[B, V]` and hidden `[B, F]`.
         """
         rows, width = prompts.shape
         start = torch.zeros_like(length) if start is None else start
@@ -116,32 +140,36 @@ class Target:
 
     def _padded(self, tree: Tree, length: Tensor, cache: RaggedCache, only: Tensor | None) -> tuple[Tensor, Tensor]:
         seen: list[Tensor] = []
+        outputs: list[Tensor] = []
+
+        def wanted(hidden: Tensor) -> Tensor:
+            if only is None:
+                return hidden
+            return hidden.gather(1, only.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1]))
 
         def tap(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            hidden = args[0]
-            if only is not None:
-                hidden = hidden.gather(1, only.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1]))
-            seen.append(hidden)
-            return (hidden, *args[1:])
+            seen.append(wanted(args[0]))
+            return (seen[-1], *args[1:])
 
         nodes, new = tree.tokens.shape[1], tree.new
         cache.address(length + (nodes - new), new)
         positions = length[:, None] + tree.depth[:, -new:]
         hook = self.head.register_forward_pre_hook(tap)
         try:
-            out = self.model(
-                input_ids=tree.tokens[:, -new:],
-                attention_mask=None if cache.committed else self._mask(tree, length, cache.window),
-                # Nodes past the end of the context are never kept; they only must not index past a table.
-                position_ids=positions if self.context is None else positions.clamp(max=self.context - 1),
-                past_key_values=cache,
-                use_cache=True,
-            )
+            with tapped(self._tapped, lambda output: outputs.append(wanted(output).to(self.device))):
+                out = self.model(
+                    input_ids=tree.tokens[:, -new:],
+                    attention_mask=None if cache.committed else self._mask(tree, length, cache.window),
+                    # Nodes past the end of the context are never kept; they only must not index past a table.
+                    position_ids=positions if self.context is None else positions.clamp(max=self.context - 1),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
         finally:
             hook.remove()
         if len(seen) != 1:
             raise UnsupportedError(f"{self.name} calls its head {len(seen)} times a forward; it must be once")
-        return out.logits.to(self.device), seen[0].to(self.device)
+        return out.logits.to(self.device), join(seen[0].to(self.device), outputs)
 
     def _mask(self, tree: Tree, length: Tensor, window: int) -> Tensor | dict[str, Tensor]:
         masks = {
@@ -228,7 +256,7 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def _attention_kinds(config: object) -> dict[str, AttentionKind]:
+def attention_kinds(config: object) -> dict[str, AttentionKind]:
     """What each named kind of layer sees, by the rule that transformers uses to build its own masks."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     by_name = {

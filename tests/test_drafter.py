@@ -7,7 +7,35 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
 from conftest import HIDDEN, VOCAB, tiny_drafter
-from redrafter import ArgumentError, CheckpointError, DrafterConfig, RecurrentDrafter
+from redrafter import ArgumentError, CheckpointError, DrafterConfig, RecurrentDrafter, boxed_pair
+
+# Every form that a drafter may have, beside what all share.
+FORMS: dict[str, dict] = {
+    "published": {},
+    "sum": {"rnn": False},
+    "narrow": {"exit_dim": 24, "num_draft_layers": 1},
+    "gated": {"recurrence": "gated"},
+    "tapped": {"target_layers": (0, 2)},
+    "low_rank": {"head_rank": 8},
+    "reduced": {"draft_vocab_size": 40},
+    "all": {
+        "recurrence": "gated",
+        "target_layers": (0, 2),
+        "head_rank": 8,
+        "exit_dim": 24,
+        "draft_vocab_size": 40,
+    },
+}
+
+
+def random_drafter(**changes) -> RecurrentDrafter:
+    """Wide enough weights that every part of the drafter matters."""
+    drafter = tiny_drafter(**changes)
+    for weight in drafter.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    if drafter.draft_ids is not None:
+        drafter.draft_ids.copy_(torch.randperm(VOCAB)[: len(drafter.draft_ids)])
+    return drafter
 
 
 def inputs(rows: int = 3):
@@ -43,6 +71,68 @@ def test_two_steps_are_the_published_recurrence(recurrence, layers):
         torch.testing.assert_close(logits, head)
 
 
+def test_two_steps_of_the_gated_recurrence_mix_the_state_with_what_is_read():
+    drafter = random_drafter(recurrence="gated")
+    w = drafter.state_dict()
+    first, second, hidden = inputs()
+
+    def mixed(embedding, state):
+        read = linear(torch.cat([embedding, state, hidden], -1), w["rnn_gate.weight"], w["rnn_gate.bias"])
+        gate = read[:, :HIDDEN].sigmoid()
+        return (1 - gate) * state + gate * silu(read[:, HIDDEN:])
+
+    logits_1, state_1 = drafter.step(first, None, hidden)
+    logits_2, state_2 = drafter.step(second, state_1, hidden)
+    expected_1 = mixed(first, torch.zeros_like(first))
+    expected_2 = mixed(second, expected_1)
+    for state, expected, logits in ((state_1, expected_1, logits_1), (state_2, expected_2, logits_2)):
+        torch.testing.assert_close(state, expected)
+        torch.testing.assert_close(logits, reference_head(w, torch.cat([hidden, expected], -1), 2))
+    assert not any(name.startswith(("rnn_u", "rnn_w")) for name in w)
+
+
+def test_earlier_layers_are_added_to_the_last_hidden_state():
+    drafter = random_drafter(target_layers=(0, 2))
+    assert drafter.feature_size == 3 * HIDDEN and tiny_drafter().feature_size == HIDDEN
+    features = torch.cat(inputs(), dim=-1)  # [3, F]
+    w = drafter.state_dict()
+    expected = features[:, :HIDDEN] + features @ w["fuse.weight"].T + w["fuse.bias"]
+    torch.testing.assert_close(drafter.take(features), expected)
+    assert tiny_drafter().take(features) is features and tiny_drafter().fuse is None
+
+
+def test_a_head_of_low_rank_is_a_product_of_two():
+    drafter, whole = random_drafter(head_rank=8), random_drafter()
+    w = drafter.state_dict()
+    assert w["head_proj.weight"].shape == (8, 2 * HIDDEN) and w["lm_head.weight"].shape == (VOCAB, 8)
+    shared = {name: weight for name, weight in w.items() if not name.startswith(("lm_head", "head_proj"))}
+    whole.load_state_dict(shared | {"lm_head.weight": w["lm_head.weight"] @ w["head_proj.weight"]})
+    first, _, hidden = inputs()
+    torch.testing.assert_close(drafter.step(first, None, hidden)[0], whole.step(first, None, hidden)[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_is_what_advance_makes_and_then_the_head(form):
+    drafter = random_drafter(**FORMS[form])
+    first, second, hidden = inputs()
+    _, state = drafter.step(first, None, hidden)
+    logits, after = drafter.step(second, state, hidden)
+    x, same = drafter.advance(second, state, hidden)
+    assert torch.equal(same, after) and torch.equal(x @ drafter.lm_head.weight.T, logits)
+    assert logits.shape == (3, drafter.config.draft_vocab_size or VOCAB)
+
+
+@pytest.mark.parametrize("form", ["published", "gated", "sum"])
+def test_joined_weights_compute_the_same_until_training(form):
+    drafter = random_drafter(**FORMS[form])
+    first, second, hidden = inputs()
+    expected = [state := drafter.step(first, None, hidden)[1], drafter.step(second, state, hidden)[1]]
+    drafter.join_recurrence()
+    found = [state := drafter.step(first, None, hidden)[1], drafter.step(second, state, hidden)[1]]
+    torch.testing.assert_close(found, expected)
+    assert (drafter.rnn_joined is not None) == (form == "published") and drafter.train().rnn_joined is None
+
+
 def test_without_recurrence_the_state_is_the_sum_of_embeddings():
     drafter = tiny_drafter(rnn=False)
     first, second, hidden = inputs()
@@ -60,17 +150,29 @@ def test_another_exit_dim_gets_a_projection():
     assert logits.shape == (3, VOCAB)
 
 
-@pytest.mark.parametrize("changes", [{}, {"exit_dim": 40}, {"draft_vocab_size": 20}, {"rnn": False}])
-def test_a_saved_drafter_comes_back_the_same(tmp_path, changes):
-    drafter = tiny_drafter(**changes)
-    if drafter.draft_ids is not None:
-        drafter.draft_ids.copy_(torch.arange(20) * 4)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_saved_drafter_comes_back_the_same(tmp_path, form):
+    drafter = random_drafter(**FORMS[form])
     drafter.save_pretrained(tmp_path)
     again = RecurrentDrafter.from_pretrained(tmp_path)
     own = inspect.signature(DrafterConfig.__init__).parameters.keys() - {"self", "kwargs"}
     assert all(getattr(again.config, name) == getattr(drafter.config, name) for name in own)
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)
+
+
+def test_a_drafter_of_before_there_were_other_forms_is_the_published_one(tmp_path):
+    drafter = random_drafter()
+    drafter.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    older = {name: value for name, value in written.items() if name not in ("target_layers", "head_rank")}
+    assert len(older) == len(written) - 2
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    again = RecurrentDrafter.from_pretrained(tmp_path)
+    first, _, hidden = inputs()
+    assert torch.equal(again.step(first, None, again.take(hidden))[0], drafter.step(first, None, hidden)[0])
+    for config in (again.config, RecurrentDrafter.from_pretrained(boxed_pair() / "drafter").config):
+        assert (config.recurrence, config.target_layers, config.head_rank) == ("apple", [], None)
 
 
 def test_a_base_path_is_not_needed_for_the_repository_of_a_drafter():
@@ -120,6 +222,12 @@ def test_truncated_missing_and_misshapen_files_are_named(tmp_path):
         {"num_draft_layers": -1},
         {"draft_vocab_size": VOCAB + 1},
         {"draft_beams": 0},
+        {"head_rank": 0},
+        {"head_rank": 2.5},
+        {"target_layers": (2, 0)},
+        {"target_layers": (1, 1)},
+        {"target_layers": (-1, 0)},
+        {"target_layers": ("0",)},
     ],
 )
 def test_a_config_that_makes_no_drafter_is_refused(changes):
@@ -127,10 +235,15 @@ def test_a_config_that_makes_no_drafter_is_refused(changes):
         tiny_drafter(**changes)
 
 
-def test_the_same_step_serves_any_leading_shape():
-    drafter = tiny_drafter()
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_step_serves_any_leading_shape(form):
+    drafter = random_drafter(**FORMS[form])
     first, _, hidden = inputs(6)
-    flat, _ = drafter.step(first, None, hidden)
-    shaped, _ = drafter.step(first.view(2, 3, -1), None, hidden.view(2, 3, -1))
+    hidden = hidden[[0, 0, 0, 3, 3, 3]]  # which the beams of a row share
+    flat, before = drafter.step(first, None, hidden)
+    shaped, state = drafter.step(first.view(2, 3, -1), None, hidden.view(2, 3, -1)[:, :1])
+    torch.testing.assert_close(shaped.view(6, -1), flat)
+    flat, _ = drafter.step(first, before, hidden)
+    shaped, _ = drafter.step(first.view(2, 3, -1), state, hidden.view(2, 3, -1)[:, :1])
     torch.testing.assert_close(shaped.view(6, -1), flat)
     assert DrafterConfig(vocab_size=5, hidden_size=3).exit_dim == 6

@@ -1,30 +1,15 @@
 """The model card that a trained drafter carries."""
 
-import platform
-from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from redrafter.drafter import RecurrentDrafter
 from redrafter.outputs import Stats
-from redrafter.train.config import TrainConfig, shown_command
-from redrafter.version import __version__
+from redrafter.train.config import TrainConfig
+from redrafter.train.loop import Report
 
-__all__ = ["Report", "model_card", "shape", "sizes"]
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a training did. loss, accuracy: of the last lines of progress; accuracy[k] is of step k + 1, among rollouts
-    whose earlier steps were all right."""
-
-    steps: int
-    tokens: int
-    seconds: float
-    loss: float
-    accuracy: list[float]
+__all__ = ["model_card", "shape", "sizes"]
 
 
 def sizes(model: PreTrainedModel, drafter: RecurrentDrafter) -> str:
@@ -45,8 +30,10 @@ def model_card(
     report: Report,
     walk: Stats | None,
     prompts: int,
+    facts: dict[str, Any],
 ) -> str:
-    """README.md of a drafter. walk: the validation over that many prompts, None when there was none."""
+    """README.md of a drafter. walk: the validation over that many prompts, None when there was none. facts: as
+    `provenance` gives them."""
     base = drafter.config.base_model or type(model).__name__
     beams, depth, nodes = shape(drafter)
     measured = "not measured: there was nothing to validate on"
@@ -57,7 +44,12 @@ def model_card(
             f"prompts ({beams} beams x {depth} tokens, {nodes} nodes). Part of the steps in which at least 1, 2, ... "
             f"drafts were accepted: {reached}"
         )
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
+    data = [
+        f"{each['name']} (sha256 {each['sha256'][:12]})" if each["sha256"] else each["name"] for each in facts["data"]
+    ]
+    made, revision = facts["versions"], facts["revision"]
+    used = ", ".join(f"{name} {of}" for name, of in made.items()) + (f"; revision {revision[:12]}" if revision else "")
+    speed = report.tokens / max(report.seconds, 1e-9)
     return f"""---
 library_name: redrafter
 base_model: {base}
@@ -78,14 +70,20 @@ engine = ReDrafter.from_pretrained("{base}", "path/to/this/directory")
 
 - Size: {sizes(model, drafter)} (which was frozen).
 - Trained for {drafter.config.trained_draft_len} draft steps: {report.steps} optimizer steps, {report.tokens:,} tokens \
-in {report.seconds:.0f} s.
+in {report.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {facts["device"]}. {_chosen(report)}
 - Measured: {measured}.
 - Loss: {config.distill:g} x KL(base || drafter) + {1 - config.distill:g} x cross-entropy, each draft step weighing \
 {config.decay:g} of the one before; {report.loss:.4f} at the end.
-- Data: {", ".join(Path(file).name for file in config.data) or "in memory"}. Seed {config.seed}.
-- Made with redrafter {__version__}, {packages}, Python {platform.python_version()}:
+- Data: {", ".join(data) or "in memory"}; {facts["windows"]:,} windows. Seed {config.seed}.
+- Made with {used}. training.json has every option, and what validation found on the way:
 
 ```
-{shown_command(config)}
+{facts["command"]}
 ```
 """
+
+
+def _chosen(report: Report) -> str:
+    if len(report.walked) < 2:
+        return "These are its last weights."
+    return f"These are the weights of step {report.best_step}, the best of {len(report.walked)} validations."

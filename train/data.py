@@ -1,229 +1,208 @@
-"""From lines of JSON to batches of token ids with a loss mask.
+"""From rows to documents: token ids with a loss mask, and to prompts.
 
-A row is one JSON object on a line, of a .jsonl, .jsonl.gz or .jsonl.xz file:
-
-    {"text": "..."}
-    {"conversations": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-
-`messages` is another name for `conversations`. `split` may be "train" (when it is left out), "val" or "test"; only rows
-of "train" are trained on. Other keys are left alone. Conversations are rendered with the tokenizer's chat template and
-only the assistant's turns are learnt; of a text, everything is.
+Conversations are rendered with the tokenizer's chat template and only the assistant's turns are learnt; of a text,
+everything is; rows of token ids say it themselves.
 """
 
-import gzip
-import json
-import lzma
 import random
-from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.errors import CheckpointError, UnsupportedError, first_line
-from redrafter.train.loss import targets
+from redrafter.errors import CheckpointError, MismatchError, UnsupportedError, first_line
+from redrafter.train.rows import Row, fingerprint
+from redrafter.train.windows import Document
 
-__all__ = ["Document", "Row", "Windows", "documents", "prompts", "read_rows"]
+__all__ = ["documents", "prompt", "prompts", "show_sample"]
 
-OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-SPLITS = ("train", "val", "test")
-POOL = 32  # batches among which windows are sorted by length, so that a batch holds little padding
+GROUP = 1_000_000  # characters of rows that are tokenized at once, on all cores
 PROMPT = 64  # longest prompt taken from a plain text, in tokens
+SHOWN = 200  # characters of a sample in a message
+
+Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Row:
-    """A checked line. where: its file and line, for messages. Either text or messages is set."""
+def documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
+    """Rows in tokens: of each one document, or several where the chat template writes earlier turns anew as it goes on.
 
-    where: str
-    split: str | None
-    text: str | None
-    messages: list[dict[str, str]] | None
-
-
-@dataclass(frozen=True)
-class Document:
-    """Token ids, and which of them the base itself is to write."""
-
-    ids: list[int]
-    mask: list[bool]
-
-
-def read_rows(files: Iterable[str | Path]) -> Iterator[Row]:
-    """The rows of some files in their order. Raises `CheckpointError` naming file and line."""
-    for file in map(Path, files):
-        try:
-            with OPENERS.get(file.suffix, open)(file, "rt", encoding="utf-8") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield _parse(line, f"{file}:{number}")
-        except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
-
-
-def _parse(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{where}: not JSON: {error}") from error
-    kinds = [key for key in ("text", "conversations", "messages") if isinstance(row, dict) and key in row]
-    if len(kinds) != 1:
-        raise CheckpointError(
-            f'{where}: a row has one of "text", "conversations", "messages"; found {line.strip()[:80]}'
-        )
-    split, value = row.get("split"), row[kinds[0]]
-    if split is not None and split not in SPLITS:
-        raise CheckpointError(f'{where}: "split" is one of {", ".join(SPLITS)}; found {split!r}')
-    if kinds == ["text"]:
-        if not isinstance(value, str):
-            raise CheckpointError(f'{where}: "text" must be a string, found {value!r}')
-        return Row(where, split, value, None)
-    turns = value if isinstance(value, list) else [value]
-    for turn in turns:
-        if not (isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)):
-            raise CheckpointError(f'{where}: a turn needs a "role" and a "content" that are strings; found {turn!r}')
-    if not any(turn["role"] == "assistant" for turn in turns):
-        raise CheckpointError(f"{where}: no assistant turn, so there is nothing to learn")
-    return Row(where, split, None, turns)
-
-
-def documents(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
-    """A row in tokens: one document, or several where the chat template writes earlier turns anew as it goes on.
-
-    Raises `CheckpointError` naming file and line.
+    Raises `CheckpointError`, or `MismatchError` for ids of another tokenizer, naming file and line.
     """
-    if row.text is not None:
-        ids = tokenizer(row.text)["input_ids"]
-        found = [Document(ids, [True] * len(ids))]
-    else:
-        found = [_tokenize(text, spans, tokenizer) for text, spans in _render(row, tokenizer)]
-    for document in found:
-        if not any(_rollouts(document)):
-            raise CheckpointError(
-                f"{row.where}: too short: two tokens in a row, after a first, are needed to learn from"
-            )
-        yield document
+    for group in _groups(rows):
+        found: list[list[Document]] = [[] for _ in group]
+        texts, chats = list[tuple[int, str]](), list[tuple[int, str, list[Span]]]()
+        for index, row in enumerate(group):
+            _check_tokenizer(row, tokenizer)
+            if row.text is not None:
+                texts.append((index, row.text))
+            elif row.ids is not None and row.loss_mask is not None:
+                found[index].append(Document(row.ids, row.loss_mask))
+            else:
+                chats += [(index, text, spans) for text, spans in _render(row, tokenizer)]
+        encoded = _encode([(group[index], text) for index, text in texts], tokenizer)
+        for (index, _), (ids, _) in zip(texts, encoded, strict=True):
+            found[index].append(Document(ids, [True] * len(ids)))
+        encoded = _encode([(group[index], text) for index, text, _ in chats], tokenizer, rendered=True)
+        for (index, _, spans), (ids, offsets) in zip(chats, encoded, strict=True):
+            found[index].append(Document(ids, _mask(spans, offsets)))
+        for row, made in zip(group, found, strict=True):
+            yield from _learnable(row, made, tokenizer)
 
 
-def _rollouts(document: Document) -> list[bool]:
-    """Which positions are anchors with a target."""
-    return targets(torch.tensor([document.mask]), 1).flatten().tolist()
+def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows, as many at a time as are worth tokenizing together."""
+    group, size = list[Row](), 0
+    for row in rows:
+        group.append(row)
+        size += len(row.text or row.ids or ()) + sum(len(turn["content"]) for turn in row.messages or ())
+        if size >= GROUP:
+            yield group
+            group, size = [], 0
+    yield group
 
 
-def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+def _check_tokenizer(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
+    if row.tokenizer is not None and row.tokenizer != fingerprint(tokenizer):
+        raise MismatchError(
+            f"{row.where}: made with tokenizer {row.tokenizer}, this base's is {fingerprint(tokenizer)}; make the row "
+            "anew with this base"
+        )
+
+
+def _learnable(row: Row, made: list[Document], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
+    """The documents of a row that teach something, of which there must be one."""
+    found = [document for document in made if document.learnable]
+    if found:
+        return found
+    if any(any(document.mask) for document in made):
+        raise CheckpointError(f"{row.where}: too short: two tokens in a row, after a first, are needed to learn from")
+    shown = _decode(made[0].ids if made else [], tokenizer)[:SHOWN]
+    raise CheckpointError(f"{row.where}: nothing to learn, its loss mask is empty; the sample is {shown!r}")
+
+
+def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Span]]]:
     """Rendered texts, each with the spans of its assistant turns, as indices of characters.
 
     Stock templates do not mark what the assistant wrote. But a turn is what the conversation up to it adds to the
     prompt that asks for it. Where such a prompt does not go on from the text so far (templates that drop earlier turns'
-    thinking), the text so far is finished and another begins.
+    thinking), the text so far is finished and another begins. A turn that opens the conversation answers nothing, so
+    it is read and not learnt.
     """
     assert row.messages is not None
-    text, spans = "", list[tuple[int, int]]()
-    for index, turn in enumerate(row.messages):
-        if turn["role"] != "assistant":
-            continue
-        try:
-            prompt = tokenizer.apply_chat_template(row.messages[:index], tokenize=False, add_generation_prompt=True)
-            whole = tokenizer.apply_chat_template(row.messages[: index + 1], tokenize=False)
-        except Exception as error:  # a template is a program of its own
-            raise CheckpointError(f"{row.where}: the chat template fails: {first_line(error)}") from error
-        assert isinstance(prompt, str) and isinstance(whole, str)
-        if not whole.startswith(prompt):
+    asked = [index for index, turn in enumerate(row.messages) if index and turn["role"] == "assistant"]
+    if not asked:
+        raise CheckpointError(f"{row.where}: no assistant turn that answers something, so there is nothing to learn")
+    text, spans = "", list[Span]()
+    for index in asked:
+        begun = _template(row, row.messages[:index], tokenizer, add_generation_prompt=True)
+        whole = _template(row, row.messages[: index + 1], tokenizer)
+        if not whole.startswith(begun):
             raise CheckpointError(
-                f"{row.where}: the chat template asks for the assistant's turn with {prompt[-40:]!r}, but does not "
+                f"{row.where}: the chat template asks for the assistant's turn with {begun[-40:]!r}, but does not "
                 "write that turn so; use one that does"
             )
-        if spans and not prompt.startswith(text):
+        if spans and not begun.startswith(text):
             yield text, spans
             spans = []
-        text, spans = whole, [*spans, (len(prompt), len(whole))]
+        text, spans = whole, [*spans, (len(begun), len(whole))]
     yield text, spans
 
 
-def _tokenize(text: str, spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> Document:
-    if not tokenizer.is_fast:
+def _template(
+    row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool = False
+) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        name = tokenizer.name_or_path or type(tokenizer).__name__
+        raise CheckpointError(
+            f"{row.where}: the tokenizer of {name} has no chat template: set tokenizer.chat_template, or use rows of "
+            "text"
+        )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+    except Exception as error:  # a template is a program of its own
+        raise CheckpointError(f"{row.where}: the chat template fails: {first_line(error)}") from error
+
+
+def _encode(
+    texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, rendered: bool = False
+) -> list[tuple[list[int], list[Span]]]:
+    """Token ids of some texts, and of rendered ones, which bring their special tokens, the characters of each token."""
+    if rendered and texts and not tokenizer.is_fast:
         raise UnsupportedError(
             f"{type(tokenizer).__name__} does not say which characters a token stands for, so assistant turns cannot "
             "be told apart; use a base with a fast tokenizer, or rows of plain text"
         )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ends = [end for _, end in encoded["offset_mapping"]]
-    # By its end: a tokenizer may leave leading spaces out of a token's span.
-    mask = [any(start < end <= stop for start, stop in spans) for end in ends]
-    return Document(encoded["input_ids"], mask)
+    how: dict[str, Any] = {"add_special_tokens": not rendered, "return_offsets_mapping": rendered, "verbose": False}
+    try:
+        encoded = tokenizer([text for _, text in texts], **how) if texts else {"input_ids": []}
+    except Exception:  # which of them was it?
+        for row, text in texts:
+            try:
+                tokenizer(text, **how)
+            except Exception as error:
+                raise CheckpointError(f"{row.where}: the tokenizer fails: {first_line(error)}") from error
+        raise
+    ids = encoded["input_ids"]
+    return list(zip(ids, encoded["offset_mapping"] if rendered and texts else [[]] * len(ids), strict=True))
+
+
+def _mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
+    """Which tokens lie in a span, by their ends: a tokenizer may leave leading spaces out of what a token covers."""
+    bounds = [bound for span in spans for bound in span]  # rising; a token is inside where an odd number precede it
+    return [bisect_left(bounds, end) % 2 == 1 for _, end in offsets]
 
 
 def prompts(
     rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, count: int, longest: int, seed: int
 ) -> list[list[int]]:
-    """At most `count` prompts of at most `longest` tokens: of a conversation all before its first assistant turn, of a
-    text the beginning. Which rows: shuffled by seed."""
+    """At most `count` prompts of at most `longest` tokens, as `prompt` makes them. Which rows: shuffled by seed."""
     chosen = list(rows)
     random.Random(seed).shuffle(chosen)
     found: list[list[int]] = []
     for row in chosen:
         if len(found) == count:
             break
-        document = next(documents(row, tokenizer))
-        start = min(len(document.ids) // 2, PROMPT) if row.text is not None else document.mask.index(True)
-        if 0 < start <= longest:
-            found.append(document.ids[:start])
+        begun = prompt(row, tokenizer)
+        if 0 < len(begun) <= longest:
+            found.append(begun)
     return found
 
 
-class Windows:
-    """Documents cut into windows of at most `length` tokens. A window never holds two documents.
+def prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids that a base is to write on from; none where a row has no such.
 
-    bos: where a document opens with this id, so does each of its windows, as every prompt of the base will.
+    Of a conversation all before the assistant's first answer, or its first user turn when nobody answers; of tokens all
+    before the first to be learnt; of a text, or where no token comes before more than one, the beginning.
     """
+    _check_tokenizer(row, tokenizer)
+    if row.messages is not None:
+        roles = [turn["role"] for turn in row.messages]
+        after = roles.index("user") + 1 if "user" in roles else 0
+        stop = roles.index("assistant", 1) if "assistant" in roles[1:] else after
+        if stop == 0:
+            return []
+        text = _template(row, row.messages[:stop], tokenizer, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = row.ids if row.ids is not None else _encode([(row, row.text or "")], tokenizer)[0][0]
+    mask = row.loss_mask or [True]
+    first = mask.index(True) if True in mask else len(mask)
+    return ids[:first] if first > 1 else ids[: min(len(ids) // 2, PROMPT)]
 
-    def __init__(self, documents: Iterable[Document], length: int, bos: int | None = None):
-        tokens, masks, ends = array("i"), bytearray(), [0]
-        for document in documents:
-            opening = [bos] if bos is not None and document.ids[:1] == [bos] else []
-            room = length - len(opening)
-            for first in range(len(opening), len(document.ids), room):
-                window = Document(
-                    opening + document.ids[first : first + room],
-                    [False] * len(opening) + document.mask[first : first + room],
-                )
-                if any(_rollouts(window)):
-                    tokens.extend(window.ids)
-                    masks.extend(window.mask)
-                    ends.append(len(tokens))
-        self.tokens = torch.tensor(tokens, dtype=torch.int32)  # [M], window after window
-        self.mask = torch.tensor(masks, dtype=torch.bool)  # [M]
-        self.ends = torch.tensor(ends)  # [windows + 1]
 
-    def __len__(self) -> int:
-        return len(self.ends) - 1
+def show_sample(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A document as text, what is learnt of it between ⟦ and ⟧."""
+    shown, place, done = "", 0, ""
+    for learnt, run in groupby(document.mask):
+        place += len(list(run))
+        # Decoded from the beginning: a token by itself may lose its space. Half a character goes to the next part.
+        text = _decode(document.ids[:place], tokenizer)
+        text = text if place == len(document.ids) else text.rstrip("\ufffd")
+        part = text[len(done) :]
+        shown, done = shown + (f"⟦{part}⟧" if learnt else part), text
+    return shown
 
-    def counts(self, vocab_size: int) -> Tensor:
-        """How often each id is to be written, `[V]`."""
-        return self.tokens[self.mask].long().bincount(minlength=vocab_size)
 
-    def batches(self, size: int, seed: int, process: int = 0, processes: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless batches, token ids `[B, T]` and mask `[B, T]`, right-padded to the longest of the batch.
-
-        An epoch is `-(-len(self) // (size * processes))` batches for each process; each sees every `processes`-th.
-        """
-        lengths = self.ends.diff()
-        random = torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.randperm(len(self), generator=random)
-            order = order.repeat(-(-size * processes // len(order)) + 1)  # wraps around, to fill the last batches
-            order = order[: -(-len(self) // (size * processes)) * size * processes]
-            pools = (pool[lengths[pool].argsort(stable=True)] for pool in order.split(POOL * size))
-            made = [batch for pool in pools for batch in pool.split(size)]
-            for index in torch.randperm(len(made), generator=random)[process::processes].tolist():
-                yield self._collate(made[index].tolist())
-
-    def _collate(self, windows: list[int]) -> tuple[Tensor, Tensor]:
-        spans = [slice(*self.ends[window : window + 2].tolist()) for window in windows]
-        tokens = pad_sequence([self.tokens[span].long() for span in spans], batch_first=True)
-        return tokens, pad_sequence([self.mask[span] for span in spans], batch_first=True)
+def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

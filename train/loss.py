@@ -2,16 +2,22 @@
 
 An anchor is a position i of the text: its hidden state h_i predicted the pending token x_{i+1}. Step k = 1..K reads the
 embedding of x_{i+k} with (h_i, state) and predicts x_{i+k+1}. Its teacher is the base's own distribution there: its
-logits at position i+k.
+logits at position i+k. The states of all K steps come first, for they do not depend on what is predicted; then the
+vocabulary, in chunks (see `head`).
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div, pad
+from torch.nn.functional import pad
 
 from redrafter.drafter import RecurrentDrafter
+from redrafter.train.config import TrainConfig
+from redrafter.train.head import Objective, chunk_anchors, chunk_loss, head_loss
+from redrafter.train.teacher import Reading
 
-__all__ = ["Unroll", "anchors", "step_loss", "targets"]
+__all__ = ["Losses", "Unroll", "anchors", "targets", "weight"]
 
 
 def targets(mask: Tensor, draft_len: int) -> Tensor:
@@ -39,70 +45,71 @@ def anchors(mask: Tensor, draft_len: int, decay: float, multiple: int = 1) -> tu
     return pad(chosen, (0, rest)), pad(weight, (0, 0, 0, rest))
 
 
-def step_loss(logits: Tensor, teacher: Tensor, label: Tensor, distill: float) -> Tensor:
-    """`distill * KL(teacher || drafter) + (1 - distill) * CE(label)`, `[C]`.
+def weight(mask: Tensor, config: TrainConfig) -> Tensor:
+    """What the predictions of a batch weigh together, `[]`: its loss is a sum, and this makes a mean of it."""
+    return anchors(mask, config.draft_len, config.decay)[1].sum()
 
-    logits, teacher: `[C, V']` float32. label: `[C]`, -1 where the drafter does not know the id: no cross-entropy there.
-    """
-    log_q = logits.log_softmax(dim=-1)  # [C, V']
-    loss = torch.zeros_like(log_q[:, 0])
-    if distill > 0:
-        loss = loss + distill * kl_div(log_q, teacher.softmax(dim=-1), reduction="none").sum(dim=-1)
-    if distill < 1:
-        own = log_q.gather(1, label.clamp(min=0)[:, None]).squeeze(1)
-        loss = loss - (1 - distill) * own * (label >= 0)
-    return loss
+
+@dataclass(frozen=True)
+class Losses:
+    """Of a batch. loss: `[]`, the weighted sum. seen, right: `[K]`, rollouts whose earlier steps were all right, and
+    those among them that were right again."""
+
+    loss: Tensor
+    seen: Tensor
+    right: Tensor
 
 
 class Unroll(nn.Module):
-    """The loss of some anchors. A module of its own, so that distributed wrappers see one forward.
+    """The loss of a batch. A module of its own, so that distributed wrappers see one forward.
 
     A drafter with a reduced vocabulary is compared with the teacher restricted to its ids and normalised again.
     """
 
-    def __init__(self, drafter: RecurrentDrafter, draft_len: int, distill: float, compiled: bool = False):
+    def __init__(self, drafter: RecurrentDrafter, config: TrainConfig):
         super().__init__()
-        self.drafter, self.draft_len, self.distill = drafter, draft_len, distill
+        self.drafter, self.config = drafter, config
+        self.objective = Objective(config.distill, config.sharpen, config.reach, drafter.config.draft_beams)
+        vocabulary = drafter.lm_head.out_features
+        by_bytes = chunk_anchors(vocabulary, config.draft_len)
+        self.chunk = by_bytes if config.chunk is None else max(config.chunk // config.draft_len, 1)
         own = torch.arange(drafter.config.vocab_size)
         if isinstance(drafter.draft_ids, Tensor):
             known = drafter.draft_ids.cpu()
             own = torch.full_like(own, -1).scatter(0, known, torch.arange(len(known)))
         self.own: Tensor
         self.register_buffer("own", own, persistent=False)  # [V], the drafter's id of each of the target's, or -1
-        self._run = torch.compile(self._sums) if compiled else self._sums
+        self._compute = torch.compile(chunk_loss) if config.compile else chunk_loss
 
-    def page(self, tokens: Tensor, hidden: Tensor, embedding: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-        """What `forward` reads, by flat position of `[B * T]`: from tokens `[B, T]`, the base's hidden states and
-        embeddings `[B, T, D]` and its logits `[B, T, V]`."""
-        ids, dtype = self.drafter.draft_ids, self.drafter.dtype
-        if isinstance(ids, Tensor):
-            logits = logits.index_select(-1, ids)
-        labels = self.own[tokens]
-        return (
-            hidden.flatten(0, 1).to(dtype),
-            embedding.flatten(0, 1).to(dtype),
-            logits.flatten(0, 1),
-            labels.flatten(),
-        )
-
-    def forward(self, *chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """Weighted sum of the losses of a chunk, and per step two counts `[2, K]`: rollouts whose earlier steps were
-        all right, and those among them that were right again. Arguments: as `_sums`."""
-        return self._run(*chunk)
-
-    def _sums(
-        self, anchors: Tensor, weight: Tensor, hidden: Tensor, embedding: Tensor, teacher: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """anchors: `[C]`. weight: `[C, K]`. The others, by flat position: `[P, D]`, `[P, D]`, `[P, V']`, `[P]`."""
+    def forward(self, tokens: Tensor, mask: Tensor, reading: Reading) -> Losses:
+        """tokens: `[B, T]`, on the drafter's device. mask: `[B, T]` bool, better on the host. reading: of tokens."""
+        config, drafter, device = self.config, self.drafter, tokens.device
+        # Compiled, all chunks have one size.
+        chosen, weight = anchors(mask, config.draft_len, config.decay, self.chunk if config.compile else 1)
+        chosen, weight = chosen.to(device, non_blocking=True), weight.to(device, non_blocking=True)  # [A], [A, K]
+        labels = self.own[tokens].flatten()
         last = len(labels) - 1  # steps past the end weigh 0; they only must not index past it
-        state, loss, right, counts = None, weight.new_zeros(()), weight[:, 0] > 0, []
-        for k in range(1, self.draft_len + 1):
-            here = (anchors + k).clamp(max=last)  # [C]
-            logits, state = self.drafter(embedding[here], state, hidden[anchors])  # [C, V'], [C, D]
-            logits = logits.float()
-            label = labels[(anchors + k + 1).clamp(max=last)]  # [C]
-            loss = loss + (weight[:, k - 1] * step_loss(logits, teacher[here].float(), label, self.distill)).sum()
-            seen = right & (weight[:, k - 1] > 0)
-            right = seen & (logits.argmax(dim=-1) == label)
-            counts.append(torch.stack([seen.sum(), right.sum()]))
-        return loss, torch.stack(counts, dim=1)
+        place = (chosen[:, None] + torch.arange(1, config.draft_len + 1, device=device)).clamp(max=last)  # [A, K]
+        label = labels[(place + 1).clamp(max=last)]
+        teacher = reading.logits
+        if isinstance(drafter.draft_ids, Tensor):
+            teacher = teacher.index_select(-1, drafter.draft_ids)
+
+        embedding = reading.embedding.flatten(0, 1).to(drafter.dtype)
+        hidden = drafter.take(reading.hidden.flatten(0, 1)[chosen].to(drafter.dtype))  # [A, D]
+        state, read = None, []
+        for k in range(config.draft_len):
+            x, state = drafter.advance(embedding[place[:, k]], state, hidden)
+            read.append(x)
+        loss, seen, right = head_loss(
+            torch.stack(read, dim=1),  # [A, K, R]
+            drafter.lm_head.weight,
+            teacher.flatten(0, 1),
+            place,
+            label,
+            weight,
+            self.objective,
+            self.chunk,
+            self._compute,
+        )
+        return Losses(loss, seen, right)

@@ -1,20 +1,25 @@
-"""A trained drafter's directory: written whole, or not at all."""
+"""Directories that are written whole, or not at all; a trained drafter's is one."""
 
 import copy
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, CheckpointError, first_line
 
-__all__ = ["check_output", "save"]
+__all__ = ["check_output", "clean", "save", "write_folder"]
 
 
 def check_output(output: Path, overwrite: bool) -> None:
     """Raise `ArgumentError` when `save` would refuse to write there."""
+    clean(output)
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not overwrite:
@@ -23,24 +28,74 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise ArgumentError(f"--output {output} holds something that is no drafter, which is never overwritten")
 
 
-def save(drafter: RecurrentDrafter, output: Path, card: str, dtype: torch.dtype, overwrite: bool = False) -> None:
-    """Write the drafter in `dtype` and its card under another name first, and then rename."""
+def save(
+    drafter: RecurrentDrafter,
+    output: Path,
+    card: str,
+    facts: dict[str, Any],
+    dtype: torch.dtype,
+    overwrite: bool = False,
+) -> None:
+    """Write the drafter in `dtype`, its card, and `facts` as training.json. Raises as `write_folder` does."""
     check_output(output, overwrite)
-    output = output.absolute()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial, old = (output.with_name(f".{output.name}.{what}") for what in ("partial", "old"))
+    saved: Any = copy.deepcopy(drafter).cpu()
+
+    def fill(folder: Path) -> None:
+        saved.to(dtype).save_pretrained(folder)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / "training.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    write_folder(output, fill)
+
+
+def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` make the files of a folder under another name, see them on the disk, and then rename it, over the one
+    that is there if need be. Killed at any moment, `clean` finds the old folder or the new one.
+
+    Raises `CheckpointError` naming the folder when it cannot be written, and leaves nothing behind then.
+    """
+    folder = folder.absolute()
+    partial, old = _beside(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        clean(folder)
+        fill(partial)
+        for file in (*partial.iterdir(), partial):
+            _sync(file)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+        _sync(folder.parent)
+    except (OSError, RuntimeError, SafetensorError) as error:  # each library that writes has its own for a full disk
+        raise CheckpointError(
+            f"cannot write {folder}: {getattr(error, 'strerror', None) or first_line(error)}; free some space or name "
+            "another place"
+        ) from error
+    finally:
+        clean(folder)
+
+
+def clean(folder: Path) -> None:
+    """Remove what `write_folder` left when it was killed or failed; the folder is whole before and after, if it is."""
+    partial, old = _beside(folder.absolute())
+    if old.exists() and not folder.exists():
+        old.rename(folder)
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _beside(folder: Path) -> tuple[Path, Path]:
+    return folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
+
+
+def _sync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # no such thing there
+    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
-        saved = copy.deepcopy(drafter).cpu().to(dtype)  # type: ignore[arg-type]
-        saved.save_pretrained(partial)
-        (partial / "README.md").write_text(card, encoding="utf-8")
-        if output.exists():
-            output.rename(old)
-        partial.rename(output)
+        os.fsync(handle)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+        os.close(handle)
 
 
 def _holds_drafter(folder: Path) -> bool:

@@ -1,8 +1,13 @@
 """How many tokens a step would advance: what a drafter is worth, measured without generating.
 
-Along a text that the base wrote greedily itself, what the base draws next is known at every position. So the trees that
-decoding would propose can be made for all positions at once, with decoding's own code, and the steps walked afterwards.
+Along a text that the base wrote itself, what the base draws next is known at every position: greedily, or under the
+noise of a seed, which the drafter then searches under as well. So the trees that decoding would propose can be made for
+all positions at once, with decoding's own search, and the steps walked afterwards, for many shapes of tree.
 """
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,40 +15,94 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafter import RecurrentDrafter
-from redrafter.engine import Engine
-from redrafter.outputs import GenerateOutput, Stats
-from redrafter.proposer import RecurrentProposer
+from redrafter.options import EngineOptions
+from redrafter.outputs import Stats
 from redrafter.sampling import Sampler
-from redrafter.step import Plain, State
+from redrafter.step import State
 from redrafter.target import Target
+from redrafter.train.shapes import Shape, judge
 from redrafter.train.teacher import Teacher
-from redrafter.verify import accept
+from redrafter.train.texts import ROWS, Texts, written
 
-__all__ = ["greedy_texts", "walked"]
+__all__ = ["HeldOut", "Walk", "greedy_texts", "walk", "walked"]
 
-TEXTS = 16  # texts in one forward of the base
-ROWS = 1024  # positions in one call of the drafter
+TEXTS = 16  # texts in one forward of the base, at most
+POSITIONS = 1024  # positions in one call of the drafter, at most
+BYTES = 1 << 30  # that either may take, about
+
+
+@dataclass
+class Walk(Stats):
+    """The steps along a text, counted as `generate` counts them. tried: entry d counts the steps that accepted d drafts
+    and whose text went on, so that one more could be."""
+
+    tried: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, shape: Shape, parts: Iterable["Walk"] = ()) -> "Walk":
+        """The sum of some walks with a shape; without any, one that has not begun."""
+        total = cls(accepted_by_depth=[0] * shape.depth, tried=[0] * shape.depth)
+        for part in parts:
+            for name in ("steps", "drafted", "accepted", "emitted"):
+                setattr(total, name, getattr(total, name) + getattr(part, name))
+            for mine, its in ((total.accepted_by_depth, part.accepted_by_depth), (total.tried, part.tried)):
+                mine[:] = (a + b for a, b in zip(mine, its, strict=True))
+        return total
+
+    @property
+    def acceptance(self) -> list[float | None]:
+        """Entry d: of the steps that accepted d drafts and could accept one more, the share that did. None: of none."""
+        pairs = zip(self.accepted_by_depth, self.tried, strict=True)
+        return [accepted / tried if tried else None for accepted, tried in pairs]
+
+    def step(self, drafted: int, accepted: int, left: int) -> None:
+        """Add one step, with `left` tokens of the text behind its pending one."""
+        self.count(drafted, accepted, min(accepted + 1, left))
+        for depth in range(min(accepted + 1, left, len(self.tried))):
+            self.tried[depth] += 1
+
+
+class HeldOut:
+    """Texts that a base wrote once, at each of some temperatures, to be walked by as many drafters as there are."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[list[int]],
+        new_tokens: int,
+        temperatures: Sequence[float] = (0.0,),
+        seed: int = 0,
+        *,
+        ends: Iterable[int] | None = None,
+        rows: int = ROWS,
+        options: EngineOptions | None = None,
+    ):
+        """prompts: token ids. The other arguments are those of `written`."""
+        self.target, ends = target, None if ends is None else list(ends)
+        self.texts = [
+            written(target, prompts, new_tokens, temperature, seed, ends=ends, rows=rows, options=options)
+            for temperature in temperatures
+        ]
+
+    @property
+    def count(self) -> int:
+        """Texts at the first temperature that steps lead along: those that did not end with their first token."""
+        return sum(len(own) > 1 for own in self.texts[0].own)
+
+    def walk(self, drafter: RecurrentDrafter, shapes: Sequence[Shape]) -> list[list[Walk]]:
+        """What a drafter is worth on them, served in the base's dtype: for each temperature, for each shape."""
+        model = self.target.model
+        served = copy.deepcopy(drafter).to(model.device, model.dtype).eval()
+        every = [zip(shapes, walk(served, self.target, texts, shapes), strict=True) for texts in self.texts]
+        return [[Walk.of(shape, rows) for shape, rows in found] for found in every]
 
 
 def greedy_texts(target: Target, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[int]]:
     """Let the base write on from each prompt. Returns the texts, prompts included, and the prompts' lengths."""
-    texts = []
-    for first in range(0, len(prompts), TEXTS):
-        some = prompts[first : first + TEXTS]
-        rows = [torch.tensor(prompt) for prompt in some]
-        ids = pad_sequence(rows, batch_first=True, padding_side="left")  # [B, P]
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-        out = Engine(target, Plain()).generate(
-            ids, mask, do_sample=False, max_new_tokens=new_tokens, return_dict_in_generate=True
-        )
-        assert isinstance(out, GenerateOutput) and out.stats is not None
-        written = out.sequences[:, ids.shape[1] :].tolist()
-        # The prefill's token is not counted as a step's.
-        texts += [p + w[: 1 + row.emitted] for p, w, row in zip(some, written, out.stats.rows, strict=True)]
-    return texts, [len(prompt) for prompt in prompts]
+    texts = written(target, prompts, new_tokens)
+    return texts.tokens, texts.starts
 
 
-@torch.inference_mode()
 def walked(
     drafter: RecurrentDrafter,
     target: Target,
@@ -52,45 +111,85 @@ def walked(
     beams: int,
     depth: int,
     nodes: int,
-) -> Stats:
-    """What `generate` would report, greedily, on texts that the base wrote from prompts of `starts` tokens.
+) -> Walk:
+    """`walk` with one shape on texts written greedily, all texts together."""
+    shape = Shape(beams, depth, nodes)
+    return Walk.of(shape, walk(drafter, target, Texts(texts, starts, [False] * len(texts)), [shape])[0])
 
-    drafter: in eval mode, on the target's device and in its dtype. Returns steps, tokens_per_step, accepted_by_depth.
+
+@torch.inference_mode()
+def walk(drafter: RecurrentDrafter, target: Target, texts: Texts, shapes: Sequence[Shape]) -> list[list[Walk]]:
+    """What `generate` would report on texts that the base wrote, for each shape and each text.
+
+    drafter: in eval mode, on the target's device and in its dtype.
     """
-    proposer = RecurrentProposer(drafter, target, beams, depth, min(nodes, 1 + beams * depth))
-    stats = Stats(accepted_by_depth=[0] * depth)
-    for first in range(0, len(texts), TEXTS):
-        some, begins = texts[first : first + TEXTS], starts[first : first + TEXTS]
-        accepted = iter(_accepted(proposer, target, some, begins))
-        for text, start in zip(some, begins, strict=True):
-            by_pending = [next(accepted) for _ in range(start, len(text) - 1)]
-            pending = start  # the prefill drew this token
-            while pending < len(text) - 1:
-                drafts = by_pending[pending - start]
-                stats.count(proposer.nodes - 1, drafts, min(drafts + 1, len(text) - 1 - pending))
-                pending += drafts + 1
-    return stats
+    walks = [[Walk.of(shape) for _ in texts.tokens] for shape in shapes]
+    for group in _groups(texts, target.vocab_size):
+        accepted, drafted = (iter(x.tolist()) for x in _judged(drafter, target, texts, group, shapes))
+        for index in group:
+            pendings = range(texts.starts[index], len(texts.tokens[index]) - 1)
+            kept, sizes = ([next(found) for _ in pendings] for found in (accepted, drafted))
+            for column, rows in enumerate(walks):
+                place = 0  # the prefill drew the token that is pending there
+                while place < len(pendings):
+                    rows[index].step(sizes[place][column], kept[place][column], len(pendings) - place)
+                    place += kept[place][column] + 1
+    return walks
 
 
-def _accepted(proposer: RecurrentProposer, target: Target, texts: list[list[int]], starts: list[int]) -> list[int]:
-    """Drafts accepted when token n of a text is pending, for n = start .. length - 2, text by text."""
-    tokens = pad_sequence([torch.tensor(text) for text in texts], batch_first=True, padding_value=-1)  # [B, T]
-    with Teacher(target.model) as teacher:
-        hidden, _ = teacher.read(tokens.clamp(min=0).to(target.model.device))  # [B, T, D]
-    row = torch.tensor([b for b, text in enumerate(texts) for _ in range(starts[b], len(text) - 1)], dtype=torch.long)
-    place = torch.tensor([n for b, text in enumerate(texts) for n in range(starts[b], len(text) - 1)], dtype=torch.long)
-    ahead = pad(tokens, (0, proposer.depth + 2), value=-1)  # -1: past the end, drawn by nobody
-    index = place[:, None] + torch.arange(proposer.depth + 2)
-    text = ahead[row[:, None], index].to(target.model.device)  # [A, K+2]: pending, and what the base drew after it
-    before = hidden[row.to(target.model.device), place.to(target.model.device) - 1]  # [A, D]
-    found = [_drafts(proposer, target, *part) for part in zip(text.split(ROWS), before.split(ROWS), strict=True)]
-    return torch.cat(found).tolist() if found else []
+def _groups(texts: Texts, vocabulary: int) -> Iterator[list[int]]:
+    """Indices of texts that the base reads together, of similar length."""
+    group: list[int] = []
+    for index in sorted(range(len(texts.tokens)), key=lambda index: len(texts.tokens[index])):
+        logits = (len(group) + 1) * len(texts.tokens[index]) * vocabulary * 4
+        if group and (len(group) == TEXTS or logits > BYTES):
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
 
 
-def _drafts(proposer: RecurrentProposer, target: Target, text: Tensor, hidden: Tensor) -> Tensor:
-    """text: `[A, K+2]`, the pending token and the base's own after it. hidden: `[A, D]`. Returns `[A]`, drafts kept."""
-    zero = torch.zeros(len(text), dtype=torch.long, device=text.device)
-    state = State(text, zero, hidden, zero == 0)
-    sampler = Sampler(None, (), torch.ones_like(zero, dtype=torch.float), zero, zero, zero[:0])  # greedy: no noise
-    tree = proposer.propose(state, sampler, None)  # [A, N]
-    return accept(tree, text.gather(1, tree.depth + 1), proposer.depth).accepted
+def _judged(
+    drafter: RecurrentDrafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[Shape]
+) -> tuple[Tensor, Tensor]:
+    """Drafts accepted and drafts verified, `[A, shapes]` each, when token n of a text is pending, for n = start ..
+    length - 2, text by text."""
+    depth, device = max(shape.depth for shape in shapes), target.device
+    tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
+    hidden = _hidden(drafter, target, tokens.clamp(min=0).to(device))  # [B, T, F]
+    anchors = [(b, n) for b, i in enumerate(group) for n in range(texts.starts[i], len(texts.tokens[i]) - 1)]
+    row, place = torch.tensor(anchors, dtype=torch.long).reshape(-1, 2).unbind(1)  # [A] each
+    ahead = pad(tokens, (0, depth + 1), value=-1)  # -1: past the end, drawn by nobody
+    text = ahead[row[:, None], place[:, None] + torch.arange(depth + 2)]  # [A, K+2]
+    seeds = None if texts.seeds is None else torch.tensor([texts.seeds[i] for i in group])[row]
+    found = [torch.zeros(2, 0, len(shapes), dtype=torch.long)]
+    for part in torch.arange(len(row)).split(_positions(target.vocab_size, shapes, texts.temperature > 0)):
+        zero = torch.zeros(len(part), dtype=torch.long, device=device)
+        before = hidden[row[part].to(device), place[part].to(device) - 1]  # [a, F]
+        state = State(text[part].to(device), zero, before, zero == 0)
+        sampler = Sampler(
+            seeds=None if seeds is None else seeds[part].to(device),
+            processors=(),
+            temperature=torch.full_like(zero, texts.temperature or 1.0, dtype=torch.float32),
+            prompt=zero,
+            limit=zero,
+            ids=torch.arange(target.vocab_size, device=device),
+        )
+        noise = sampler.noise(place[part].to(device) + 1, depth)  # [a, K, V]
+        found.append(judge(drafter, target, state, sampler, noise, shapes).cpu())
+    accepted, drafted = torch.cat(found, dim=1)
+    return accepted, drafted
+
+
+def _hidden(drafter: RecurrentDrafter, target: Target, tokens: Tensor) -> Tensor:
+    """What a drafter reads of the base at every token `[B, T]`: `[B, T, F]`."""
+    with Teacher(target.model, drafter.config.target_layers) as teacher:
+        return teacher.read(tokens).hidden
+
+
+def _positions(vocabulary: int, shapes: Sequence[Shape], sampling: bool) -> int:
+    """Positions in one call of the drafter: a search holds some copies of its beams' scores, and making noise takes
+    several integers a number."""
+    a_position = 16 * max(shape.beams for shape in shapes) + 32 * sampling * max(shape.depth for shape in shapes)
+    return min(POSITIONS, max(1, BYTES // (vocabulary * a_position)))

@@ -10,9 +10,7 @@ end of a line, and Windows' line ends, are dropped: nobody can see them, and a s
 them.
 """
 
-import gzip
 import json
-import lzma
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -22,8 +20,10 @@ from typing import Any
 from recipe import UserError
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.errors import CheckpointError
+from redrafter.train.rows import open_lines
+
 Row = dict[str, Any]
-OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 ROLES = ("system", "user", "assistant")
 CHUNK_CHARS = 2000  # a prompt opens each piece of this length: enough left after it to compare a continuation with
 
@@ -36,14 +36,12 @@ def read_rows(path: str, exclude: tuple[str, ...] = ()) -> list[Row]:
         raise UserError(f"--data {path!r}: no such file")
     rows = []
     try:
-        with OPENERS.get(file.suffix, open)(file, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    row = _parse(line, where=f"{path}:{number}", source=file.name.partition(".")[0])
-                    if row["source"] not in exclude:
-                        rows.append(row)
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+        for number, line in open_lines(file):
+            row = _parse(line, where=f"{path}:{number}", source=file.name.partition(".")[0])
+            if row["source"] not in exclude:
+                rows.append(row)
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
     if not any(row["split"] == "train" for row in rows):
         raise UserError(f"{path}: no row to train on (sources left out: {', '.join(exclude) or 'none'})")
     return rows

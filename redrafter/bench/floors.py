@@ -21,12 +21,14 @@ def forward_bytes(model: Any) -> int:
 
 
 def draft_bytes(drafter: RecurrentDrafter, depth: int) -> int:
-    """Weights that `depth` search steps read. At the first the recurrence has no state to multiply `rnn_u` with."""
-    whole = sum(weight.nbytes for weight in drafter.parameters())
-    saved = 0
-    if drafter.config.rnn:
+    """Weights that `depth` search steps read. What fuses the target's layers is read once. At the first step the
+    published recurrence has no state to multiply `rnn_u` with."""
+    fused = 0 if drafter.fuse is None else sum(weight.nbytes for weight in drafter.fuse.parameters())
+    whole = sum(weight.nbytes for weight in drafter.parameters()) - fused
+    saved = -fused
+    if drafter.config.rnn and drafter.config.recurrence != "gated":
         weight, bias = drafter.rnn_u.weight, drafter.rnn_u.bias
-        saved = weight.nbytes + (bias.nbytes if drafter.config.recurrence == "trtllm" else 0)
+        saved += weight.nbytes + (bias.nbytes if drafter.config.recurrence == "trtllm" else 0)
     return depth * whole - saved
 
 

@@ -143,8 +143,11 @@ def pad_drafter(
 
     hidden_size, vocab_size: of the padded model. The exit dim grows with the hidden size; the head keeps its rows, as
     a drafter learns the ids that a target writes. seed: of the added weights.
-    Raises `ArgumentError` when the drafter is larger.
+    Raises `ArgumentError` when the drafter is larger, or not of the published form.
     """
+    form = drafter.config
+    if form.recurrence == "gated" or form.target_layers or form.head_rank:
+        raise ArgumentError("only a drafter of the published form can be padded: no gate, target_layers or head_rank")
     d, e = drafter.config.hidden_size, drafter.config.exit_dim
     for name, value in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         _check_grows(name, getattr(drafter.config, name), value)

@@ -66,8 +66,10 @@ def build_parser() -> Parser:
     _add_info(commands)
     _add_tune(commands)
     _add_bench(commands)
-    # These two read their own arguments; see SCRIPTS in the package.
+    # These read their own arguments; see SCRIPTS in the package.
     commands.add_parser("train", help="train a drafter for a model", add_help=False)
+    commands.add_parser("evaluate", help="say what a drafter is worth, by shape of tree and category", add_help=False)
+    commands.add_parser("regenerate", help="let a model answer a data set's prompts, to train on", add_help=False)
     commands.add_parser("convert", help="merge a model and its drafter into one checkpoint", add_help=False)
     return parser
 

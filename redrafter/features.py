@@ -1,0 +1,57 @@
+"""What a drafter may read of its target: the last hidden state, and the outputs of earlier layers beside it.
+
+Reading several depths at once is how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+from transformers import PreTrainedModel
+
+from redrafter.errors import MismatchError, UnsupportedError
+
+__all__ = ["decoder_layers", "join", "tapped"]
+
+
+def decoder_layers(model: PreTrainedModel, count: int, wanted: Sequence[int]) -> list[nn.Module]:
+    """The `wanted` ones of a model's `count` decoder layers, numbered from 0.
+
+    Raises `MismatchError` where there is no such layer, `UnsupportedError` where a model's layers cannot be found.
+    """
+    for index in wanted:
+        if not 0 <= index < count:
+            raise MismatchError(
+                f"the drafter reads layer {index}; {type(model).__name__} has {count} layers, from 0 to {count - 1}"
+            )
+    decoder: nn.Module = model.get_decoder()  # what sees images or hears may have as many layers
+    stacks = [each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+    if wanted and not stacks:
+        raise UnsupportedError(
+            f"{type(model).__name__} does not hold its {count} layers in a list, so a drafter cannot read them; "
+            "use one without target_layers"
+        )
+    return [stacks[0][index] for index in wanted]
+
+
+def join(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    """`[..., D]` of the last hidden state and `[..., D]` of each layer's output, brought to a root mean square of 1, as
+    `[..., F]` with F = (1 + layers) * D."""
+    normed = [rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(last) for x in outputs]
+    return torch.cat([last, *normed], dim=-1) if normed else last
+
+
+@contextmanager
+def tapped(layers: Sequence[nn.Module], see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Show every output of these layers to `see`, in their order, while the context lasts."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        see(output[0] if isinstance(output, tuple) else output)
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(hook).remove)
+        yield
