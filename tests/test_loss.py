@@ -13,17 +13,17 @@ from redrafter import MismatchError
 from redrafter.drafter import RecurrentDrafter
 from redrafter.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.head import CHUNK_BYTES, Objective, chunk_anchors, head_loss
+from redrafter.train.head import CHUNK_BYTES, CHUNK_ON_CPU, Objective, chunk_anchors, head_loss
 from redrafter.train.loss import Unroll, anchors, targets, weight
 from redrafter.train.new import new_drafter
 from redrafter.train.teacher import Reading, Teacher
 
-OBJECTIVES = [Objective(1, 1, 0, 3), Objective(0, 1, 0, 3), Objective(0.9, 1, 1, 2), Objective(0.3, 2.5, 0.7, 3)]
+OBJECTIVES = [Objective(1, 0, 3), Objective(0, 0, 3), Objective(0.9, 1, 2), Objective(0.3, 0.7, 3)]
 
 
 def loss_of_step(logits: Tensor, teacher: Tensor, label: int, objective: Objective) -> Tensor:
     """Of one prediction, by the definition. logits, teacher: `[V']`."""
-    p, log_q = (teacher * objective.sharpen).softmax(-1), logits.log_softmax(-1)
+    p, log_q = teacher.softmax(-1), logits.log_softmax(-1)
     loss = objective.distill * (p * (p.log() - log_q)).sum()
     return loss if label < 0 else loss - (1 - objective.distill) * log_q[label]
 
@@ -110,7 +110,7 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
     layers, known = drafter.config.target_layers, drafter.draft_ids
     target.tap(layers)
     ids = list(range(VOCAB)) if known is None else known.tolist()
-    config = TrainConfig(draft_len=3, distill=0.7, decay=0.8, reach=0.6, sharpen=1.3, chunk=7)
+    config = TrainConfig(draft_len=3, distill=0.7, decay=0.8, reach=0.6, chunk=7)
     text = torch.tensor([[5, 2, 40, 64, 7, 64, 33, 12, 90]])
     hidden, logits = [], []
     for length in range(1, 10):
@@ -120,7 +120,7 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
             got = target.prefill(text[:, :length], torch.tensor([length]), cache)
         logits.append(got[0][0, ids])
         hidden.append(got[1][0])
-    total, objective = torch.zeros(()), Objective(0.7, 1.3, 0.6, 30)
+    total, objective = torch.zeros(()), Objective(0.7, 0.6, 30)
     for i in range(7):
         state, said, own, taken = None, [], [], drafter.take(hidden[i])
         for k in range(1, min(3, 7 - i) + 1):
@@ -252,7 +252,7 @@ def test_in_bfloat16_the_gradient_of_the_head_is_summed_in_float32():
     with torch.autocast("cpu", torch.bfloat16):
         ones = torch.ones(600, 1)
         loss, _, _ = head_loss(
-            ones[..., None].expand(600, 1, 4), head, torch.zeros(1, 8), zeros, zeros, ones, Objective(0, 1, 0, 1), 1
+            ones[..., None].expand(600, 1, 4), head, torch.zeros(1, 8), zeros, zeros, ones, Objective(0, 0, 1), 1
         )
     loss.backward()
     torch.testing.assert_close(head.grad[0], torch.full((4,), 600 * (1 / 8 - 1)))  # bfloat16 would stop at 256
@@ -293,8 +293,10 @@ def test_logits_of_more_than_a_chunk_are_never_in_memory():
         config = TrainConfig(draft_len=steps, chunk=anchor_count * steps + 3)
         largest, kept = largest_of(vocabulary, config)
         assert largest == anchor_count * steps * vocabulary < everything / 5 and kept == head
-    assert chunk_anchors(vocabulary, steps) * steps * vocabulary * 4 <= CHUNK_BYTES
-    assert chunk_anchors(CHUNK_BYTES, steps) == 1  # however large a vocabulary
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert CHUNK_BYTES // 2 < chunk_anchors(vocabulary, steps, gpu) * steps * vocabulary * 4 <= CHUNK_BYTES
+    assert chunk_anchors(CHUNK_BYTES, steps, gpu) == 1  # however large a vocabulary
+    assert chunk_anchors(vocabulary, steps, cpu) * steps == CHUNK_ON_CPU
     assert largest_of(vocabulary, TrainConfig(draft_len=steps))[0] == everything  # as much as is allowed
 
 

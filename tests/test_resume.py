@@ -71,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize("more", [[], ["--optimizer", "muon", "--steps", "9"]])
+@pytest.mark.parametrize("more", [[], ["--recurrence", "gated", "--steps", "9"]])
 @pytest.mark.parametrize("saves", [0, 1, 3])
 def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(
     tmp_path, monkeypatch, capsys, whole, more, saves

@@ -21,7 +21,7 @@ from redrafter.train.culprit import told
 from redrafter.train.data import documents
 from redrafter.train.loop import new_accelerator
 from redrafter.train.loss import Losses, Unroll, weight
-from redrafter.train.optimizers import make_optimizers, schedule, state_size
+from redrafter.train.optimizer import BETAS, make_optimizer, schedule
 from redrafter.train.progress import Clock, Meter, Numbers, Standing
 from redrafter.train.rows import read_rows
 from redrafter.train.teacher import Teacher
@@ -128,30 +128,14 @@ def test_accumulated_batches_are_one_large_batch():
         torch.testing.assert_close(two[name], found, rtol=0, atol=1e-6)
 
 
-def test_muon_turns_the_inner_matrices_only():
-    model = tiny_model()
-    drafter = random_drafter(model, head_rank=12)
-    config = TrainConfig(optimizer="muon", weight_decay=0.1)
-    adamw, muon = make_optimizers(drafter, config, torch.device("cpu"))
-    names = {weight: name for name, weight in drafter.named_parameters()}
-    inner = {names[weight] for weight in muon.param_groups[0]["params"]}
-    assert {"rnn_u.weight", "rnn_w.weight", "layers.0.linear.weight"} <= inner
-    rest = {names[weight] for group in adamw.param_groups for weight in group["params"]}
-    assert {"lm_head.weight", "rnn_u.bias"} <= rest and inner | rest == set(names.values()) and not inner & rest
-    assert adamw.param_groups[0]["betas"] == (0.9, 0.95) and muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
-    assert [group["weight_decay"] for group in (*adamw.param_groups, *muon.param_groups)] == [0.1, 0, 0.1]
-    numbers = sum(weight.numel() for weight in drafter.parameters())
-    assert state_size(drafter, TrainConfig()) == 2 * numbers
-    assert state_size(drafter, config) == 2 * numbers - sum(weight.numel() for weight in muon.param_groups[0]["params"])
-
-
-def test_muon_needs_a_torch_that_has_it(monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
+def test_only_matrices_decay():
     drafter = random_drafter(tiny_model())
-    with pytest.raises(ArgumentError, match=r"--optimizer muon needs torch 2\.9 or newer"):
-        make_optimizers(drafter, TrainConfig(optimizer="muon"), torch.device("cpu"))
-    with pytest.raises(ArgumentError, match="fp16"):
-        make_optimizers(drafter, TrainConfig(optimizer="muon", mixed_precision="fp16"), torch.device("cpu"))
+    optimizer = make_optimizer(drafter, TrainConfig(weight_decay=0.1), torch.device("cpu"))
+    names = {weight: name for name, weight in drafter.named_parameters()}
+    decaying, others = ({names[weight] for weight in group["params"]} for group in optimizer.param_groups)
+    assert decaying | others == set(names.values()) and all(name.endswith("bias") for name in others)
+    assert not any(name.endswith("bias") for name in decaying)
+    assert [(group["weight_decay"], group["betas"]) for group in optimizer.param_groups] == [(0.1, BETAS), (0, BETAS)]
 
 
 def test_bf16_computes_in_half_precision_and_keeps_masters():

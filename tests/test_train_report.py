@@ -36,7 +36,7 @@ def windows_of(*lengths: int, length: int = 20) -> Windows:
 
 
 def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
-    arguments = command(tmp_path, "--exit-dim", "16", "--epochs", "3", "--accumulate", "2", "--optimizer", "muon")
+    arguments = command(tmp_path, "--exit-dim", "16", "--epochs", "3", "--accumulate", "2")
     (tmp_path / "base" / "model.safetensors").unlink()
     assert main([*arguments, "--dry-run"]) == 0
     said = capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
     assert f"{own:,} trainable parameters, {100 * own / whole:.1f} % of the base's" in said
     assert "data: 12 windows, " in said and "2 x 4 rows on each of 1 process, at most 256 tokens" in said
     assert "an epoch: 2 steps" in said and "in all: 5 steps, at most 1,280 tokens" in said
-    assert f"drafter's weights {4 * own / 1e6:.2f} MB" in said and "muon's state" in said
+    assert f"drafter's weights {4 * own / 1e6:.2f} MB" in said and "AdamW's state" in said
     assert main([*arguments, "--dry-run", "--draft-vocab-size", "9999"]) == 2
     assert main([*arguments, "--dry-run", "--drafter", str(tmp_path / "gone")]) == 2
 

@@ -55,7 +55,6 @@ class TrainConfig:
     validate: str | None = option(None, "texts to validate on; rows of --data with split val when not given", path=True)
     validate_prompts: int = option(32, "prompts that the base continues for validation; 0: none")
     validate_tokens: int = option(64, "tokens in each continuation")
-    shard_base: bool = option(False, "spread the base over the processes' devices, for one too large for each")
     report_to: tuple[str, ...] = option(
         (), "trackers to log to: tensorboard, wandb, trackio", type=names, metavar="NAME,..."
     )
@@ -73,22 +72,19 @@ class TrainConfig:
         "acceptance-aware weighting: how much less a draft step weighs where an earlier one would not have been among "
         "the beams; from 0 to 1",
     )
-    sharpen: float = option(1.0, "the base's distribution is sharpened by this, as if its temperature were the inverse")
-    optimizer: str = option(
-        "adamw", "muon: for matrices but the head's, and AdamW for the rest", choices=("adamw", "muon")
-    )
     lr: float = option(1e-3, "peak learning rate; it follows a cosine down to 0")
     warmup: float = option(0.03, "part of the training in which the learning rate rises from 0")
     weight_decay: float = option(0.0, "decay of matrices")
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm")
     chunk: int | None = option(
-        None, "predictions whose logits are in memory at once; as many as 512 MiB hold when not given"
+        None, "predictions whose logits are in memory at once; on a GPU as many as 512 MiB hold when not given"
     )
     compile: bool = option(False, "torch.compile the drafter's loss")
     mixed_precision: str | None = option(
         None, "the drafter's autocast; as accelerate is configured when not given", choices=("no", "fp16", "bf16")
     )
     cpu: bool = option(False, "stay on the CPU even where there is a GPU")
+    shard_base: bool = option(False, "spread the base over the processes' devices, for one too large for each")
     seed: int = option(0, "of the drafter's first weights and the order of the data")
     log_every: int = option(10, "steps between lines of progress")
     validate_every: int | None = option(
@@ -100,7 +96,7 @@ class TrainConfig:
         optional = ("steps", "epochs", "minutes", "exit_dim", "head_rank", "draft_vocab_size", "chunk")
         every = ("log_every", "validate_every", "save_every", "keep")
         sizes = ("length", "batch_size", "accumulate", "draft_len", "validate_tokens")
-        for name in (*sizes, *every, "decay", "lr", "sharpen", "max_grad_norm", *optional):
+        for name in (*sizes, *every, "decay", "lr", "max_grad_norm", *optional):
             if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
         for name in ("num_layers", "weight_decay", "validate_prompts", "seed"):

@@ -13,19 +13,19 @@ from torch import Tensor
 
 __all__ = ["Objective", "chunk_loss", "head_loss"]
 
-CHUNK_BYTES = 1 << 29  # of one float32 copy of a chunk's logits; a few are alive at once
+# Of one float32 copy of a chunk's logits, of which a few are alive at once. A CPU is fastest where they stay in its
+# cache, but each chunk also passes over the whole head.
+CHUNK_BYTES, CHUNK_ON_CPU = 1 << 29, 256
 
 
 class Objective(NamedTuple):
     """What is minimised: `distill * KL(base || drafter) + (1 - distill) * CE(own token)`.
 
-    sharpen: the base's distribution is that at this inverse temperature. reach: by how much, from 0 to 1, a step weighs
-    less where a token before it in the rollout would not have been among the drafter's `beams` likeliest, so that
-    drafting would not have come there.
+    reach: by how much, from 0 to 1, a step weighs less where a token before it in the rollout would not have been among
+    the drafter's `beams` likeliest, so that drafting would not have come there.
     """
 
     distill: float
-    sharpen: float
     reach: float
     beams: int
 
@@ -46,9 +46,9 @@ def chunk_loss(
     """logits: `[C, K, V']`. teacher: `[P, V']`; place: `[C, K]`, where in it to look, which is done here because a
     compiler then makes no copy. label: `[C, K]`, the text's own ids, -1 where the drafter does not know one: no
     cross-entropy there. weight: `[C, K]`, 0 where a step does not count."""
-    distill, sharpen, reach, beams = objective
-    log_q = logits.float().log_softmax(dim=-1)
-    log_p = (teacher[place].float() * sharpen).log_softmax(dim=-1)
+    distill, reach, beams = objective
+    log_q = logits.log_softmax(dim=-1, dtype=torch.float32)
+    log_p = teacher[place].log_softmax(dim=-1, dtype=torch.float32)
     q, p = log_q.exp(), log_p.exp()
     known = label >= 0  # [C, K]
     label = label.clamp(min=0)[:, :, None]
@@ -93,9 +93,10 @@ def head_loss(
     return _HeadLoss.apply(x, head, teacher, place, label, weight, objective, chunk, compute)
 
 
-def chunk_anchors(vocabulary: int, draft_len: int) -> int:
-    """Anchors in a chunk of `CHUNK_BYTES`."""
-    return max(CHUNK_BYTES // (4 * vocabulary * draft_len), 1)
+def chunk_anchors(vocabulary: int, draft_len: int, device: torch.device) -> int:
+    """Anchors in a chunk: of `CHUNK_BYTES`, or on a CPU of `CHUNK_ON_CPU` predictions."""
+    predictions = CHUNK_ON_CPU if device.type == "cpu" else CHUNK_BYTES // (4 * vocabulary)
+    return max(predictions // draft_len, 1)
 
 
 class _HeadLoss(torch.autograd.Function):

@@ -12,13 +12,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from redrafter.drafter import RecurrentDrafter
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, machine_state, set_machine_state
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import Unroll, weight
-from redrafter.train.optimizers import make_optimizers, schedule
+from redrafter.train.optimizer import make_optimizer, schedule
 from redrafter.train.progress import Clock, Meter, Numbers
 from redrafter.train.teacher import Teacher
 
@@ -125,9 +126,10 @@ class _Trainer:
         self.teacher = Teacher(placed.to(accelerator.device), drafter.config.target_layers)
         self.meter = Meter(config.draft_len, accelerator)
         unroll = Unroll(drafter.train(), config)
-        self.unroll, *self.optimizers = accelerator.prepare(
-            unroll, *make_optimizers(drafter, config, accelerator.device)
-        )
+        self.unroll, self.optimizer = accelerator.prepare(unroll, make_optimizer(drafter, config, accelerator.device))
+        if isinstance(self.unroll, DistributedDataParallel):
+            # Else it moves the mask to the device, where the positions that count cannot be found without waiting.
+            self.unroll.device_ids = None
         if resumed is not None:
             self._load(resumed)
         self.clock = Clock(config, accelerator, None if resumed is None else deepcopy(resumed.standing))
@@ -135,9 +137,8 @@ class _Trainer:
 
     def step(self, group: Sequence[Sequence[Tensor]], rate: float) -> None:
         """One optimizer step over some batches. The mean is over all of them, of all processes. rate: of learning."""
-        for optimizer in self.optimizers:
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = rate
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = rate
         own = sum((weight(mask, self.config) for _, mask, *_ in group), torch.zeros(()))
         own = self._placed(own)
         # Gradients are averaged over the processes.
@@ -154,9 +155,8 @@ class _Trainer:
         norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm)
         if self.accelerator.scaler is None:  # which steps over such gradients
             self.meter.check(self.clock.step, norm)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.clock.at.step += 1
 
     def waited(self, groups: Iterator[list[Any]]) -> Iterator[list[Any]]:
@@ -177,7 +177,7 @@ class _Trainer:
 
     def numbers(self) -> Numbers:
         clock, meter = self.clock, self.meter
-        speed, rate = clock.at.tokens / max(clock.seconds, 1e-9), self.optimizers[0].param_groups[0]["lr"]
+        speed, rate = clock.at.tokens / max(clock.seconds, 1e-9), self.optimizer.param_groups[0]["lr"]
         return Numbers(clock.step, clock.steps, clock.part, clock.seconds, speed, meter.loss, meter.accuracy, rate)
 
     def judge(self) -> None:
@@ -205,7 +205,7 @@ class _Trainer:
             if self.accelerator.is_main_process:
                 scaler = self.accelerator.scaler
                 state = {
-                    "optimizers": [each.state_dict() for each in self.optimizers],
+                    "optimizer": self.optimizer.state_dict(),
                     "scaler": None if scaler is None else scaler.state_dict(),
                 }
                 self.checkpoints.save(self.drafter, self.clock.at, state, machines)
@@ -217,8 +217,7 @@ class _Trainer:
 
     def _load(self, resumed: Checkpoint) -> None:
         state, machines = resumed.state()
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         set_machine_state(self.accelerator, machines)

@@ -69,10 +69,7 @@ class Unroll(nn.Module):
     def __init__(self, drafter: RecurrentDrafter, config: TrainConfig):
         super().__init__()
         self.drafter, self.config = drafter, config
-        self.objective = Objective(config.distill, config.sharpen, config.reach, drafter.config.draft_beams)
-        vocabulary = drafter.lm_head.out_features
-        by_bytes = chunk_anchors(vocabulary, config.draft_len)
-        self.chunk = by_bytes if config.chunk is None else max(config.chunk // config.draft_len, 1)
+        self.objective = Objective(config.distill, config.reach, drafter.config.draft_beams)
         own = torch.arange(drafter.config.vocab_size)
         if isinstance(drafter.draft_ids, Tensor):
             known = drafter.draft_ids.cpu()
@@ -84,8 +81,9 @@ class Unroll(nn.Module):
     def forward(self, tokens: Tensor, mask: Tensor, reading: Reading) -> Losses:
         """tokens: `[B, T]`, on the drafter's device. mask: `[B, T]` bool, better on the host. reading: of tokens."""
         config, drafter, device = self.config, self.drafter, tokens.device
+        chunk = self._chunk(device)
         # Compiled, all chunks have one size.
-        chosen, weight = anchors(mask, config.draft_len, config.decay, self.chunk if config.compile else 1)
+        chosen, weight = anchors(mask, config.draft_len, config.decay, chunk if config.compile else 1)
         chosen, weight = chosen.to(device, non_blocking=True), weight.to(device, non_blocking=True)  # [A], [A, K]
         labels = self.own[tokens].flatten()
         last = len(labels) - 1  # steps past the end weigh 0; they only must not index past it
@@ -109,7 +107,13 @@ class Unroll(nn.Module):
             label,
             weight,
             self.objective,
-            self.chunk,
+            chunk,
             self._compute,
         )
         return Losses(loss, seen, right)
+
+    def _chunk(self, device: torch.device) -> int:
+        """Anchors in a chunk."""
+        if self.config.chunk is not None:
+            return max(self.config.chunk // self.config.draft_len, 1)
+        return chunk_anchors(self.drafter.lm_head.out_features, self.config.draft_len, device)

@@ -9,9 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import CheckpointError, first_line
 from redrafter.train.config import TrainConfig
-from redrafter.train.head import CHUNK_BYTES
+from redrafter.train.head import chunk_anchors
 from redrafter.train.new import new_config
-from redrafter.train.optimizers import state_size
 from redrafter.train.windows import Windows
 
 __all__ = ["last_step", "outline", "plan"]
@@ -88,15 +87,16 @@ def _memory(
     own, size = sum(weight.numel() for weight in drafter.parameters()), base.dtype.itemsize
     told, vocabulary = drafter.config, drafter.lm_head.out_features
     places = config.batch_size * row
-    most = CHUNK_BYTES if config.chunk is None else 4 * vocabulary * config.chunk
-    chunk = min(most, 4 * vocabulary * config.draft_len * places)
+    device = torch.device("cpu" if config.cpu or not torch.cuda.is_available() else "cuda")
+    most = config.chunk or config.draft_len * chunk_anchors(vocabulary, config.draft_len, device)
+    chunk = 4 * vocabulary * min(most, config.draft_len * places)
     reduced = vocabulary if told.draft_vocab_size is not None else 0
     states = 4 * places * config.draft_len * told.exit_dim * (2 + told.num_draft_layers)
     parts = {
         "base": sum(weight.numel() for weight in base.parameters()) * size / (processes if config.shard_base else 1),
         "drafter's weights": 4 * own,
         "their gradients": 4 * own,
-        f"{config.optimizer}'s state": 4 * state_size(drafter, config),
+        "AdamW's state": 8 * own,
         "the base's logits": places * (told.vocab_size + reduced) * size,
         "the drafter's states": states,
         "a chunk's logits": ALIVE * chunk,
