@@ -21,14 +21,14 @@ from redrafter.proposer import RecurrentProposer
 from redrafter.sampling import Sampler
 from redrafter.step import State
 from redrafter.target import Target
-from redrafter.train import texts as texts_module
-from redrafter.train import walk as walk_module
-from redrafter.train.evaluate import EvaluateOptions, evaluate
-from redrafter.train.evaluate_prompts import categories
-from redrafter.train.shapes import Shape, judge
+from redrafter.train.evaluate import texts as texts_module
+from redrafter.train.evaluate import walk as walk_module
+from redrafter.train.evaluate.command import EvaluateOptions, evaluate
+from redrafter.train.evaluate.prompts import categories
+from redrafter.train.evaluate.shapes import Shape, judge
+from redrafter.train.evaluate.texts import Texts, repeated, stops, written
+from redrafter.train.evaluate.walk import HeldOut, Walk, walk, walked
 from redrafter.train.teacher import Teacher
-from redrafter.train.texts import Texts, repeated, stops, written
-from redrafter.train.walk import HeldOut, Walk, walk, walked
 
 SHAPES = [
     *(Shape(3, depth, nodes) for depth, nodes in ((4, 13), (4, 6), (4, 99), (2, 7), (2, 4), (1, 1))),

@@ -21,13 +21,13 @@ from redrafter.checkpoint import boxed_pair, load_tokenizer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.step import Plain
 from redrafter.target import Target
-from redrafter.train import answering
-from redrafter.train.answering import next_batch
-from redrafter.train.data import documents
-from redrafter.train.journal import Journal
-from redrafter.train.regenerate import RegenerateConfig, load, parse, regenerate
-from redrafter.train.rows import Row, fingerprint, read_rows
-from redrafter.train.tasks import Limits, Task, _behind
+from redrafter.train.data.documents import documents
+from redrafter.train.data.rows import Row, fingerprint, read_rows
+from redrafter.train.regenerate import answering
+from redrafter.train.regenerate.answering import next_batch
+from redrafter.train.regenerate.command import RegenerateConfig, load, parse, regenerate
+from redrafter.train.regenerate.journal import Journal
+from redrafter.train.regenerate.tasks import Limits, Task, _behind
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB, CONTEXT, EOS = len(BYTES) + 6, 160, 2

@@ -18,16 +18,16 @@ from redrafter.errors import ArgumentError
 from redrafter.target import Target
 from redrafter.train.config import parse, shown_command
 from redrafter.train.culprit import told
-from redrafter.train.data import documents
+from redrafter.train.data.documents import documents
+from redrafter.train.data.rows import read_rows
+from redrafter.train.data.windows import Windows
+from redrafter.train.evaluate.walk import greedy_texts, walked
 from redrafter.train.loop import new_accelerator
 from redrafter.train.loss import Losses, Unroll, weight
 from redrafter.train.optimizer import BETAS, make_optimizer, schedule
 from redrafter.train.progress import Clock, Meter, Numbers, Standing
-from redrafter.train.rows import read_rows
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import TrainConfig, main, new_drafter, train
-from redrafter.train.walk import greedy_texts, walked
-from redrafter.train.windows import Windows
 
 VOCAB, HIDDEN, CONTEXT = len(BYTES) + 6, 32, 128
 

@@ -13,10 +13,10 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from redrafter.errors import CheckpointError, MismatchError
-from redrafter.train.data import documents, prompts, show_sample
+from redrafter.train.data.documents import documents, prompts, show_sample
+from redrafter.train.data.rows import Row, fingerprint, read_rows
+from redrafter.train.data.windows import Batch, Document, Windows, best_fit
 from redrafter.train.loss import targets
-from redrafter.train.rows import Row, fingerprint, read_rows
-from redrafter.train.windows import Batch, Document, Windows, best_fit
 
 SHARED = {
     "conversations": [
@@ -92,7 +92,7 @@ def test_rows_of_every_kind_keep_their_order_when_tokenized_together(tmp_path, m
     tokenizer = tiny_tokenizer()
     alone = [document for row in rows for document in documents([row], tokenizer)]
     for size in (1, 30, 10_000):
-        monkeypatch.setattr("redrafter.train.data.GROUP", size)
+        monkeypatch.setattr("redrafter.train.data.documents.GROUP", size)
         assert list(documents(rows, tokenizer)) == alone
     assert [learnt(document) for document in alone[::4]] == ["first", "last"]
     assert learnt(alone[1]) == "yes</s>\nno</s>\n" and "<|system|>\nbe kind" in tokenizer.decode(alone[1].ids)

@@ -16,12 +16,12 @@ from redrafter import RecurrentDrafter
 from redrafter.train import provenance
 from redrafter.train.config import TrainConfig, parse
 from redrafter.train.culprit import told
+from redrafter.train.data.windows import Document, Windows
 from redrafter.train.loop import train
 from redrafter.train.plan import last_step, outline
 from redrafter.train.progress import Console, Numbers
 from redrafter.train.provenance import data_hash, files, revision
 from redrafter.train.train_drafter import main
-from redrafter.train.windows import Document, Windows
 
 NUMBERS = Numbers(3, 10, 0.3, 12.0, 5000.0, 2.5, [0.5], 1e-3)
 

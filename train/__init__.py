@@ -1,1 +1,1 @@
-"""Trainers of drafters."""
+"""Training of drafters."""

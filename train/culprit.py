@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.train.windows import Batch, Windows
+from redrafter.train.data.windows import Batch, Windows
 
 __all__ = ["told"]
 

@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import CheckpointError, first_line
 from redrafter.train.config import TrainConfig
+from redrafter.train.data.windows import Windows
 from redrafter.train.head import chunk_anchors
 from redrafter.train.new import new_config
-from redrafter.train.windows import Windows
 
 __all__ = ["last_step", "outline", "plan"]
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 import redrafter
 from redrafter.bench.facts import hardware
 from redrafter.train.config import TrainConfig, shown_command
+from redrafter.train.data.windows import Windows
 from redrafter.train.loop import Report
-from redrafter.train.windows import Windows
 from redrafter.version import __version__
 
 __all__ = ["data_hash", "files", "provenance", "revision", "versions"]

@@ -27,20 +27,20 @@ from redrafter.train.card import model_card, shape, sizes
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, Identity
 from redrafter.train.config import TrainConfig, parse
 from redrafter.train.culprit import told
-from redrafter.train.data import documents, prompts, show_sample
+from redrafter.train.data.documents import documents, prompts, show_sample
+from redrafter.train.data.rows import Row, read_rows
+from redrafter.train.data.windows import Batch, Windows
+from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.texts import stops
+from redrafter.train.evaluate.walk import HeldOut, Walk
 from redrafter.train.loop import Report, new_accelerator, train
 from redrafter.train.new import new_drafter
 from redrafter.train.output import check_output, save
 from redrafter.train.plan import last_step, plan
 from redrafter.train.progress import Console, NotFiniteError
 from redrafter.train.provenance import data_hash, provenance
-from redrafter.train.rows import Row, read_rows
-from redrafter.train.shapes import Shape
 from redrafter.train.shard import load_sharded
-from redrafter.train.texts import stops
 from redrafter.train.trackers import start_trackers, tracking
-from redrafter.train.walk import HeldOut, Walk
-from redrafter.train.windows import Batch, Windows
 
 __all__ = ["Report", "TrainConfig", "main", "new_drafter", "train"]
 

@@ -21,7 +21,7 @@ from recipe import UserError
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.errors import CheckpointError
-from redrafter.train.rows import open_lines
+from redrafter.train.data.rows import open_lines
 
 Row = dict[str, Any]
 ROLES = ("system", "user", "assistant")

@@ -15,8 +15,8 @@ __all__ = ["main"]
 # Commands that are programs of their own and read their own arguments.
 SCRIPTS = {
     "convert": "redrafter.convert.convert_checkpoint",
-    "evaluate": "redrafter.train.evaluate",
-    "regenerate": "redrafter.train.regenerate",
+    "evaluate": "redrafter.train.evaluate.command",
+    "regenerate": "redrafter.train.regenerate.command",
     "train": "redrafter.train.train_drafter",
 }
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from redrafter.bench.facts import hardware, versions
 from redrafter.cli.loading import Pair
-from redrafter.train.shapes import Shape
-from redrafter.train.texts import Texts, repeated
-from redrafter.train.walk import Walk
+from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.texts import Texts, repeated
+from redrafter.train.evaluate.walk import Walk
 
 if TYPE_CHECKING:
-    from redrafter.train.evaluate import EvaluateOptions
+    from redrafter.train.evaluate.command import EvaluateOptions
 
 __all__ = ["Result", "lines", "report"]
 

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.bench.prompts import encode, read_prompts
 from redrafter.errors import ArgumentError
-from redrafter.train.data import prompts
-from redrafter.train.rows import Row, read_rows
+from redrafter.train.data.documents import prompts
+from redrafter.train.data.rows import Row, read_rows
 
 __all__ = ["categories"]
 

@@ -23,10 +23,10 @@ from redrafter.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError
 from redrafter.step import Plain
 from redrafter.target import Target
-from redrafter.train.answering import Writer, mine
-from redrafter.train.journal import Journal
-from redrafter.train.regenerate_config import RegenerateConfig, parse
-from redrafter.train.rows import Row, fingerprint, read_rows
+from redrafter.train.data.rows import Row, fingerprint, read_rows
+from redrafter.train.regenerate.answering import Writer, mine
+from redrafter.train.regenerate.config import RegenerateConfig, parse
+from redrafter.train.regenerate.journal import Journal
 from redrafter.tuning import target_fingerprint
 
 __all__ = ["RegenerateConfig", "main", "parse", "regenerate"]

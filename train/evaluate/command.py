@@ -26,12 +26,12 @@ from redrafter.errors import ArgumentError
 from redrafter.flags import add_options, flag, integers, option, read_options, shown
 from redrafter.proposer import RecurrentProposer
 from redrafter.redrafter import ReDrafter
-from redrafter.train.evaluate_plot import plot
-from redrafter.train.evaluate_prompts import categories
-from redrafter.train.evaluate_report import Result, lines, report
-from redrafter.train.shapes import Shape
-from redrafter.train.texts import stops, written
-from redrafter.train.walk import walk
+from redrafter.train.evaluate.plot import plot
+from redrafter.train.evaluate.prompts import categories
+from redrafter.train.evaluate.report import Result, lines, report
+from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.texts import stops, written
+from redrafter.train.evaluate.walk import walk
 
 __all__ = ["EvaluateOptions", "evaluate", "main"]
 

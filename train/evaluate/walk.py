@@ -20,9 +20,9 @@ from redrafter.outputs import Stats
 from redrafter.sampling import Sampler
 from redrafter.step import State
 from redrafter.target import Target
-from redrafter.train.shapes import Shape, judge
+from redrafter.train.evaluate.shapes import Shape, judge
+from redrafter.train.evaluate.texts import ROWS, Texts, written
 from redrafter.train.teacher import Teacher
-from redrafter.train.texts import ROWS, Texts, written
 
 __all__ = ["HeldOut", "Walk", "greedy_texts", "walk", "walked"]
 

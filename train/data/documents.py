@@ -13,8 +13,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError, first_line
-from redrafter.train.rows import Row, fingerprint
-from redrafter.train.windows import Document
+from redrafter.train.data.rows import Row, fingerprint
+from redrafter.train.data.windows import Document
 
 __all__ = ["documents", "prompt", "prompts", "show_sample"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.errors import CheckpointError, MismatchError, first_line
-from redrafter.train.rows import Row, fingerprint
+from redrafter.train.data.rows import Row, fingerprint
 
 __all__ = ["Limits", "Task", "task_of"]
 

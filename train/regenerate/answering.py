@@ -13,11 +13,11 @@ from redrafter.cli.loading import Pair, Run
 from redrafter.cli.options import GenerationOptions
 from redrafter.engine import Engine
 from redrafter.errors import CacheFullError, ReDrafterError, first_line
-from redrafter.train.journal import Journal
-from redrafter.train.regenerate_config import RegenerateConfig
-from redrafter.train.rows import Row, fingerprint
-from redrafter.train.tasks import Limits, Task, task_of
-from redrafter.train.texts import stops
+from redrafter.train.data.rows import Row, fingerprint
+from redrafter.train.evaluate.texts import stops
+from redrafter.train.regenerate.config import RegenerateConfig
+from redrafter.train.regenerate.journal import Journal
+from redrafter.train.regenerate.tasks import Limits, Task, task_of
 
 __all__ = ["Writer", "base_name", "mine", "next_batch"]
 

@@ -1,0 +1,1 @@
+"""What a drafter is worth: trees walked along texts that the base wrote once."""

@@ -1,0 +1,1 @@
+"""The base answers the prompts of a data set itself."""
