@@ -1,5 +1,6 @@
 """Every example runs as a reader would run it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,23 @@ def test_the_example_runs(script, tmp_path):
 
 def test_no_example_is_left_out():
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(SCRIPTS)
+
+
+def test_the_recipe_of_the_boxed_pair_runs(tmp_path):
+    """On this project's own pages, in the sizes that are there to try it out."""
+    root = EXAMPLES.parent
+    pages = [page.read_text(encoding="utf-8") for page in (root / "README.md", *sorted((root / "docs").glob("*.md")))]
+    parts = [page[at : at + 3000] for page in pages for at in range(0, len(page) - 3000, 3000)]
+    talk = [{"role": "user", "content": "What is a node?"}, {"role": "assistant", "content": parts[0][:400]}]
+    rows = [
+        {"source": "pages", "split": "val" if n % 8 == 0 else "train", "text": part} for n, part in enumerate(parts)
+    ]
+    rows += [{"source": "talks", "split": split, "conversations": talk} for split in ("train", "val")]
+    rows = [{"id": str(n)} | row for n, row in enumerate(rows)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    command = [EXAMPLES / "tiny_pair" / "run.py", "--tiny", "--data", "data.jsonl", "--out", "out", "--device", "cpu"]
+    found = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stderr
+    assert "lattice, coupled" in found.stdout and (tmp_path / "out" / "pair" / "model.safetensors").is_file()

@@ -65,7 +65,7 @@ class Recipe:
     drafter_distill: float = option(0.9, "weight of the base's distribution against the text's own tokens")
     drafter_decay: float = option(0.9, "weight of each draft step relative to the one before")
     drafter_lr: float = option(4e-3, "peak learning rate")
-    drafter_chunk: int = option(32_768, "anchors whose draft logits are in memory at once")
+    drafter_chunk: int = option(163_840, "predictions whose logits are in memory at once")
 
     evaluation_prompts: int = option(200, "held-out prompts")
     evaluation_new: int = option(128, "tokens written after each")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from redrafter.proposer import RecurrentProposer
 from redrafter.sampling import Sampler
-from redrafter.step import State
+from redrafter.step import AnyCache, State
 from redrafter.tree import Tree
 
 
@@ -18,6 +18,12 @@ class Uncoupled:
 
     inner: RecurrentProposer
 
+    model = None
+
+    @property
+    def scratch(self) -> int:
+        return self.inner.scratch
+
     @property
     def nodes(self) -> int:
         return self.inner.nodes
@@ -26,7 +32,7 @@ class Uncoupled:
     def depth(self) -> int:
         return self.inner.depth
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None = None) -> Tree:
         return self.inner.propose(state, sampler, None if noise is None else torch.zeros_like(noise))
 
 
@@ -39,7 +45,7 @@ class FinalBeams(Uncoupled):
 
     never: int
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None = None) -> Tree:
         tree = super().propose(state, sampler, noise)
         prefix = tree.ancestors[:, -self.inner.beams :].any(dim=1)  # [B, N]
         return replace(tree, tokens=torch.where(prefix, tree.tokens, self.never))
