@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.target import Target
+from redrafter.tree import check_size
 
 __all__ = [
     "DRAFTER_FOLDER",
@@ -55,8 +56,8 @@ class TreeShape:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ArgumentError(f"{field.name} must be a positive integer, got {value!r}")
+            if value is not None:
+                check_size(field.name, value)
 
     def over(self, other: "TreeShape") -> "TreeShape":
         """This shape, with `other`'s values where it has none."""

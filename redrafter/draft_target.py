@@ -19,6 +19,7 @@ from redrafter.options import EngineOptions
 from redrafter.request import Request
 from redrafter.step import Proposer
 from redrafter.target import Target
+from redrafter.tree import check_size
 from redrafter.vocabulary import check_vocabularies
 
 __all__ = ["ACCEPTANCE", "Acceptance", "DraftTarget"]
@@ -166,8 +167,7 @@ def _check(
     for name, value in (("draft_len", draft_len), ("num_beams", num_beams), ("node_budget", node_budget)):
         if value is None and name == "node_budget":
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
+        check_size(name, value)
     if acceptance not in ACCEPTANCE:
         raise ArgumentError(f"acceptance must be one of {', '.join(ACCEPTANCE)}, got {acceptance!r}")
     if not isinstance(adaptive, bool):

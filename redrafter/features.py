@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from redrafter.errors import MismatchError, UnsupportedError
 
-__all__ = ["decoder_layers", "join", "tapped"]
+__all__ = ["decoder_layers", "decoder_stack", "join", "tapped"]
 
 
 def decoder_layers(model: PreTrainedModel, count: int, wanted: Sequence[int]) -> list[nn.Module]:
@@ -27,14 +27,21 @@ def decoder_layers(model: PreTrainedModel, count: int, wanted: Sequence[int]) ->
             raise MismatchError(
                 f"the drafter reads layer {index}; {type(model).__name__} has {count} layers, from 0 to {count - 1}"
             )
-    decoder: nn.Module = model.get_decoder()  # what sees images or hears may have as many layers
-    stacks = [each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
-    if wanted and not stacks:
+    if not wanted:
+        return []
+    stack = decoder_stack(model, count)
+    if stack is None:
         raise UnsupportedError(
             f"{type(model).__name__} does not hold its {count} layers in a list, so a drafter cannot read them; "
             "use one without target_layers"
         )
-    return [stacks[0][index] for index in wanted]
+    return [stack[index] for index in wanted]
+
+
+def decoder_stack(model: PreTrainedModel, count: int) -> nn.ModuleList | None:
+    """All `count` decoder layers of a model, where it holds them in a list."""
+    decoder: nn.Module = model.get_decoder()  # what sees images or hears may have as many layers
+    return next((each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == count), None)
 
 
 def join(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:

@@ -5,14 +5,25 @@ A field is declared with `option(default, help, ...)`. Its flag is its name with
 """
 
 import argparse
+import os
 import shlex
 import types
 from collections.abc import Sequence
 from dataclasses import Field, field, fields
-from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["add_options", "flag", "integers", "names", "option", "read_options", "shown", "shown_command"]
+__all__ = [
+    "add_options",
+    "flag",
+    "floats",
+    "integers",
+    "names",
+    "option",
+    "own_name",
+    "read_options",
+    "shown",
+    "shown_command",
+]
 
 T = TypeVar("T")
 
@@ -28,6 +39,11 @@ def option(default: Any, help: str, **argument: Any) -> Any:
 def integers(text: str) -> tuple[int, ...]:
     """ "1,2,4" as numbers."""
     return tuple(int(number) for number in text.split(","))
+
+
+def floats(text: str) -> tuple[float, ...]:
+    """ "0,0.7" as numbers."""
+    return tuple(float(number) for number in text.split(","))
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -102,5 +118,12 @@ def _plain(hint: Any) -> Any:
 
 
 def _short(item: Field[Any], value: Any) -> str:
-    folder = item.metadata.get("path") or (item.name == "model" and Path(str(value)).is_dir())
-    return Path(value).resolve().name if folder else shown(value)
+    if item.metadata.get("path"):
+        return os.path.basename(os.path.abspath(value))
+    return own_name(value) if item.name == "model" else shown(value)
+
+
+def own_name(place: str) -> str:
+    """A file or directory without what is above it; a hub id as it is."""
+    there = os.path.isabs(place) or os.path.exists(place)
+    return os.path.basename(os.path.abspath(place)) if there else place

@@ -10,12 +10,11 @@ from transformers import PreTrainedModel
 
 from redrafter.checkpoint import bind
 from redrafter.engine import Engine
-from redrafter.errors import ArgumentError
 from redrafter.options import EngineOptions
 from redrafter.sampling import Sampler
 from redrafter.step import AnyCache, State
 from redrafter.target import Target
-from redrafter.tree import Tree, chain
+from redrafter.tree import Tree, chain, check_size
 
 __all__ = ["LookupProposer", "PromptLookup"]
 
@@ -36,9 +35,7 @@ class LookupProposer:
 
     def __post_init__(self) -> None:
         for name in ("ngram", "draft_len"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
+            check_size(name, getattr(self, name))
 
     @property
     def nodes(self) -> int:

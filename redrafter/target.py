@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from redrafter import kernels
 from redrafter.blocks import BLOCK
 from redrafter.cache import LayerShape, RaggedCache
-from redrafter.errors import MismatchError, UnsupportedError, first_line
+from redrafter.errors import CheckpointError, MismatchError, UnsupportedError, first_line
 from redrafter.features import decoder_layers, join, tapped
 from redrafter.mask import AttentionKind, additive, visible
 from redrafter.packed import PackedForward
@@ -311,6 +311,10 @@ def _compare(found: Tensor, expected: Tensor, name: str) -> None:
     """found, expected: `[B, N, V]` logits."""
     allowed = _TOLERANCE.get(found.dtype, _HALF)
     found, expected = found.float(), expected.float()
+    if not bool(expected.isfinite().all()):
+        raise CheckpointError(
+            f"{name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow for them"
+        )
     error = (found - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
     if not bool((error.max() <= allowed.worst) & (error.median() <= allowed.typical)):
         raise UnsupportedError(

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from redrafter import kernels
+from redrafter.errors import ArgumentError
 
-__all__ = ["Tree", "chain", "keep_best", "tree_of"]
+__all__ = ["Tree", "chain", "check_size", "keep_best", "tree_of"]
+
+MOST = 1024  # beams, and levels; a tree's memory grows with the square of its nodes
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,14 @@ def chain(tokens: Tensor) -> Tree:
         levels=nodes - 1,
         branches=False,
     )
+
+
+def check_size(name: str, value: object) -> None:
+    """Raise `ArgumentError` unless value can be a number of beams, of levels, or of nodes to keep."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST**2:
+        raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
+    if value > MOST and name != "node_budget":
+        raise ArgumentError(f"{name} must be at most {MOST}, got {value}")
 
 
 def keep_best(

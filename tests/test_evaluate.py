@@ -27,7 +27,7 @@ from redrafter.train.evaluate.command import EvaluateOptions, evaluate
 from redrafter.train.evaluate.prompts import categories
 from redrafter.train.evaluate.shapes import Shape, judge
 from redrafter.train.evaluate.texts import Texts, repeated, stops, written
-from redrafter.train.evaluate.walk import HeldOut, Walk, walk, walked
+from redrafter.train.evaluate.walk import HeldOut, Walk, walk
 from redrafter.train.teacher import Teacher
 
 SHAPES = [
@@ -117,17 +117,23 @@ def test_a_walk_is_what_generate_reports(request, pair, temperature, monkeypatch
         assert sum(each.accepted for each in found[0]) > 5
 
 
+def walked(drafter: RecurrentDrafter, model: PreTrainedModel, *texts: list[int]) -> Walk:
+    """A chain of three drafts along texts with prompts of one token, all together."""
+    shape, given = Shape(1, 3, 4), Texts(list(texts), [1] * len(texts), [False] * len(texts))
+    return Walk.of(shape, walk(drafter, Target(model), given, [shape])[0])
+
+
 def test_walking_ends_with_the_text(monkeypatch):
     """A drafter that says 0 forever, on texts of zeros: what stands past a text's end must not look like more of it,
     nor count as refused."""
     model, drafter = tiny_model("llama"), tiny_drafter()
     zero = torch.zeros(VOCAB).index_fill(0, torch.tensor(0), 1.0)
     monkeypatch.setattr(drafter, "step", lambda e, s, h: (zero.expand(*e.shape[:-1], VOCAB), e))
-    found = walked(drafter, Target(model), [[5] + [0] * 7, [5, 0, 0], [5, 0]], [1] * 3, beams=1, depth=3, nodes=4)
+    found = walked(drafter, model, [5] + [0] * 7, [5, 0, 0], [5, 0])
     # The first: three drafts and one more, then the two that are left. The second: the one that is left.
     assert (found.steps, found.emitted, found.accepted_by_depth) == (3, 7, [3, 2, 1])
     assert found.tried == [3, 2, 1] and found.acceptance == [1, 1, 1]
-    missing = walked(drafter, Target(model), [[5, 0, 7, 0, 0, 0]], [1], beams=1, depth=3, nodes=4)
+    missing = walked(drafter, model, [5, 0, 7, 0, 0, 0])
     # Nothing of the first step, two of the second; the third draft had no room.
     assert missing.tried == [2, 1, 1] and missing.accepted_by_depth == [1, 1, 1]
     assert Walk.of(Shape(1, 3, 4)).acceptance == [None] * 3
@@ -241,20 +247,17 @@ def test_a_chain_is_cut_at_its_end_even_where_rounding_scores_a_child_above_its_
 
 def test_held_out_texts_are_written_once_and_walked_by_any_drafter(patterned, monkeypatch):
     model, drafter = patterned
+    shape = Shape(3, 4, 13)
     mute = HeldOut(Target(model), random_prompts(), 12, ends=range(VOCAB))
-    assert mute.count == mute.walk(drafter, SHAPES)[0][0].steps == 0
-    held_out = HeldOut(Target(model), random_prompts(), 12, (0.0, 1.0), seed=3)
+    assert mute.count == mute.walk(drafter, shape).steps == 0
+    held_out = HeldOut(Target(model), random_prompts(), 12)
+    assert held_out.texts == written(Target(model), random_prompts(), 12)
     monkeypatch.setattr(texts_module, "Engine", None)  # from here on nothing may be written
-    shapes = [Shape(3, 4, 13), Shape(1, 2, 3)]
-    first = held_out.walk(drafter.train(), shapes)
-    assert drafter.training and held_out.walk(drafter.eval(), shapes) == first
-    for texts, found in zip(held_out.texts, first, strict=True):
-        rows = walk(drafter, held_out.target, texts, shapes)
-        assert found == [Walk.of(shape, each) for shape, each in zip(shapes, rows, strict=True)]
-    assert held_out.texts[1].seeds == [3, 4, 5, 6, 7] and held_out.texts[0].seeds is None
-    assert held_out.count == sum(len(own) > 1 for own in held_out.texts[0].own) > 0
-    other = held_out.walk(tiny_drafter(), shapes)
-    assert other[0][0].accepted < first[0][0].accepted
+    first = held_out.walk(drafter.train(), shape)
+    assert drafter.training and held_out.walk(drafter.eval(), shape) == first
+    assert first == Walk.of(shape, walk(drafter, held_out.target, held_out.texts, [shape])[0])
+    assert held_out.count == sum(len(own) > 1 for own in held_out.texts.own) > 0
+    assert held_out.walk(tiny_drafter(), shape).accepted < first.accepted
 
 
 # Texts
@@ -283,8 +286,8 @@ def test_only_a_temperature_stands_between_model_and_text():
 
 
 def test_repetition_is_of_runs_that_occurred_before_in_the_same_text():
-    assert repeated([[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 5], [7]]) == pytest.approx(1 / 7)
-    assert repeated([[5] * 10]) == pytest.approx(6 / 7) and repeated([[1, 2, 3]]) is None
+    assert repeated([[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 5], [7]], 4) == pytest.approx(1 / 7)
+    assert repeated([[5] * 10], 4) == pytest.approx(6 / 7) and repeated([[1, 2, 3]], 4) is None
 
 
 def test_a_tokenizer_may_know_another_end_than_its_model():
@@ -448,6 +451,9 @@ def test_the_table_shows_every_number(measured):
         ("--shapes 0x5", "--shapes are beams x depth"),
         ("--node-budgets 5,0", "--node-budgets must be 1 or more, got 5,0"),
         ("--seed -1", "--seed must be 0 or more, got -1"),
+        ("--temperatures 1e39", "--temperatures must be at most 1e+30, got 1e+39"),
+        ("--shapes 1x4096", "--shapes 1x4096 has 4097 nodes; at most 4096"),
+        (f"--prompts {'n' * 300}", "is not a file"),
         ("--shapes 5000x2", "num_beams=5000 is more than the drafter's vocabulary"),
         ("--new-tokens 5000", "leaves no room for a prompt in the model's context"),
         ("--plot out.jpg", "--plot draws a .png"),

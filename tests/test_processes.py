@@ -1,12 +1,12 @@
 """Several processes train one drafter: the same as one process would, whether each holds the base or they share it."""
 
 import json
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 import torch
+from apart import start
 from test_train import command
 
 from redrafter import RecurrentDrafter
@@ -15,9 +15,21 @@ from redrafter.train.train_drafter import main
 STEPS = ["--steps", "7", "--batch-size", "2", "--no-pack", "--validate-every", "3", "--save-every", "4", "--lr", "0.01"]
 
 
-def together(arguments: list[str], processes: int = 2) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run([*program, "-m", "redrafter", "train", *arguments], capture_output=True, text=True)
+def together(folder: Path, *more: str) -> str:
+    """Train with two processes, started as torchrun starts them. Returns what they said."""
+    arguments = ["train", *command(folder, *STEPS, *more)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    said = [folder / f"said.{rank}" for rank in (0, 1)]
+    started = [
+        start(arguments, said[rank], RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, **meeting)
+        for rank in (0, 1)
+    ]
+    for process in started:
+        process.join()
+    lines = "".join(file.read_text() for file in said)
+    assert [process.exitcode for process in started] == [0, 0], lines
+    return lines
 
 
 def found(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
@@ -40,11 +52,8 @@ def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path)
     for place in places.values():
         place.mkdir()
     assert main(command(places["one"], *STEPS, "--accumulate", "2")) == 0
-    two = together(command(places["two"], *STEPS))
-    assert two.returncode == 0, two.stderr
-    assert two.stdout.count("saved ") == 1
-    shared = together(command(places["shared"], *STEPS, "--shard-base"))
-    assert shared.returncode == 0, shared.stderr
+    assert together(places["two"]).count("saved ") == 1
+    together(places["shared"], "--shard-base")
     assert found(places["two"])[1]["processes"] == 2
     close(places["one"], places["two"], 1e-5)
     close(places["two"], places["shared"], 1e-5)

@@ -2,16 +2,15 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from apart import start
+from chats import BYTES, tiny_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import redrafter.cli
@@ -29,7 +28,6 @@ from redrafter.train.regenerate.command import RegenerateConfig, load, parse, re
 from redrafter.train.regenerate.journal import Journal
 from redrafter.train.regenerate.tasks import Limits, Task, _behind
 
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB, CONTEXT, EOS = len(BYTES) + 6, 160, 2
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.content == 'BAD' %}{{ raise_exception('no') }}{% endif %}"
@@ -59,18 +57,6 @@ ROWS = [
 ]
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte and each special word."""
-    specials = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
-    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate([*specials, *BYTES])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(specials)
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    made.chat_template = TEMPLATE
-    return made
-
-
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """A base that often ends its turn."""
@@ -96,7 +82,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return tiny_tokenizer()
+    return tiny_tokenizer(TEMPLATE)
 
 
 def drafter() -> RecurrentDrafter:
@@ -412,7 +398,7 @@ def saved(engine, tmp_path_factory) -> Path:
     """The base, its tokenizer, a drafter beside it, and a data set."""
     folder = tmp_path_factory.mktemp("regenerate")
     engine.model.save_pretrained(folder / "base")
-    tiny_tokenizer().save_pretrained(folder / "base")
+    tiny_tokenizer(TEMPLATE).save_pretrained(folder / "base")
     drafter().save_pretrained(folder / "drafter")
     rows = [{"messages": talk("hi", "hello", f"number {n}?", "yes").messages} for n in range(120)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -442,6 +428,7 @@ def test_command_writes_the_same_with_and_without_a_drafter(saved, tmp_path, cap
         (["--temperatures", "0", "--top-p", "0.5"], "--top-p"),
         (["--batch-size", "0"], "--batch-size must be positive"),
         (["--split", "test", "--shard", "150/160"], "no row for --split test"),
+        (["--split", "test"], "no row for --split test"),
         (["--output", "/nowhere/own.jsonl"], "cannot write /nowhere/own.jsonl (--output)"),
         (["--data", "missing.jsonl"], "missing.jsonl cannot be read"),
     ],
@@ -467,16 +454,14 @@ def test_defaults_are_those_of_the_dataclass():
 
 
 def test_killed_at_any_moment_the_same_command_goes_on(saved, tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     whole, own = tmp_path / "whole.jsonl", tmp_path / "own.jsonl"
     assert redrafter.cli.main(command(saved, whole)) == 0
     partial = Path(f"{own}.partial")
-    process = subprocess.Popen([sys.executable, "-m", "redrafter", *command(saved, own)], env=environment)
-    deadline = time.time() + 120
-    while not (partial.exists() and partial.read_bytes().count(b'"row"') >= 8) and time.time() < deadline:
+    process = start(command(saved, own), Path(os.devnull))
+    while process.is_alive() and not (partial.exists() and partial.read_bytes().count(b'"row"') >= 8):
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not own.exists() and 8 <= partial.read_bytes().count(b'"row"') < 120
     assert redrafter.cli.main(command(saved, own)) == 0
     assert own.read_bytes() == whole.read_bytes() and not partial.exists()

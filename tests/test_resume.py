@@ -1,18 +1,18 @@
 """A training that is stopped, killed or out of disk goes on as if nothing had been, or says why it cannot."""
 
 import json
+import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
+from apart import start
 from test_train import base_dir, command, random_drafter, tiny_model
 
 from redrafter import RecurrentDrafter
@@ -227,24 +227,67 @@ def test_checkpoints_of_before_are_in_nobodys_way_unseen(tmp_path, capsys, monke
 # Kills
 
 
+def test_a_checkpoint_that_is_not_what_it_should_be_is_named(tmp_path, capsys):
+    arguments = command(tmp_path, "--steps", "2", "--save-every", "2", "--validate-prompts", "0", "--resume")
+    assert main(arguments) == 0
+    shutil.rmtree(tmp_path / "out")
+    newest = tmp_path / "out.checkpoints" / "step-0000002"
+    trainer = json.loads((newest / "trainer.json").read_text())
+
+    def told(**changes: dict) -> str:
+        return json.dumps({name: part | changes.get(name, {}) for name, part in trainer.items()})
+
+    kept = {name: (newest / name).read_bytes() for name in ("trainer.json", "optimizer.pt", "random.pt")}
+    for name, content, said in (
+        ("trainer.json", told(standing={"step": 1}), "is of step 1, not of what it is called"),
+        ("trainer.json", told(standing={"step": "x"}), "is of step 'x'"),
+        ("trainer.json", told(standing={"walked": [1]}), "is no checkpoint"),
+        ("trainer.json", told(identity={"options": None}), "is no checkpoint"),
+        ("optimizer.pt", {}, "is of another training"),
+        ("optimizer.pt", {"optimizer": {"state": {}, "param_groups": []}, "scaler": None}, "is of another training"),
+        ("random.pt", [], "is of another training"),
+    ):
+        if isinstance(content, str):
+            (newest / name).write_text(content)
+        else:
+            torch.save(content, newest / name)
+        assert main(arguments) == 2
+        error = capsys.readouterr().err.strip()
+        assert str(newest) in error and said in error and "\n" not in error
+        (newest / name).write_bytes(kept[name])
+    assert main(arguments) == 0
+
+
+def test_only_checkpoints_are_dropped(tmp_path, capsys):
+    mine = tmp_path / "out.checkpoints" / "mine"
+    mine.mkdir(parents=True)
+    assert main(command(tmp_path, "--steps", "1", "--overwrite")) == 0 and mine.is_dir()
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(mine.parent)
+    mine.parent.write_text("mine")
+    assert main(command(tmp_path, "--steps", "1", "--save-every", "1", "--resume")) == 2
+    assert "cannot write" in capsys.readouterr().err and mine.parent.read_text() == "mine"
+
+
 def killed(arguments: list[str], checkpoint: Path, later: float) -> bool:
     """Run the command, kill it so many seconds after a checkpoint is there, and say whether it was still running."""
-    program = [sys.executable, "-m", "redrafter", "train", *arguments]
-    process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not checkpoint.exists():
+    process = start(["train", *arguments], Path(os.devnull))
+    while process.is_alive() and not checkpoint.exists():
         time.sleep(0.001)
     time.sleep(later)
     process.kill()
-    return process.wait() == -signal.SIGKILL
+    process.join()
+    return process.exitcode == -signal.SIGKILL
 
 
 def test_killed_at_any_moment_it_goes_on(tmp_path, kills=3):
     """Call it with kills=10 for a longer trial."""
-    many = ["--steps", "200", "--save-every", "1", "--validate-every", "3", "--validate-tokens", "6"]
+    many = ["--steps", "30", "--validate-every", "3", "--validate-tokens", "6"]
     (tmp_path / "whole").mkdir()
     assert main(command(tmp_path / "whole", *many)) == 0
-    arguments, checkpoints = command(tmp_path, *many, "--resume"), tmp_path / "out.checkpoints"
-    steps = sorted(random.sample(range(1, 190), kills))
+    arguments = command(tmp_path, *many, "--save-every", "1", "--resume")
+    checkpoints = tmp_path / "out.checkpoints"
+    steps = sorted(random.sample(range(1, 20), kills))
     for step in steps:
         assert killed(arguments, checkpoints / f"step-{step:07}", random.uniform(0, 0.02))
         for each in checkpoints.iterdir():

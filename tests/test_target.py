@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from conftest import ARCHITECTURES, VOCAB, tiny_model, uneven_batch
-from redrafter import UnsupportedError
+from redrafter import CheckpointError, UnsupportedError
 from redrafter.paged import PagedCache, PagedStore
 from redrafter.target import PREFILL_CHUNK, Target
 from redrafter.tree import tree_of
@@ -53,6 +53,14 @@ def test_the_self_test_catches_a_model_that_looks_at_slots_instead_of_positions(
     model = tiny_model("llama")
     model.model.rotary_emb = Shifted(model.model.rotary_emb)
     with pytest.raises(UnsupportedError, match="gives other logits"):
+        Target(model)
+
+
+def test_weights_that_are_no_numbers_are_not_blamed_on_the_architecture():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    with pytest.raises(CheckpointError, match="logits that are not finite; its weights are damaged"):
         Target(model)
 
 

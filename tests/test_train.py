@@ -1,8 +1,8 @@
 """The trainer: how it steps, what it learns, what its command says and writes."""
 
+import re
 import time
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,8 @@ from redrafter.train.culprit import told
 from redrafter.train.data.documents import documents
 from redrafter.train.data.rows import read_rows
 from redrafter.train.data.windows import Windows
-from redrafter.train.evaluate.walk import greedy_texts, walked
+from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.walk import HeldOut
 from redrafter.train.loop import new_accelerator
 from redrafter.train.loss import Losses, Unroll, weight
 from redrafter.train.optimizer import BETAS, make_optimizer, schedule
@@ -174,10 +175,10 @@ def patterned() -> PreTrainedModel:
 
 
 def test_a_few_steps_of_training_are_worth_many_tokens(patterned):
-    target, circle = Target(patterned), patterned.circle
+    circle = patterned.circle
     config = TrainConfig(steps=80, draft_len=4, cpu=True, lr=1e-2, log_every=40, validate_every=40)
     drafter = new_drafter(patterned, config)
-    texts, starts = greedy_texts(target, [circle[n : n + 3].tolist() for n in range(0, 36, 4)], 20)
+    held_out = HeldOut(Target(patterned), [circle[n : n + 3].tolist() for n in range(0, 36, 4)], 20)
 
     def batches():
         generator = torch.Generator().manual_seed(0)
@@ -188,8 +189,7 @@ def test_a_few_steps_of_training_are_worth_many_tokens(patterned):
     seen = []
 
     def validate() -> float:
-        seen.append(walked(drafter.eval(), target, texts, starts, 3, 4, 13).tokens_per_step)
-        drafter.train()
+        seen.append(held_out.walk(drafter, Shape(3, 4, 13)).tokens_per_step)
         return seen[-1]
 
     validate()
@@ -330,7 +330,7 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     def fails(said: str, *more: str, rows: list[object] | None = None) -> None:
         assert main(command(tmp_path, *more, rows=rows)) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("redrafter train: error: ") and said in error
+        assert error.startswith("redrafter: error: ") and said in error
         assert not (tmp_path / "out").exists()
 
     fails("data.jsonl:2: not JSON", rows=[{"text": "fine enough"}, "{"])
@@ -349,8 +349,22 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     config = parse(command(tmp_path))
     rows = [row for row in read_rows(config.data) if row.split is None]
     windows = Windows(documents(rows, tiny_tokenizer()), 32, bos=1)
-    named = told(islice(windows.batches(4, 0, start=1), 1), windows, tiny_tokenizer())
+    named = told(next(windows.held(4, 0, start=1)), windows, tiny_tokenizer())
+    assert re.match(r", in rows \S+data\.jsonl:\d, ", named)
     fails(f"not finite at step 2{named}; lower --lr", *wild)
+    for name, most in (("num-layers", 65536), ("batch-size", 65536), ("length", 1 << 24), ("accumulate", 1 << 31)):
+        fails(f"--{name} must be at most {most}, got 99999999999", f"--{name}", "99999999999")
+    fails("--seed must be at most", "--seed", str(1 << 64))
+    fails("--lr must be at most 1e+36", "--lr", "1e38")
+    fails("no row to train on", "--show-sample", rows=[{"text": "fine enough", "split": "val"}])
+    fails("no prompt of 1 to 32 tokens to validate on", "--validate-every", "1", rows=[{"text": "fine enough"}])
+    fails(f"context of {CONTEXT}; make --length {CONTEXT} or less", "--length", str(CONTEXT + 1))
+    (tmp_path / "file").write_text("mine")
+    fails("file is no directory that can be written to", "--output", str(tmp_path / "file" / "out"))
+    fails("--output needs a directory's name", "--output", "/")
+    fails("--output needs a directory's name", "--output", "n" * 250)
+    rows = [{"input_ids": [1, 8, 9], "loss_mask": [0, 1, 1]}, {"input_ids": [1, 8, 9999], "loss_mask": [0, 1, 1]}]
+    fails("data.jsonl:2: token id 9999, but the base knows", rows=rows)
     base_dir(tmp_path / "small", vocab_size=50)
     fails("the base knows 50 ids", "--model", str(tmp_path / "small"))
 

@@ -97,6 +97,7 @@ def test_rows_of_every_kind_keep_their_order_when_tokenized_together(tmp_path, m
     assert [learnt(document) for document in alone[::4]] == ["first", "last"]
     assert learnt(alone[1]) == "yes</s>\nno</s>\n" and "<|system|>\nbe kind" in tokenizer.decode(alone[1].ids)
     assert alone[2] == Document([5, 6, 7, 8], [False, True, True, False])
+    assert [document.where for document in alone] == [row.where for row in rows]
 
 
 def test_special_tokens_are_added_to_texts_alone(tmp_path):
@@ -222,6 +223,11 @@ def test_files_and_templates_that_cannot_be_used_are_refused(tmp_path):
     (tmp_path / "cut.jsonl.xz").write_bytes(whole[:-20])
     with pytest.raises(CheckpointError, match=r"cut.jsonl.xz cannot be read"):
         list(read_rows([tmp_path / "cut.jsonl.xz"]))
+    whole = Path(write(tmp_path / "a.jsonl.gz", [{"text": "abc"}] * 99)).read_bytes()
+    (tmp_path / "torn.jsonl.gz").write_bytes(whole[:40] + bytes(9) + whole[49:])
+    for name in ("torn.jsonl.gz", "no\0.jsonl", "n" * 300 + ".jsonl"):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            list(read_rows([tmp_path / name]))
     rows = read(tmp_path, CHAT, name="b.jsonl")
     unlike = LLAMA_LIKE.replace("{{ '<|assistant|>\n' }}", "Answer:")
     missing = "has no chat template: set tokenizer.chat_template, or use rows of text"

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ NUMBERS = Numbers(3, 10, 0.3, 12.0, 5000.0, 2.5, [0.5], 1e-3)
 def windows_of(*lengths: int, length: int = 20) -> Windows:
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, 200, (size,), generator=generator).tolist() for size in lengths]
-    return Windows([Document(each, [True] * len(each)) for each in ids], length)
+    return Windows([Document(each, [True] * len(each), f"a:{n}") for n, each in enumerate(ids)], length)
 
 
 # Before
@@ -136,22 +137,23 @@ def test_a_tracker_that_is_not_there_is_said(tmp_path, capsys, monkeypatch):
         assert said in capsys.readouterr().err
 
 
-def test_a_batch_is_told_by_its_windows_and_their_beginnings():
-    tokenizer, windows = tiny_tokenizer(), windows_of(9, 20, 9, 6, 12)
-    spans = list(zip(windows.ends[:-1].tolist(), windows.ends[1:].tolist(), strict=True))
-    texts = {index: windows.tokens[first:last].tolist() for index, (first, last) in enumerate(spans)}
-    for batch in [next(windows.batches(1, 0, start=start)) for start in range(4)]:
-        held = [
-            index
-            for index, ids in texts.items()
-            if any(batch.tokens[batch.segment == s].tolist() == ids for s in range(4))
+def test_a_batch_is_told_by_the_rows_that_it_holds_and_their_beginnings():
+    tokenizer, windows = tiny_tokenizer(), windows_of(9, 45, 9, 6, 12)  # the second is cut into three
+    of = ["a:0", "a:1", "a:1", "a:1", "a:2", "a:3", "a:4"]
+    spans = zip(windows.ends[:-1].tolist(), windows.ends[1:].tolist(), strict=True)
+    texts = [windows.tokens[first:last].tolist() for first, last in spans]
+    for held, batch in zip(islice(windows.held(2, 0), 9), windows.batches(2, 0), strict=False):
+        shown = [
+            batch.tokens[row][batch.segment[row] == s].tolist() for row in range(2) for s in batch.segment[row].unique()
         ]
-        said = told([batch], windows, tokenizer)
-        numbers = said.split("in windows ")[1].split(", which")[0]
-        assert sorted(map(int, numbers.split(", "))) == held
-        assert repr(tokenizer.decode(texts[int(numbers.split(", ")[0])])[:40]) in said
+        present = [number for number, text in enumerate(texts) if text in shown]
+        assert sorted(set(held)) == present
+        rows = dict.fromkeys(of[number] for number in present)
+        said = told(held, windows, tokenizer)
+        assert said.startswith(f", in rows {', '.join(rows)}, which begin with ")
+        assert repr(tokenizer.decode(texts[present[0]])[:40]) in said
     many = windows_of(*[5] * 40, length=5)
-    assert "and 32 more" in told([next(many.batches(40, 0))], many, tokenizer)
+    assert "and 32 more" in told(next(many.held(40, 0)), many, tokenizer)
 
 
 # Beside the weights

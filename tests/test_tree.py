@@ -1,6 +1,8 @@
+import pytest
 import torch
 
-from redrafter.tree import chain, keep_best, tree_of
+from redrafter.errors import ArgumentError
+from redrafter.tree import chain, check_size, keep_best, tree_of
 
 
 def test_ancestors_are_the_closure_of_parents():
@@ -31,3 +33,13 @@ def test_keeping_the_best_nodes_renumbers_parents():
     score = torch.tensor([[0.0, -3.0, -1.0, -4.0, -2.0]])
     kept = keep_best(tokens, parents, depth, score, 3)
     assert [x.tolist() for x in kept] == [[[9, 2, 4]], [[0, 0, 1]], [[0, 1, 2]], [[0, 2, 4]]]
+
+
+def test_sizes_that_no_tree_has_are_refused():
+    for value in (0, -1, True, 2.0, "5", None, 10**20):
+        with pytest.raises(ArgumentError, match="draft_len must be a positive integer"):
+            check_size("draft_len", value)
+    with pytest.raises(ArgumentError, match="num_beams must be at most 1024, got 1025"):
+        check_size("num_beams", 1025)
+    check_size("draft_len", 1024)
+    check_size("node_budget", 1024**2)

@@ -7,20 +7,21 @@ from transformers import PreTrainedModel
 from redrafter.drafter import RecurrentDrafter
 from redrafter.outputs import Stats
 from redrafter.train.config import TrainConfig
+from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.loop import Report
 
 __all__ = ["model_card", "shape", "sizes"]
 
 
 def sizes(model: PreTrainedModel, drafter: RecurrentDrafter) -> str:
-    base, own = (sum(weight.numel() for weight in module.parameters()) for module in (model, drafter))
+    base, own = model.num_parameters(), drafter.num_parameters()
     return f"{own:,} parameters, {100 * own / base:.1f} % of the base's {base:,}"
 
 
-def shape(drafter: RecurrentDrafter) -> tuple[int, int, int]:
-    """The beams, depth and nodes that a drafter is measured with: its config's, all nodes."""
+def shape(drafter: RecurrentDrafter) -> Shape:
+    """What a drafter is measured with: its config's beams and depth, all nodes."""
     beams, depth = drafter.config.draft_beams, drafter.config.draft_len_per_beam
-    return beams, depth, 1 + beams * depth
+    return Shape(beams, depth, 1 + beams * depth)
 
 
 def model_card(
@@ -35,20 +36,22 @@ def model_card(
     """README.md of a drafter. walk: the validation over that many prompts, None when there was none. facts: as
     `provenance` gives them."""
     base = drafter.config.base_model or type(model).__name__
-    beams, depth, nodes = shape(drafter)
+    tree = shape(drafter)
     measured = "not measured: there was nothing to validate on"
     if walk is not None:
         reached = ", ".join(f"{count / max(walk.steps, 1):.2f}" for count in walk.accepted_by_depth)
         measured = (
             f"{walk.tokens_per_step:.2f} tokens per step, greedy, on texts that the base wrote from {prompts} held-out "
-            f"prompts ({beams} beams x {depth} tokens, {nodes} nodes). Part of the steps in which at least 1, 2, ... "
-            f"drafts were accepted: {reached}"
+            f"prompts ({tree.beams} beams x {tree.depth} tokens, {tree.nodes} nodes). Part of the steps in which at "
+            f"least 1, 2, ... drafts were accepted: {reached}"
         )
     data = [
         f"{each['name']} (sha256 {each['sha256'][:12]})" if each["sha256"] else each["name"] for each in facts["data"]
     ]
     made, revision = facts["versions"], facts["revision"]
-    used = ", ".join(f"{name} {of}" for name, of in made.items()) + (f"; revision {revision[:12]}" if revision else "")
+    used = ", ".join(f"{name} {of}" for name, of in made.items() if of) + (
+        f"; revision {revision[:12]}" if revision else ""
+    )
     speed = report.tokens / max(report.seconds, 1e-9)
     return f"""---
 library_name: redrafter

@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,9 @@ class Checkpoint:
             told = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
             at = Standing(**{each.name: told["standing"][each.name] for each in fields(Standing)})
             at.walked = {int(step): value for step, value in at.walked.items()}
-            return cls(path, at, {each.name: told["identity"][each.name] for each in fields(Identity)})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            identity = {each.name: told["identity"][each.name] for each in fields(Identity)}
+            return cls(path, at, identity | {"options": dict(identity["options"])})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no checkpoint of a training: {first_line(error)}; delete it") from error
 
     def drafter(self) -> RecurrentDrafter:
@@ -112,8 +114,11 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def drop(self) -> None:
-        """Remove all of them."""
-        _remove(self.folder)
+        """Remove all of them, and nothing else that stands there."""
+        for own in (*self._steps(), self.best):
+            _remove(own)
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def newest(self) -> Checkpoint | None:
         """The one to go on from. Raises as `Checkpoint.read` and `Identity.check` do."""
@@ -121,6 +126,10 @@ class Checkpoints:
         if not steps:
             return None
         found = Checkpoint.read(steps[-1])
+        if found.path.name != f"step-{found.standing.step!r:0>7}":
+            raise CheckpointError(
+                f"{found.path} is of step {found.standing.step!r}, not of what it is called; delete it"
+            )
         self.identity.check(found.identity, found.path)
         return found
 
@@ -145,7 +154,7 @@ class Checkpoints:
         (folder / "trainer.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
     def _steps(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
+        return sorted(self.folder.glob("step-*"), key=lambda path: (len(path.name), path.name))
 
 
 def _remove(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from redrafter import flags
 from redrafter.cli.parser import Parser
@@ -13,6 +13,10 @@ __all__ = ["TRACKERS", "TrainConfig", "parse", "shown_command"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
+# What would fill any memory, and what the integers and the float32 of a machine do not hold.
+MOST: dict[str, float] = dict.fromkeys(("num_layers", "exit_dim", "head_rank", "draft_len", "batch_size"), 1 << 16)
+MOST |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
+MOST |= {"length": 1 << 24, "seed": 1 << 62}
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,10 @@ class TrainConfig:
         for name in ("distill", "decay", "warmup", "reach"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ArgumentError(f"{flag(name)} must be from 0 to 1, got {getattr(self, name)}")
+        for each in fields(self):
+            value, most = getattr(self, each.name), MOST.get(each.name, 1 << 31)
+            if type(value) in (int, float) and value > most and each.name not in ("epochs", "minutes"):
+                raise ArgumentError(f"{flag(each.name)} must be at most {most}, got {value}")
         if self.length < 3:
             raise ArgumentError(f"--length must be at least 3 (a text, a pending token, a draft), got {self.length}")
         for name in self.report_to:

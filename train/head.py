@@ -11,7 +11,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-__all__ = ["Objective", "chunk_loss", "head_loss"]
+__all__ = ["Objective", "chunk_anchors", "chunk_loss", "head_loss"]
 
 # Of one float32 copy of a chunk's logits, of which a few are alive at once. A CPU is fastest where they stay in its
 # cache, but each chunk also passes over the whole head.

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from redrafter.drafter import RecurrentDrafter
+from redrafter.errors import CheckpointError, first_line
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, machine_state, set_machine_state
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import Unroll, weight
@@ -28,9 +29,10 @@ __all__ = ["Report", "new_accelerator", "train"]
 
 @dataclass(frozen=True)
 class Report:
-    """What a training did. loss, accuracy: of the last lines of progress; accuracy[k] is of step k + 1, among rollouts
-    whose earlier steps were all right. walked: what validation found, by step; best_step: of the best of them.
-    spent: seconds beside the training's own `seconds`, and those of them in which the host waited for batches."""
+    """What a training did. tokens: that were read, padding included. loss, accuracy: of the last lines of progress;
+    accuracy[k] is of step k + 1, among rollouts whose earlier steps were all right. walked: what validation found, by
+    step; best_step: of the best of them. spent: seconds beside the training's own `seconds`, and those of them in which
+    the host waited for batches."""
 
     steps: int
     tokens: int
@@ -217,10 +219,13 @@ class _Trainer:
 
     def _load(self, resumed: Checkpoint) -> None:
         state, machines = resumed.state()
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.accelerator.scaler is not None and state["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        set_machine_state(self.accelerator, machines)
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.accelerator.scaler is not None and state["scaler"] is not None:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
+            set_machine_state(self.accelerator, machines)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(f"{resumed.path} is of another training: {first_line(error)}; delete it") from error
         at = resumed.standing
         self.meter.loss, self.meter.accuracy = at.loss if at.loss is not None else math.nan, list(at.accuracy)
 

@@ -16,10 +16,17 @@ from redrafter.errors import ArgumentError, CheckpointError, first_line
 
 __all__ = ["check_output", "clean", "save", "write_folder"]
 
+LONGEST = 200  # bytes of a name, with room for what is put around it
+
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Raise `ArgumentError` when `save` would refuse to write there."""
+    """Raise `ArgumentError` when `save` would refuse to write there, or could not."""
+    if not output.absolute().name or "\0" in str(output) or len(os.fsencode(output.name)) > LONGEST:
+        raise ArgumentError(f"--output needs a directory's name of at most {LONGEST} bytes, got {str(output)[:80]!r}")
     clean(output)
+    above = next(each for each in output.absolute().parents if each.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise ArgumentError(f"--output {output}: {above} is no directory that can be written to; name another place")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not overwrite:

@@ -21,7 +21,7 @@ ALIVE = 5  # float32 copies of a chunk's logits: they, both log-probabilities, b
 def plan(config: TrainConfig, windows: Windows, processes: int) -> list[str]:
     """Lines for a person. Raises `CheckpointError` and `ArgumentError` for a base and options that cannot be used."""
     base, drafter = outline(config)
-    own, whole = (sum(weight.numel() for weight in module.parameters()) for module in (drafter, base))
+    own, whole = drafter.num_parameters(), base.num_parameters()
     per_epoch, steps = windows.steps_per_epoch(config.batch_size, processes), last_step(config, windows, processes)
     row = int(windows.widths.max())
     most = config.batch_size * config.accumulate * processes * row
@@ -84,7 +84,7 @@ def _memory(
     config: TrainConfig, base: PreTrainedModel, drafter: RecurrentDrafter, row: int, processes: int
 ) -> list[str]:
     """On each process's device. What a batch takes is counted by its largest parts only."""
-    own, size = sum(weight.numel() for weight in drafter.parameters()), base.dtype.itemsize
+    own, size = drafter.num_parameters(), base.dtype.itemsize
     told, vocabulary = drafter.config, drafter.lm_head.out_features
     places = config.batch_size * row
     device = torch.device("cpu" if config.cpu or not torch.cuda.is_available() else "cuda")
@@ -93,7 +93,7 @@ def _memory(
     reduced = vocabulary if told.draft_vocab_size is not None else 0
     states = 4 * places * config.draft_len * told.exit_dim * (2 + told.num_draft_layers)
     parts = {
-        "base": sum(weight.numel() for weight in base.parameters()) * size / (processes if config.shard_base else 1),
+        "base": base.num_parameters() * size / (processes if config.shard_base else 1),
         "drafter's weights": 4 * own,
         "their gradients": 4 * own,
         "AdamW's state": 8 * own,

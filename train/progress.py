@@ -32,8 +32,9 @@ class NotFiniteError(ArgumentError):
 
 @dataclass
 class Standing:
-    """Where a training stands. walked: tokens per step that validation found, by step; best_step: of the best of them.
-    loss, accuracy: of the last reading; seconds: without validations and the first step."""
+    """Where a training stands. tokens: read, padding included. walked: tokens per step that validation found, by step;
+    best_step: of the best of them. loss, accuracy: of the last reading; seconds: without validations and the first
+    step."""
 
     step: int = 0
     tokens: int = 0

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,13 +13,13 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 import redrafter
-from redrafter.bench.facts import hardware
+from redrafter.bench.facts import hardware, versions
+from redrafter.flags import own_name
 from redrafter.train.config import TrainConfig, shown_command
 from redrafter.train.data.windows import Windows
 from redrafter.train.loop import Report
-from redrafter.version import __version__
 
-__all__ = ["data_hash", "files", "provenance", "revision", "versions"]
+__all__ = ["data_hash", "files", "provenance", "revision"]
 
 BLOCK = 1 << 20
 
@@ -38,7 +37,7 @@ def provenance(
     return {
         "command": shown_command(config),
         "config": _plain(config),
-        "versions": versions(),
+        "versions": versions() | {"accelerate": version("accelerate")},
         "revision": revision(),
         "data": files(config.data),
         "data_hash": data_hash(windows),
@@ -58,11 +57,6 @@ def provenance(
         "accuracy": [part if math.isfinite(part) else None for part in report.accuracy],
         "tokens_per_step": {str(step): value for step, value in sorted(report.walked.items())},
     }
-
-
-def versions() -> dict[str, str]:
-    packages = {name: version(name) for name in ("torch", "transformers", "accelerate")}
-    return {"redrafter": __version__, **packages, "python": platform.python_version()}
 
 
 def revision() -> str | None:
@@ -111,11 +105,6 @@ def _plain(config: TrainConfig) -> dict[str, Any]:
     for each in fields(config):
         value = getattr(config, each.name)
         if each.metadata.get("path") or each.name == "model":
-            value = tuple(map(_name, value)) if isinstance(value, tuple) else _name(value)
+            value = tuple(map(own_name, value)) if isinstance(value, tuple) else value and own_name(value)
         found[each.name] = value
     return found
-
-
-def _name(place: str | None) -> str | None:
-    """A file without its folders; a hub's name as it is."""
-    return place if place is None or not (Path(place).is_absolute() or Path(place).exists()) else Path(place).name

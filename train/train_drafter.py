@@ -9,7 +9,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.checkpoint import check_fit, embedding_norms, load_model, load_tokenizer
 from redrafter.cli.program import guarded
 from redrafter.drafter import RecurrentDrafter
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError
+from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.flags import flag, own_name
 from redrafter.target import Target
 from redrafter.train.card import model_card, shape, sizes
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, Identity
@@ -29,8 +30,7 @@ from redrafter.train.config import TrainConfig, parse
 from redrafter.train.culprit import told
 from redrafter.train.data.documents import documents, prompts, show_sample
 from redrafter.train.data.rows import Row, read_rows
-from redrafter.train.data.windows import Batch, Windows
-from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.data.windows import Windows
 from redrafter.train.evaluate.texts import stops
 from redrafter.train.evaluate.walk import HeldOut, Walk
 from redrafter.train.loop import Report, new_accelerator, train
@@ -51,7 +51,10 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
     """Everything from the files of a command line to a directory that `RecurrentDrafter.from_pretrained` opens."""
     tokenizer = load_tokenizer(str(config.model), trust_remote_code=config.trust_remote_code)
     if config.show_sample:
-        log(show_sample(next(documents(_rows(config), tokenizer)), tokenizer))
+        first = next(documents(_rows(config), tokenizer), None)
+        if first is None:
+            raise _nothing(config)
+        log(show_sample(first, tokenizer))
         return
     if config.dry_run:
         processes = PartialState(cpu=config.cpu).num_processes
@@ -79,11 +82,8 @@ class _Session:
         self.config, self.accelerator, self.tokenizer, self.console = config, accelerator, tokenizer, console
         self.windows = _windows(config, tokenizer)
         self.target = _target(config, accelerator)  # refuses a base that could not be served
-        if int(self.windows.tokens.max()) >= self.target.vocab_size:
-            raise MismatchError(
-                f"the tokenizer gives id {int(self.windows.tokens.max())}, the base knows {self.target.vocab_size} ids"
-            )
-        self.base = _base_name(self.target)
+        self.windows.check(self.target.vocab_size, self.target.context)
+        self.base = own_name(self.target.model.config._name_or_path)
         self.checkpoints, self.resumed = self._checkpoints()
         self.drafter = self._drafter()
         console.say(
@@ -99,11 +99,12 @@ class _Session:
         config, accelerator = self.config, self.accelerator
         steps = last_step(config, self.windows, accelerator.num_processes)
         done = 0 if self.resumed is None else self.resumed.standing.step
+        batches = self.windows.batches(*self._order(done, accelerator.process_index))
         try:
             return train(
                 self.target.model,
                 self.drafter,
-                (batch if config.pack else batch[:2] for batch in self._batches(done * config.accumulate)),
+                (batch if config.pack else batch[:2] for batch in batches),
                 replace(config, steps=steps),
                 accelerator=accelerator,
                 validate=self.validate,
@@ -112,15 +113,15 @@ class _Session:
                 progress=self.console.show,
             )
         except NotFiniteError as error:
-            batches = self._batches(error.step * config.accumulate, error.process)
-            rows = told(islice(batches, config.accumulate), self.windows, self.tokenizer)
-            raise NotFiniteError(error.step, error.process, rows) from None
+            batches = self.windows.held(*self._order(error.step, error.process))
+            held = chain.from_iterable(islice(batches, config.accumulate))
+            raise NotFiniteError(error.step, error.process, told(held, self.windows, self.tokenizer)) from None
 
     def validate(self) -> float | None:
         """Tokens per step; None where there is nothing to validate on."""
         if self.held_out is None or not self.held_out.count:
             return None
-        self.walk = self.held_out.walk(self.drafter, [Shape(*shape(self.drafter))])[0][0]
+        self.walk = self.held_out.walk(self.drafter, shape(self.drafter))
         self.console.say(
             f"walked {self.walk.tokens_per_step:.3f} tokens per step over {self.held_out.count} held-out prompts"
         )
@@ -144,10 +145,10 @@ class _Session:
         save(drafter, output, card, facts, getattr(torch, config.save_dtype), config.overwrite)
         self.console.say(f"saved {output}, the drafter of step {facts['saved_step']}")
 
-    def _batches(self, start: int, process: int | None = None) -> Iterator[Batch]:
-        own, processes = self.accelerator.process_index, self.accelerator.num_processes
-        process = own if process is None else process
-        return self.windows.batches(self.config.batch_size, self.config.seed, process, processes, start)
+    def _order(self, step: int, process: int) -> tuple[int, int, int, int, int]:
+        """What `Windows.batches` needs to know, from an optimizer step on."""
+        config = self.config
+        return config.batch_size, config.seed, process, self.accelerator.num_processes, step * config.accumulate
 
     def _checkpoints(self) -> tuple[Checkpoints, Checkpoint | None]:
         """Where checkpoints go, and the one to go on from."""
@@ -174,7 +175,7 @@ class _Session:
         if config.drafter is not None:
             for name in OWN:
                 if getattr(config, name) != getattr(TrainConfig, name):
-                    raise ArgumentError(f"--{name.replace('_', '-')} is the drafter's own: leave it out with --drafter")
+                    raise ArgumentError(f"{flag(name)} is the drafter's own: leave it out with --drafter")
         if self.resumed is not None or config.drafter is not None:
             place = self.resumed.path if self.resumed is not None else config.drafter
             drafter: RecurrentDrafter = RecurrentDrafter.from_pretrained(place, dtype=torch.float32)
@@ -202,7 +203,12 @@ class _Session:
         chosen = (row for row in rows if row.split == "val" or (config.validate and row.split != "train"))
         room = config.length if context is None else min(config.length, context - 1)
         begun = prompts(chosen, self.tokenizer, config.validate_prompts, room, config.seed)
-        return HeldOut(self.target, begun, config.validate_tokens, ends=stops(self.target, self.tokenizer))
+        if not begun and (config.validate or config.validate_every):
+            raise ArgumentError(
+                f"{config.validate or ', '.join(config.data)}: no prompt of 1 to {room} tokens to validate on; give "
+                "--validate other rows and --validate-prompts more than 0, or leave these and --validate-every out"
+            )
+        return HeldOut(self.target, begun, config.validate_tokens, stops(self.target, self.tokenizer))
 
 
 def _rows(config: TrainConfig) -> Iterator[Row]:
@@ -212,8 +218,12 @@ def _rows(config: TrainConfig) -> Iterator[Row]:
 def _windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
     windows = Windows(documents(_rows(config), tokenizer), config.length, tokenizer.bos_token_id, config.pack)
     if not len(windows):
-        raise CheckpointError(f"{', '.join(config.data)}: no row to train on")
+        raise _nothing(config)
     return windows
+
+
+def _nothing(config: TrainConfig) -> CheckpointError:
+    return CheckpointError(f"{', '.join(config.data)}: no row to train on; rows of split val and test are not")
 
 
 def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
@@ -226,20 +236,15 @@ def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
     return target
 
 
-def _base_name(target: Target) -> str:
-    name = target.model.config._name_or_path
-    return Path(name).resolve().name if Path(name).is_dir() else str(name)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns its exit status: 2, after one line that says why, for what a user can mend."""
-    try:
+    """The program; returns its exit code."""
+
+    def command() -> int:
         run(parse(argv), log=lambda line: print(line, flush=True))
-    except ReDrafterError as error:
-        print(f"redrafter train: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return guarded(command)
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(main())

@@ -15,7 +15,7 @@ from redrafter.outputs import GenerateOutput, GenerateStats
 from redrafter.redrafter import ReDrafter
 from redrafter.step import Proposer
 
-__all__ = ["Run", "Workload"]
+__all__ = ["Run", "Workload", "padded"]
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,10 @@ class GenerationOptions:
         for name in ("top_k", "top_p", "min_p"):
             if getattr(self, name) is not None and self.temperature == 0:
                 raise ArgumentError(f"--{name.replace('_', '-')} is for sampling: give --temperature above 0 too")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ArgumentError(f"--{name.replace('_', '-')} must be from 0 to 1, got {value:g}")
         if "" in self.stop:
             raise ArgumentError("--stop needs a text, got an empty one")
 

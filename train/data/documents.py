@@ -38,15 +38,15 @@ def documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) -> Iterat
             if row.text is not None:
                 texts.append((index, row.text))
             elif row.ids is not None and row.loss_mask is not None:
-                found[index].append(Document(row.ids, row.loss_mask))
+                found[index].append(Document(row.ids, row.loss_mask, row.where))
             else:
                 chats += [(index, text, spans) for text, spans in _render(row, tokenizer)]
         encoded = _encode([(group[index], text) for index, text in texts], tokenizer)
         for (index, _), (ids, _) in zip(texts, encoded, strict=True):
-            found[index].append(Document(ids, [True] * len(ids)))
+            found[index].append(Document(ids, [True] * len(ids), group[index].where))
         encoded = _encode([(group[index], text) for index, text, _ in chats], tokenizer, rendered=True)
         for (index, _, spans), (ids, offsets) in zip(chats, encoded, strict=True):
-            found[index].append(Document(ids, _mask(spans, offsets)))
+            found[index].append(Document(ids, _mask(spans, offsets), group[index].where))
         for row, made in zip(group, found, strict=True):
             yield from _learnable(row, made, tokenizer)
 

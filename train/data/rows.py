@@ -17,7 +17,9 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,7 +80,7 @@ def open_lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as lines:
             yield from ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:  # the last: no UTF-8, NUL in a name
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
 
 
@@ -104,10 +106,10 @@ def _json(text: str, where: str) -> Any:
 
 
 def _is_dataset(source: str) -> bool:
-    if Path(source).is_file():
+    if os.path.isfile(source):  # unlike those of `Path`, these answer for any name
         return False
     hub = HUB.fullmatch(source) is not None and not source.endswith(SUFFIXES)
-    return hub or Path(source.partition(":")[0]).is_dir()
+    return hub or os.path.isdir(source.partition(":")[0])
 
 
 def _dataset(source: str) -> Iterator[tuple[str, Any]]:

@@ -7,13 +7,15 @@ from one into the next, and the mask is 0 at the first token of each, so that no
 
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from redrafter.errors import ArgumentError, MismatchError
 
 __all__ = ["Batch", "Document", "Windows", "best_fit"]
 
@@ -23,10 +25,11 @@ STRIDE = 1_000_003  # between the generators of two seeds; more than the epochs 
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids, and which of them the base itself is to write."""
+    """Token ids, and which of them the base itself is to write. where: the file and line of its row."""
 
     ids: list[int]
     mask: list[bool]
+    where: str = field(default="", compare=False)
 
     @property
     def learnable(self) -> bool:
@@ -48,10 +51,12 @@ class Windows:
 
     bos: where a document opens with this id, so does each of its windows, as every prompt of the base will. pack: rows
     of a batch hold as many windows as fit into `length`; else one each, right-padded to the longest of the batch.
+    places: where each window's document stands.
     """
 
     def __init__(self, documents: Iterable[Document], length: int, bos: int | None = None, pack: bool = True):
         tokens, masks, ends = array("i"), bytearray(), array("q", [0])
+        self.places: list[str] = []
         for document in documents:
             opening = [bos] if bos is not None and document.ids[:1] == [bos] else []
             room = length - len(opening)
@@ -62,6 +67,7 @@ class Windows:
                     tokens.extend(ids)
                     masks.extend([False, *mask[1:]])  # nothing that stands before it could draw the first token
                     ends.append(len(tokens))
+                    self.places.append(document.where)
         self.tokens = (
             torch.frombuffer(tokens, dtype=torch.int32) if tokens else torch.empty(0, dtype=torch.int32)
         )  # [M]
@@ -79,6 +85,22 @@ class Windows:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def check(self, vocab_size: int, context: int | None) -> None:
+        """Raise `MismatchError` naming the row of an id that a base does not know, and `ArgumentError` for rows of a
+        batch that are longer than its context."""
+        worst = int(self.tokens.argmax())
+        if int(self.tokens[worst]) >= vocab_size:
+            where = self.places[int(torch.searchsorted(self.ends, worst, right=True)) - 1]
+            raise MismatchError(
+                f"{where}: token id {int(self.tokens[worst])}, but the base knows {vocab_size} ids; use the base's own "
+                "tokenizer"
+            )
+        if context is not None and int(self.widths.max()) > context:
+            raise ArgumentError(
+                f"rows of {int(self.widths.max())} tokens are more than the base's context of {context}; make --length "
+                f"{context} or less"
+            )
+
     def counts(self, vocab_size: int) -> Tensor:
         """How often each id is to be written, `[V]`."""
         return self.tokens[self.mask].long().bincount(minlength=vocab_size)
@@ -93,11 +115,24 @@ class Windows:
         start: batches of this process that are left out, as if they had been drawn, at the cost of at most an epoch's
         shuffle. There must be a window.
         """
+        for width, rows in self._drawn(size, seed, process, processes, start):
+            made = [self._row(windows, width) for windows in rows]
+            yield Batch(*(torch.stack(parts) for parts in zip(*made, strict=True)))
+
+    def held(self, size: int, seed: int, process: int = 0, processes: int = 1, start: int = 0) -> Iterator[list[int]]:
+        """The windows that each of these batches holds, by their numbers in the order of the data."""
+        return (torch.cat(rows).tolist() for _, rows in self._drawn(size, seed, process, processes, start))
+
+    def _drawn(
+        self, size: int, seed: int, process: int, processes: int, start: int
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """The width of each batch, and the windows of each of its rows."""
         epoch, skipped = divmod(start, self.steps_per_epoch(size, processes))
         for number in count(epoch):
             windows, made = self._epoch(number, size, seed, processes)
             for rows in made[process::processes][skipped:]:
-                yield self._collate(windows, rows)
+                spans = zip(self.starts[rows].tolist(), self.starts[rows + 1].tolist(), strict=True)
+                yield int(self.widths[rows].max()), [windows[first:last] for first, last in spans]
             skipped = 0
 
     def _epoch(self, epoch: int, size: int, seed: int, processes: int) -> tuple[Tensor, list[Tensor]]:
@@ -111,12 +146,6 @@ class Windows:
         pools = (pool[self.widths[pool].argsort(stable=True)] for pool in order.split(POOL * size))
         made = [batch for pool in pools for batch in pool.split(size)]
         return windows, [made[index] for index in torch.randperm(len(made), generator=random).tolist()]
-
-    def _collate(self, windows: Tensor, rows: Tensor) -> Batch:
-        width = int(self.widths[rows].max())
-        spans = zip(self.starts[rows].tolist(), self.starts[rows + 1].tolist(), strict=True)
-        made = [self._row(windows[first:last], width) for first, last in spans]
-        return Batch(*(torch.stack(parts) for parts in zip(*made, strict=True)))
 
     def _row(self, windows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, mask and segments of some windows side by side, each `[width]`."""

@@ -23,7 +23,7 @@ from redrafter.cli.parser import Parser
 from redrafter.cli.program import guarded
 from redrafter.document import check_writable, write_whole
 from redrafter.errors import ArgumentError
-from redrafter.flags import add_options, flag, integers, option, read_options, shown
+from redrafter.flags import add_options, flag, floats, integers, option, read_options, shown
 from redrafter.proposer import RecurrentProposer
 from redrafter.redrafter import ReDrafter
 from redrafter.train.evaluate.plot import plot
@@ -36,6 +36,8 @@ from redrafter.train.evaluate.walk import walk
 __all__ = ["EvaluateOptions", "evaluate", "main"]
 
 NOT_LOADED = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
+HOTTEST = 1e30  # float32 ends not far above
+LARGEST = 4096  # nodes of a search: each is compared with all others
 
 
 class Search(NamedTuple):
@@ -51,11 +53,6 @@ class Search(NamedTuple):
 def searches(text: str) -> tuple[Search, ...]:
     """ "5x5,1x4" as searches."""
     return tuple(Search(*map(int, each.split("x"))) for each in text.split(","))
-
-
-def temperatures(text: str) -> tuple[float, ...]:
-    """ "0,0.7" as numbers."""
-    return tuple(float(number) for number in text.split(","))
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class EvaluateOptions:
     node_budgets: tuple[int, ...] = option(
         (), "nodes of a search to verify, the root counted (default: all of them)", type=integers, metavar="N,..."
     )
-    temperatures: tuple[float, ...] = option((0, 1), "0 is greedy; above, sample", type=temperatures, metavar="T,...")
+    temperatures: tuple[float, ...] = option((0, 1), "0 is greedy; above, sample", type=floats, metavar="T,...")
     seed: int = option(0, "of the choice of prompts and of the sampling")
     batch_size: int = option(32, "prompts that the model writes on from at once")
     plot: str | None = option(None, "draw acceptance by depth; needs matplotlib", metavar="FILE.png", path=True)
@@ -88,6 +85,8 @@ class EvaluateOptions:
             several = value if isinstance(value, tuple) else (value,)
             if not all(each is None or least <= each < math.inf for each in several):
                 raise ArgumentError(f"{flag(name)} must be {least} or more, got {shown(value)}")
+        if max(self.temperatures) > HOTTEST:
+            raise ArgumentError(f"--temperatures must be at most {HOTTEST:g}, got {shown(max(self.temperatures))}")
         if self.seed >= 1 << 62:
             raise ArgumentError(f"--seed must be less than 2**62, got {self.seed}")
         if not all(each.beams > 0 and each.depth > 0 for each in self.shapes):
@@ -114,6 +113,10 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     trees = options.trees(Search(own.beams, own.depth))
     for tree in trees:
         check_beams(engine.drafter.config, tree.beams)
+        if tree.lattice > LARGEST:
+            raise ArgumentError(
+                f"--shapes {tree.beams}x{tree.depth} has {tree.lattice} nodes; at most {LARGEST}, please"
+            )
     target, found = engine.target, []
     room = target.context - options.new_tokens if target.context is not None else sys.maxsize
     if room < 1:

@@ -1,5 +1,6 @@
 """The prompts that a drafter is measured on, by category."""
 
+import os
 import random
 from collections.abc import Sequence
 from importlib import resources
@@ -32,7 +33,8 @@ def categories(
             found.setdefault(category, []).extend(some)
     found = {category: some[:count] for category, some in found.items() if some}
     if not found:
-        raise ArgumentError(f"{', '.join(files)}: no prompt of 1 to {longest} tokens that is not for training")
+        named = ", ".join(files) or "the prompts that ship"
+        raise ArgumentError(f"{named}: no prompt of 1 to {longest} tokens that is not for training")
     return found
 
 
@@ -40,7 +42,7 @@ def _read(
     file: str, tokenizer: PreTrainedTokenizerBase, count: int | None, longest: int, seed: int
 ) -> dict[str, list[list[int]]]:
     name = Path(file).name.split(".")[0]
-    if Path(file).suffix == ".txt" or (Path(file).is_file() and Path(file).suffix not in ROWS):
+    if Path(file).suffix == ".txt" or (os.path.isfile(file) and Path(file).suffix not in ROWS):
         lines = [ids for ids in encode(read_prompts(file), tokenizer) if len(ids) <= longest]
         random.Random(seed).shuffle(lines)
         return {name: lines}

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redrafter.bench.facts import hardware, versions
 from redrafter.cli.loading import Pair
+from redrafter.flags import own_name
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts, repeated
 from redrafter.train.evaluate.walk import Walk
@@ -34,8 +34,8 @@ def report(
     """The document. categories: how many of the texts, which stand in their order, belong to each."""
     target = pair.engine.target
     return {
-        "model": _name(pair.name),
-        "drafter": _name(pair.drafts),
+        "model": own_name(pair.name),
+        "drafter": own_name(str(pair.drafts)),
         "hardware": hardware(target.device),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -45,14 +45,9 @@ def report(
         "sampling": "temperature alone: no top-k, no top-p, no penalty",
         "new_tokens": options.new_tokens,
         "batch_size": options.batch_size,
-        "prompts": {"files": [_name(file) for file in options.prompts], "categories": categories},
+        "prompts": {"files": [own_name(file) for file in options.prompts], "categories": categories},
         "temperatures": [_temperature(result, categories) for result in results],
     }
-
-
-def _name(loaded: str | None) -> str:
-    """A file or directory by its own name alone, a hub id as it is."""
-    return Path(str(loaded)).resolve().name if Path(str(loaded)).exists() else str(loaded)
 
 
 def _temperature(result: Result, categories: dict[str, int]) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.bench.workload import padded
 from redrafter.engine import Engine
 from redrafter.options import EngineOptions
 from redrafter.outputs import GenerateOutput
@@ -74,9 +73,7 @@ def written(
         settings |= _NEUTRAL_SAMPLING | {"temperature": temperature}
     for first in range(0, len(order), rows):
         some = order[first : first + rows]
-        parts = [torch.tensor(prompts[index]) for index in some]
-        ids = pad_sequence(parts, batch_first=True, padding_side="left")  # [B, P]
-        mask = pad_sequence([torch.ones_like(part) for part in parts], batch_first=True, padding_side="left")
+        ids, mask = padded([prompts[index] for index in some], pad_token=0)  # [B, P]
         seeds = [seed + index for index in some] if temperature > 0 else None
         out = engine.generate(
             ids, mask, max_new_tokens=new_tokens, seed=seeds, return_dict_in_generate=True, **settings
@@ -90,7 +87,7 @@ def written(
     return Texts(tokens, list(map(len, prompts)), [text[-1] in ends for text in tokens], temperature, every)
 
 
-def repeated(texts: Sequence[list[int]], size: int = 4) -> float | None:
+def repeated(texts: Sequence[list[int]], size: int) -> float | None:
     """The share of runs of `size` tokens that occurred before in their own text; None where there is no such run."""
     runs = [list(zip(*(text[offset:] for offset in range(size)), strict=False)) for text in texts]
     count = sum(map(len, runs))

@@ -6,7 +6,7 @@ all positions at once, with decoding's own search, and the steps walked afterwar
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,16 +15,15 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafter import RecurrentDrafter
-from redrafter.options import EngineOptions
 from redrafter.outputs import Stats
 from redrafter.sampling import Sampler
 from redrafter.step import State
 from redrafter.target import Target
 from redrafter.train.evaluate.shapes import Shape, judge
-from redrafter.train.evaluate.texts import ROWS, Texts, written
+from redrafter.train.evaluate.texts import Texts, written
 from redrafter.train.teacher import Teacher
 
-__all__ = ["HeldOut", "Walk", "greedy_texts", "walk", "walked"]
+__all__ = ["HeldOut", "Walk", "walk"]
 
 TEXTS = 16  # texts in one forward of the base, at most
 POSITIONS = 1024  # positions in one call of the drafter, at most
@@ -63,58 +62,28 @@ class Walk(Stats):
 
 
 class HeldOut:
-    """Texts that a base wrote once, at each of some temperatures, to be walked by as many drafters as there are."""
+    """Texts that a base wrote once, greedily, to be walked by as many drafters as there are."""
 
     def __init__(
         self,
         target: Target,
         prompts: Sequence[list[int]],
         new_tokens: int,
-        temperatures: Sequence[float] = (0.0,),
-        seed: int = 0,
-        *,
-        ends: Iterable[int] | None = None,
-        rows: int = ROWS,
-        options: EngineOptions | None = None,
+        ends: Collection[int] | None = None,
     ):
-        """prompts: token ids. The other arguments are those of `written`."""
-        self.target, ends = target, None if ends is None else list(ends)
-        self.texts = [
-            written(target, prompts, new_tokens, temperature, seed, ends=ends, rows=rows, options=options)
-            for temperature in temperatures
-        ]
+        """As `written`."""
+        self.target, self.texts = target, written(target, prompts, new_tokens, ends=ends)
 
     @property
     def count(self) -> int:
-        """Texts at the first temperature that steps lead along: those that did not end with their first token."""
-        return sum(len(own) > 1 for own in self.texts[0].own)
+        """Texts that steps lead along: those that did not end with their first token."""
+        return sum(len(own) > 1 for own in self.texts.own)
 
-    def walk(self, drafter: RecurrentDrafter, shapes: Sequence[Shape]) -> list[list[Walk]]:
-        """What a drafter is worth on them, served in the base's dtype: for each temperature, for each shape."""
+    def walk(self, drafter: RecurrentDrafter, shape: Shape) -> Walk:
+        """What a drafter is worth on all of them, served in the base's dtype."""
         model = self.target.model
         served = copy.deepcopy(drafter).to(model.device, model.dtype).eval()
-        every = [zip(shapes, walk(served, self.target, texts, shapes), strict=True) for texts in self.texts]
-        return [[Walk.of(shape, rows) for shape, rows in found] for found in every]
-
-
-def greedy_texts(target: Target, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[int]]:
-    """Let the base write on from each prompt. Returns the texts, prompts included, and the prompts' lengths."""
-    texts = written(target, prompts, new_tokens)
-    return texts.tokens, texts.starts
-
-
-def walked(
-    drafter: RecurrentDrafter,
-    target: Target,
-    texts: list[list[int]],
-    starts: list[int],
-    beams: int,
-    depth: int,
-    nodes: int,
-) -> Walk:
-    """`walk` with one shape on texts written greedily, all texts together."""
-    shape = Shape(beams, depth, nodes)
-    return Walk.of(shape, walk(drafter, target, Texts(texts, starts, [False] * len(texts)), [shape])[0])
+        return Walk.of(shape, walk(served, self.target, self.texts, [shape])[0])
 
 
 @torch.inference_mode()
@@ -192,4 +161,5 @@ def _positions(vocabulary: int, shapes: Sequence[Shape], sampling: bool) -> int:
     """Positions in one call of the drafter: a search holds some copies of its beams' scores, and making noise takes
     several integers a number."""
     a_position = 16 * max(shape.beams for shape in shapes) + 32 * sampling * max(shape.depth for shape in shapes)
-    return min(POSITIONS, max(1, BYTES // (vocabulary * a_position)))
+    compared = 4 * max(shape.lattice for shape in shapes) ** 2  # each node with all others
+    return min(POSITIONS, max(1, BYTES // max(vocabulary * a_position, compared)))

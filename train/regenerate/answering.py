@@ -3,7 +3,6 @@ answered the same whatever its batch."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,9 @@ from redrafter.cli.loading import Pair, Run
 from redrafter.cli.options import GenerationOptions
 from redrafter.engine import Engine
 from redrafter.errors import CacheFullError, ReDrafterError, first_line
+from redrafter.flags import own_name
 from redrafter.train.data.rows import Row, fingerprint
+from redrafter.train.data.windows import Document
 from redrafter.train.evaluate.texts import stops
 from redrafter.train.regenerate.config import RegenerateConfig
 from redrafter.train.regenerate.journal import Journal
@@ -137,7 +138,7 @@ class Writer:
 
     def _record(self, task: Task) -> dict[str, Any]:
         """The line of a row that is done."""
-        if not task.learnable:
+        if not Document(task.ids, task.mask).learnable:
             return _error(task.number, task.row, "the base ended at once, which leaves nothing to learn from")
         split = {} if task.row.split is None else {"split": task.row.split}
         return {
@@ -193,5 +194,4 @@ def _limits(pair: Pair, config: RegenerateConfig) -> Limits:
 
 def base_name(engine: Engine) -> str:
     """What a base is called: its hub id, or its directory without what is above it."""
-    name = str(engine.model.config._name_or_path or engine.target.name)
-    return Path(name).resolve().name if Path(name).is_dir() else name
+    return own_name(str(engine.model.config._name_or_path or engine.target.name))

@@ -18,9 +18,10 @@ from redrafter.bench.facts import versions
 from redrafter.checkpoint import holds_drafter, load_model, load_tokenizer
 from redrafter.cli.loading import Pair, checked
 from redrafter.cli.options import DraftOptions, LoadOptions
+from redrafter.cli.program import guarded
 from redrafter.document import check_writable
 from redrafter.engine import Engine
-from redrafter.errors import ArgumentError, CheckpointError, ReDrafterError
+from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.step import Plain
 from redrafter.target import Target
 from redrafter.train.data.rows import Row, fingerprint, read_rows
@@ -103,11 +104,12 @@ def checked_output(config: RegenerateConfig) -> Path:
 def run(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any]:
     """Everything from the files of a command line to the file that it names."""
     checked_output(config)
-    total = sum(1 for _ in mine(read_rows(config.data), config))  # a bad row is found here, before any is answered
-    if not total:
+    # A bad row is found here, before any is answered.
+    chosen = [chosen for *_, chosen in mine(read_rows(config.data), config)]
+    if not any(chosen):
         raise CheckpointError(f"{', '.join(config.data)}: no row for --split {config.split} --shard {config.shard}")
     engine, tokenizer = load(config)
-    return regenerate(engine, tokenizer, read_rows(config.data), config, total=total, log=log)
+    return regenerate(engine, tokenizer, read_rows(config.data), config, total=len(chosen), log=log)
 
 
 def load(config: RegenerateConfig) -> tuple[Engine, PreTrainedTokenizerBase]:
@@ -123,29 +125,26 @@ def load(config: RegenerateConfig) -> tuple[Engine, PreTrainedTokenizerBase]:
     if options.drafter is not None or holds_drafter(name):
         pair = Pair.load(options)
         return pair.engine, pair.tokenizer
-    load: dict[str, Any] = {
-        "dtype": options.dtype,
-        "device": options.device,
-        "trust_remote_code": options.trust_remote_code,
-    }
-    tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
-    return Engine(Target(load_model(name, **load)), Plain()), tokenizer
+    trust = options.trust_remote_code
+    tokenizer = load_tokenizer(name, trust_remote_code=trust)
+    model = load_model(name, dtype=options.dtype, device=options.device, trust_remote_code=trust)
+    return Engine(Target(model), Plain()), tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns its exit status: 2, after one line that says why, for what a user can mend."""
-    try:
+    """The program; returns its exit code."""
+
+    def command() -> int:
         config = parse(argv)
         summary = run(config, log=lambda line: print(line, file=sys.stderr, flush=True))
-    except ReDrafterError as error:
-        print(f"redrafter regenerate: error: {error}", file=sys.stderr)
-        return 2
-    print(
-        f"{config.output}: {summary['success']} of {summary['input']} rows, {summary['errors']} errors, "
-        f"{summary['skipped']} skipped; {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['tokens_per_step']:.2f} tokens per step"
-    )
-    return 0
+        print(
+            f"{config.output}: {summary['success']} of {summary['input']} rows, {summary['errors']} errors, "
+            f"{summary['skipped']} skipped; {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, "
+            f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['tokens_per_step']:.2f} tokens per step"
+        )
+        return 0
+
+    return guarded(command)
 
 
 if __name__ == "__main__":

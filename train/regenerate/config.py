@@ -6,14 +6,9 @@ from dataclasses import dataclass
 
 from redrafter.cli.parser import Parser
 from redrafter.errors import ArgumentError
-from redrafter.flags import add_options, flag, option, read_options
+from redrafter.flags import add_options, flag, floats, option, read_options
 
 __all__ = ["RegenerateConfig", "parse"]
-
-
-def temperatures(text: str) -> tuple[float, ...]:
-    """ "0,0.7" as numbers."""
-    return tuple(float(number) for number in text.split(","))
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class RegenerateConfig:
     temperatures: tuple[float, ...] = option(
         (0.0, 0.7, 1.0),
         "each row is written at one of these, drawn by seed; 0 is greedy",
-        type=temperatures,
+        type=floats,
         metavar="X,...",
     )
     top_k: int | None = option(None, "where not greedy, sample from the k likeliest tokens")

@@ -74,11 +74,6 @@ class Task:
             self.finish = "length"
         self.ask(limits)
 
-    @property
-    def learnable(self) -> bool:
-        """Whether the base wrote two tokens in a row, the least that a drafter learns from."""
-        return any(one and other for one, other in zip(self.mask, self.mask[1:], strict=False))
-
 
 def task_of(
     number: int,
