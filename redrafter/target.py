@@ -23,7 +23,7 @@ from redrafter.packed import PackedForward
 from redrafter.paged import PagedCache, PagedStore
 from redrafter.tree import Tree, chain, tree_of
 
-__all__ = ["Target", "attention_kinds"]
+__all__ = ["Target", "attention_kinds", "context_of"]
 
 PREFILL_CHUNK = 512  # prompt tokens of a row per forward; bounds the mask, not the result
 PREFILL_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
@@ -51,7 +51,7 @@ class Target:
         if self.head is None:
             raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
         self.kinds = attention_kinds(self.config)
-        self.context = _context(self.config)
+        self.context = context_of(self.config)
         table = self.embedding.weight
         assert isinstance(table, Tensor)
         self.device = table.device
@@ -273,7 +273,7 @@ def attention_kinds(config: object) -> dict[str, AttentionKind]:
     return {name: by_name[name] for name in sorted(set(types))}
 
 
-def _context(config: object) -> int | None:
+def context_of(config: object) -> int | None:
     """The last position that plain decoding and a tree agree on, plus one."""
     limit = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from test_train import batches_of, command, random_drafter, tiny_model, tiny_tok
 
 from redrafter import RecurrentDrafter
 from redrafter.train import provenance
-from redrafter.train.config import TrainConfig, parse
+from redrafter.train.config import LENGTH, TrainConfig, parse
 from redrafter.train.culprit import told
 from redrafter.train.data.windows import Document, Windows
 from redrafter.train.loop import train
-from redrafter.train.plan import last_step, outline
+from redrafter.train.plan import last_step, outline, row_length
 from redrafter.train.progress import Console, Numbers
 from redrafter.train.provenance import data_hash, files, revision
 from redrafter.train.train_drafter import main
@@ -34,6 +35,13 @@ def windows_of(*lengths: int, length: int = 20) -> Windows:
 
 
 # Before
+
+
+def test_rows_are_as_long_as_the_base_reads_unless_asked(tmp_path):
+    for context, rows in ((256, 256), (4096, LENGTH)):
+        tiny_model(max_position_embeddings=context).save_pretrained(tmp_path / str(context))
+        config = TrainConfig(model=str(tmp_path / str(context)))
+        assert row_length(config) == rows and row_length(replace(config, length=9)) == 9
 
 
 def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):

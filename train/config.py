@@ -9,10 +9,11 @@ from redrafter.cli.parser import Parser
 from redrafter.errors import ArgumentError
 from redrafter.flags import add_options, flag, integers, names, option, read_options
 
-__all__ = ["TRACKERS", "TrainConfig", "parse", "shown_command"]
+__all__ = ["LENGTH", "TRACKERS", "TrainConfig", "parse", "shown_command"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
+LENGTH = 512
 # What would fill any memory, and what the integers and the float32 of a machine do not hold.
 MOST: dict[str, float] = dict.fromkeys(("num_layers", "exit_dim", "head_rank", "draft_len", "batch_size"), 1 << 16)
 MOST |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
@@ -53,7 +54,9 @@ class TrainConfig:
     draft_vocab_size: int | None = option(
         None, "a new drafter knows only this many ids, the most frequent of the data; all when not given"
     )
-    length: int = option(512, "tokens in a row of a batch; longer documents are cut")
+    length: int | None = option(
+        None, f"tokens in a row of a batch; longer documents are cut (default: {LENGTH}, or the base's context if less)"
+    )
     pack: bool = option(True, "whether short documents share a row")
     epochs: float | None = option(None, "passes over the data; 1 when no end is given")
     validate: str | None = option(None, "texts to validate on; rows of --data with split val when not given", path=True)
@@ -97,9 +100,9 @@ class TrainConfig:
     save_every: int | None = option(None, "steps between checkpoints, in OUTPUT.checkpoints; none when not given")
 
     def __post_init__(self) -> None:
-        optional = ("steps", "epochs", "minutes", "exit_dim", "head_rank", "draft_vocab_size", "chunk")
+        optional = ("length", "steps", "epochs", "minutes", "exit_dim", "head_rank", "draft_vocab_size", "chunk")
         every = ("log_every", "validate_every", "save_every", "keep")
-        sizes = ("length", "batch_size", "accumulate", "draft_len", "validate_tokens")
+        sizes = ("batch_size", "accumulate", "draft_len", "validate_tokens")
         for name in (*sizes, *every, "decay", "lr", "max_grad_norm", *optional):
             if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
@@ -113,7 +116,7 @@ class TrainConfig:
             value, most = getattr(self, each.name), MOST.get(each.name, 1 << 31)
             if type(value) in (int, float) and value > most and each.name not in ("epochs", "minutes"):
                 raise ArgumentError(f"{flag(each.name)} must be at most {most}, got {value}")
-        if self.length < 3:
+        if self.length is not None and self.length < 3:
             raise ArgumentError(f"--length must be at least 3 (a text, a pending token, a draft), got {self.length}")
         for name in self.report_to:
             if name not in TRACKERS:

@@ -8,12 +8,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import CheckpointError, first_line
-from redrafter.train.config import TrainConfig
+from redrafter.target import context_of
+from redrafter.train.config import LENGTH, TrainConfig
 from redrafter.train.data.windows import Windows
 from redrafter.train.head import chunk_anchors
 from redrafter.train.new import new_config
 
-__all__ = ["last_step", "outline", "plan"]
+__all__ = ["last_step", "outline", "plan", "row_length"]
 
 ALIVE = 5  # float32 copies of a chunk's logits: they, both log-probabilities, both probabilities
 
@@ -21,6 +22,8 @@ ALIVE = 5  # float32 copies of a chunk's logits: they, both log-probabilities, b
 def plan(config: TrainConfig, windows: Windows, processes: int) -> list[str]:
     """Lines for a person. Raises `CheckpointError` and `ArgumentError` for a base and options that cannot be used."""
     base, drafter = outline(config)
+    told = base.config.get_text_config(decoder=True)
+    windows.check(told.vocab_size, context_of(told))
     own, whole = drafter.num_parameters(), base.num_parameters()
     per_epoch, steps = windows.steps_per_epoch(config.batch_size, processes), last_step(config, windows, processes)
     row = int(windows.widths.max())
@@ -51,8 +54,8 @@ def last_step(config: TrainConfig, windows: Windows, processes: int) -> int | No
 
 def outline(config: TrainConfig) -> tuple[PreTrainedModel, RecurrentDrafter]:
     """The base and the drafter without their weights."""
+    base_config = _base(config)
     try:
-        base_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         with torch.device("meta"):
             base: Any = AutoModelForCausalLM.from_config(
                 base_config,
@@ -63,6 +66,22 @@ def outline(config: TrainConfig) -> tuple[PreTrainedModel, RecurrentDrafter]:
         raise CheckpointError(f"cannot load a model from {config.model}: {first_line(error)}") from error
     with torch.device("meta"):
         return base, RecurrentDrafter(_drafter_config(config, base_config)).float()
+
+
+def row_length(config: TrainConfig) -> int:
+    """Tokens in a row of a batch."""
+    if config.length is not None:
+        return config.length
+    context = context_of(_base(config).get_text_config(decoder=True))
+    return LENGTH if context is None else min(LENGTH, context)
+
+
+def _base(config: TrainConfig) -> PretrainedConfig:
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+        return found
+    except Exception as error:  # as many kinds as there are models
+        raise CheckpointError(f"cannot load a model from {config.model}: {first_line(error)}") from error
 
 
 def _drafter_config(config: TrainConfig, base: PretrainedConfig) -> DrafterConfig:

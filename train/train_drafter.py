@@ -36,7 +36,7 @@ from redrafter.train.evaluate.walk import HeldOut, Walk
 from redrafter.train.loop import Report, new_accelerator, train
 from redrafter.train.new import new_drafter
 from redrafter.train.output import check_output, save
-from redrafter.train.plan import last_step, plan
+from redrafter.train.plan import last_step, plan, row_length
 from redrafter.train.progress import Console, NotFiniteError
 from redrafter.train.provenance import data_hash, provenance
 from redrafter.train.shard import load_sharded
@@ -56,6 +56,7 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
             raise _nothing(config)
         log(show_sample(first, tokenizer))
         return
+    config = replace(config, length=row_length(config))
     if config.dry_run:
         processes = PartialState(cpu=config.cpu).num_processes
         log("\n".join(plan(config, _windows(config, tokenizer), processes)))
@@ -201,7 +202,8 @@ class _Session:
         config, context = self.config, self.target.context
         rows = read_rows([config.validate] if config.validate else config.data)
         chosen = (row for row in rows if row.split == "val" or (config.validate and row.split != "train"))
-        room = config.length if context is None else min(config.length, context - 1)
+        length = row_length(config)
+        room = length if context is None else min(length, context - 1)
         begun = prompts(chosen, self.tokenizer, config.validate_prompts, room, config.seed)
         if not begun and (config.validate or config.validate_every):
             raise ArgumentError(
@@ -216,7 +218,7 @@ def _rows(config: TrainConfig) -> Iterator[Row]:
 
 
 def _windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    windows = Windows(documents(_rows(config), tokenizer), config.length, tokenizer.bos_token_id, config.pack)
+    windows = Windows(documents(_rows(config), tokenizer), row_length(config), tokenizer.bos_token_id, config.pack)
     if not len(windows):
         raise _nothing(config)
     return windows
