@@ -26,16 +26,16 @@ def check_writable(path: Path, what: str) -> None:
         raise ArgumentError(f"cannot write {path} ({what}): {error.strerror or error}") from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A reader finds the old text or the new one, never a half. A link keeps pointing; a device is written to, not
+def write_whole(path: Path, text: str | bytes) -> None:
+    """A reader finds the old content or the new one, never a half. A link keeps pointing; a device is written to, not
     replaced. Raises `ArgumentError` when it cannot be written, and leaves nothing behind then."""
-    place = path.resolve()
+    place, content = path.resolve(), text.encode() if isinstance(text, str) else text
     unfinished = _unfinished(place)
     try:
         if place.exists() and not place.is_file() and not place.is_dir():
-            place.write_text(text, encoding="utf-8")
+            place.write_bytes(content)
             return
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_bytes(content)
         unfinished.replace(place)
     except (OSError, ValueError) as error:
         with suppress(OSError):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -157,6 +158,12 @@ def paged(engine: Engine, blocks: int = 200) -> Engine:
             model.unpacked = None
             prepare(model, store, compile=False)
     return engine
+
+
+def in_threads(work: Callable[[int], Tensor], count: int) -> list[Tensor]:
+    """`work(0)` to `work(count - 1)`, all begun at once, each in a thread of its own."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
 
 
 def scripted_engine(model: PreTrainedModel, script: Tensor, beams: int, depth: int, offset: int = 0) -> Engine:

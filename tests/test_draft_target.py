@@ -1,7 +1,6 @@
 """A second model drafts: whatever it says, the tokens are the target's; where it says the same, all of it is kept."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from test_generate import Collect, Steps
 from tokenizers import Tokenizer, models
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from conftest import CONTEXT, VOCAB, paged, row_texts, tiny_model, uneven_batch
+from conftest import CONTEXT, VOCAB, in_threads, paged, row_texts, tiny_model, uneven_batch
 from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
 from redrafter.blocks import BLOCK
 from redrafter.draft_length import DraftLength
@@ -399,12 +398,7 @@ def test_requests_in_several_threads_disturb_none(llama, similar, sampling):
     engine = paged(DraftTarget.from_pretrained(llama, similar, num_beams=2, adaptive=True))
     arguments = {"max_new_tokens": 12, "do_sample": False} | sampling
     work = lambda row: engine.generate(IDS[row : row + 1], MASK[row : row + 1], seed=row, **arguments)  # noqa: E731
-    expected, found = [work(row) for row in range(4)], [None] * 4
-    threads = [threading.Thread(target=lambda row=row: found.__setitem__(row, work(row))) for row in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    expected, found = [work(row) for row in range(4)], in_threads(work, 4)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert engine._graphs._lent == 0 and engine._graphs.blocks.free == 199
 

@@ -1,13 +1,22 @@
 """Decoding on the paged cache, packed: the same tokens as on the dense one, for every architecture that can."""
 
 import gc
-import threading
 
 import pytest
 import torch
 from test_lossless import PROCESSORS
 
-from conftest import ARCHITECTURES, VOCAB, paged, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
+from conftest import (
+    ARCHITECTURES,
+    VOCAB,
+    in_threads,
+    paged,
+    scripted_engine,
+    tiny_drafter,
+    tiny_model,
+    uneven_batch,
+    with_tree,
+)
 from redrafter import ArgumentError, CacheFullError, Engine
 from redrafter.attention import ATTENTION_NAME
 from redrafter.merge import linear_calls, same_inputs
@@ -181,17 +190,12 @@ def test_requests_in_several_threads_disturb_none(llama):
     ids, mask = uneven_batch(rows=6)
     arguments = {"max_new_tokens": 12, "do_sample": False}
     expected = [engine.generate(ids[row : row + 1], mask[row : row + 1], **arguments) for row in range(6)]
-    found = [None] * 6
 
     def work(row):
         with torch.inference_mode():
-            found[row] = engine.generate(ids[row : row + 1], mask[row : row + 1], **arguments)
+            return engine.generate(ids[row : row + 1], mask[row : row + 1], **arguments)
 
-    threads = [threading.Thread(target=work, args=(row,)) for row in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_threads(work, 6)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert engine._graphs._lent == 0 and engine._graphs.blocks.free == 199
 

@@ -127,7 +127,7 @@ class _Clock:
 
 def padded(batch: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tensor]:
     """Ids and mask `[B, P]`, padded on the left."""
-    rows = [torch.tensor(row) for row in batch]
+    rows = [torch.tensor(row, dtype=torch.long) for row in batch]
     ids = pad_sequence(rows, batch_first=True, padding_value=pad_token, padding_side="left")
     ones = [torch.ones_like(row) for row in rows]
     return ids, pad_sequence(ones, batch_first=True, padding_side="left")

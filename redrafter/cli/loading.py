@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.bench.workload import padded
 from redrafter.checkpoint import boxed_pair, load_tokenizer
 from redrafter.cli.engines import chosen, drafts_by, load_engine, with_config
 from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
@@ -161,7 +161,4 @@ def _check_device(flag: str, device: str | None) -> None:
 def _padded(prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
     """Ids and mask `[B, P]`, padded on the left, for tokenizers without a padding token too."""
     known = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    rows = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
-    ids = pad_sequence(rows, batch_first=True, padding_value=next(known), padding_side="left")  # [B, P]
-    masks = [torch.ones_like(row) for row in rows]
-    return ids, pad_sequence(masks, batch_first=True, padding_side="left")
+    return padded(prompts, next(known))

@@ -1,11 +1,10 @@
 """The picture of an evaluation: how often each further draft is accepted, by temperature and shape of tree."""
 
-import os
-from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from redrafter.errors import ArgumentError
+from redrafter.document import write_whole
 
 __all__ = ["plot"]
 
@@ -35,11 +34,6 @@ def plot(document: dict[str, Any], path: Path) -> None:
     panels[0][0].set_ylabel("share accepted, of those whose parent was")
     pair = f"{document['model']}, drafter {document['drafter']}"
     figure.supxlabel(f"{pair}, {document['dtype']}, {document['hardware']}", fontsize=7)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(unfinished, dpi=144, format="png")
-        unfinished.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise ArgumentError(f"cannot write the plot to {path}: {error.strerror or error}") from error
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=144, format="png")
+    write_whole(path, drawn.getvalue())
