@@ -7,21 +7,24 @@ import pytest
 import torch
 
 from conftest import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter import DraftTarget, Engine, ReDrafter
+from redrafter import DraftTarget, Engine, RecurrentDrafter, ReDrafter
 from redrafter.captured import CapturedStep
 from redrafter.options import EngineOptions
 from redrafter.target import Target
+from redrafter.train.config import TrainConfig
+from redrafter.train.loop import train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 NEW = 20
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
 PROCESSED = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
+READS_LAYERS = {"recurrence": "gated", "target_layers": (0, 1), "head_rank": 16}
 NOT_CAPTURED = {"deepseek_v3", "gpt_oss", "qwen3_moe"}  # each with a warning that says why
 
 
-def on_gpu(architecture: str, **options: object) -> ReDrafter:
-    engine = with_tree(tiny_model(architecture).cuda(), tiny_drafter().cuda(), 5, 5)
+def on_gpu(architecture: str, drafter: RecurrentDrafter | None = None, **options: object) -> ReDrafter:
+    engine = with_tree(tiny_model(architecture).cuda(), (drafter or tiny_drafter()).cuda(), 5, 5)
     engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, **options)
     return engine
 
@@ -53,6 +56,33 @@ def test_captured_steps_write_what_model_generate_writes(architecture):
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_compiled_steps_write_what_model_generate_writes(architecture):
     check(on_gpu(architecture, compile=True))
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+def test_a_drafter_that_reads_other_layers_changes_no_token(architecture, compile):
+    engine = on_gpu(architecture, tiny_drafter(**READS_LAYERS), compile=compile)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gpt_oss is not captured, and says so
+        check(engine)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
+def test_a_captured_step_tells_the_drafter_what_a_plain_forward_does(compile):
+    """The same drafts are accepted as on the CPU, by a drafter that goes by what it reads."""
+    model, drafter = tiny_model("llama"), tiny_drafter(**READS_LAYERS)
+    ids, mask = uneven_batch()
+    text = with_tree(model, drafter, 5, 5).generate(ids, mask, max_new_tokens=NEW, do_sample=False, speculate=False)
+    how = TrainConfig(steps=60, draft_len=5, lr=0.01, compile=False, cpu=True, log_every=60, mixed_precision="no")
+    train(model, drafter, [(text, text >= 0)] * how.steps, how, log=lambda line: None)
+    steps = []
+    for engine in (with_tree(model, drafter, 5, 5), on_gpu("llama", drafter, compile=compile)):
+        at = engine.target.device
+        out = engine.generate(
+            ids.to(at), mask.to(at), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True
+        )
+        steps.append(out.stats.steps)
+    assert steps[0] == steps[1] < 4 * NEW / 2
 
 
 def neither_waits_nor_allocates(step: CapturedStep) -> None:
