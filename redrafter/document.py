@@ -2,11 +2,13 @@
 
 import os
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["check_writable", "write_whole"]
+__all__ = ["check_writable", "write_figure", "write_whole"]
 
 
 def check_writable(path: Path, what: str) -> None:
@@ -41,6 +43,13 @@ def write_whole(path: Path, text: str | bytes) -> None:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise ArgumentError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def write_figure(path: Path, figure: Any) -> None:
+    """A matplotlib figure as a PNG, as `write_whole`."""
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=144, format="png")
+    write_whole(path, drawn.getvalue())
 
 
 def _unfinished(place: Path) -> Path:

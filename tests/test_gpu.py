@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_a_captured_step_tells_the_drafter_what_a_plain_forward_does(compile):
     how = TrainConfig(steps=60, draft_len=5, lr=0.01, compile=False, cpu=True, log_every=60, mixed_precision="no")
     train(model, drafter, [(text, text >= 0)] * how.steps, how, log=lambda line: None)
     steps = []
-    for engine in (with_tree(model, drafter, 5, 5), on_gpu("llama", drafter, compile=compile)):
+    for engine in (with_tree(model, drafter, 5, 5), on_gpu("llama", deepcopy(drafter), compile=compile)):
         at = engine.target.device
         out = engine.generate(
             ids.to(at), mask.to(at), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True

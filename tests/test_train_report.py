@@ -194,7 +194,7 @@ def test_data_are_told_by_their_contents(tmp_path):
     masked = windows_of(9, 20, 9)
     masked.mask = ~masked.mask
     assert data_hash(masked) != data_hash(one)
-    assert files(["some/dataset"]) == [{"name": "dataset", "bytes": None, "sha256": None}]
+    assert files(["some/dataset"]) == [{"name": "some/dataset", "bytes": None, "sha256": None}]
 
 
 def test_a_revision_is_named_only_of_a_checkout(tmp_path, monkeypatch):

@@ -76,7 +76,7 @@ def files(sources: Sequence[str]) -> list[dict[str, Any]]:
     found = []
     for source in sources:
         path = Path(source)
-        told: dict[str, Any] = {"name": path.name, "bytes": None, "sha256": None}
+        told: dict[str, Any] = {"name": own_name(source), "bytes": None, "sha256": None}
         if path.is_file():
             told |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         found.append(told)

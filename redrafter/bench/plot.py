@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from redrafter.document import write_figure
 from redrafter.errors import ArgumentError
 
 __all__ = ["check_plots", "draw"]
@@ -46,10 +47,7 @@ def _picture(document: dict[str, Any], path: Path, title: str, fill: Callable[[A
     axes.set_title(title)
     what = f"{document['model']}, {document['dtype']}, {document['hardware']}"
     figure.supxlabel("\n".join(filter(None, [what, document.get("padded")])), fontsize=7)
-    try:
-        figure.savefig(path, dpi=144)
-    except OSError as error:
-        raise ArgumentError(f"cannot write {path}: {error.strerror or error}") from error
+    write_figure(path, figure)
     return path
 
 

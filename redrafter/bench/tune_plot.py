@@ -7,7 +7,7 @@ from typing import Any
 
 from redrafter.bench.tune import Timing
 from redrafter.checkpoint import TreeShape
-from redrafter.document import check_writable
+from redrafter.document import check_writable, write_figure
 from redrafter.errors import ArgumentError
 
 __all__ = ["check_plot", "plot"]
@@ -50,10 +50,7 @@ def plot(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: 
     axes.set_ylabel("tokens per second, times plain decoding's")
     axes.set_title(title, fontsize=10)
     axes.legend(loc="lower left", frameon=False)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"cannot write the plot to {path}: {error}") from error
+    write_figure(Path(path), figure)
 
 
 def _label(shape: TreeShape | None) -> str:

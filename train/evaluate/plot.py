@@ -1,10 +1,9 @@
 """The picture of an evaluation: how often each further draft is accepted, by temperature and shape of tree."""
 
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from redrafter.document import write_whole
+from redrafter.document import write_figure
 
 __all__ = ["plot"]
 
@@ -34,6 +33,4 @@ def plot(document: dict[str, Any], path: Path) -> None:
     panels[0][0].set_ylabel("share accepted, of those whose parent was")
     pair = f"{document['model']}, drafter {document['drafter']}"
     figure.supxlabel(f"{pair}, {document['dtype']}, {document['hardware']}", fontsize=7)
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=144, format="png")
-    write_whole(path, drawn.getvalue())
+    write_figure(path, figure)
