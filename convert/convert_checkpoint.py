@@ -1,29 +1,39 @@
-"""Merge a Hugging Face model and its drafter into one checkpoint, which `ReDrafter.from_pretrained` opens by itself.
+"""Convert drafters and pairs between this project's, Apple's and TensorRT-LLM's formats; merge a model and its drafter.
 
     redrafter convert --base_model_checkpoint_dir my-base --drafter_model_dir my-drafter --output_dir my-merged
 
-From a checkout also `python convert/convert_checkpoint.py ...`; options may be written with dashes. The base's weights
-are hard links where the file system allows it, so a merged checkpoint costs the drafter's size only: do not write into
-the weight files of either directory. Nothing is loaded; a checkpoint appears whole or not at all.
+From a checkout also `python convert/convert_checkpoint.py ...`. Where a model's weights stay as they are they become
+hard links if the file system allows it, so a merged checkpoint costs the drafter's size only: do not write into the
+weight files of either directory. Tensors are read a few rows at a time; a checkpoint appears whole or not at all.
 """
 
-import json
-import os
-import shutil
-from collections.abc import Sequence
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
-from redrafter.checkpoint import DRAFTER_FOLDER, SHAPE_FILE, TreeShape, check_beams
-from redrafter.cli.parser import Parser
-from redrafter.cli.program import guarded
-from redrafter.errors import ArgumentError
-from redrafter.headers import check_pair, read_base, read_drafter
+from tqdm import tqdm
 
-__all__ = ["main", "merge"]
+from redrafter.checkpoint import TreeShape
+from redrafter.cli.program import guarded, report
+from redrafter.convert import base as bases
+from redrafter.convert import drafters
+from redrafter.convert.config import ConvertConfig, parse
+from redrafter.convert.plan import Plan
+from redrafter.convert.targets import TARGETS, Source, Wish
+from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.folder import check_folder, write_folder
+from redrafter.headers import kind_of
 
-# The one folder of a model directory that belongs to the model: `save_pretrained` keeps further chat templates there.
-FOLDERS = ("additional_chat_templates",)
+__all__ = ["convert", "main", "merge", "plan"]
+
+WRITES = {
+    "redrafter": "merged checkpoint",
+    "trtllm": "TensorRT-LLM ReDrafter checkpoint",
+    "apple": "Apple drafter",
+    "drafter": "drafter",
+}
 
 
 def merge(
@@ -37,93 +47,91 @@ def merge(
     Raises `CheckpointError` for files that are missing or cut short, `MismatchError` for a drafter of another base, and
     `ArgumentError` for an output that cannot be written or a shape that cannot be searched. Then nothing is written.
     """
-    base, drafter, output = Path(base), Path(drafter), Path(output)
-    base_config, headers = read_base(base)
-    config, _ = read_drafter(drafter)
-    check_pair(config, base_config, headers, str(base))
-    shape = (shape or TreeShape()).over(TreeShape(config.draft_beams, config.draft_len_per_beam))
-    check_beams(config, shape.num_beams)
-    _check_output(output, (base, drafter), overwrite)
-
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        _copy(base, partial)
-        (partial / DRAFTER_FOLDER).mkdir()
-        _copy(drafter, partial / DRAFTER_FOLDER)
-        (partial / SHAPE_FILE).write_text(json.dumps(asdict(shape), indent=2) + "\n")
-        if output.exists():
-            shutil.rmtree(output)
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return output
-
-
-def _check_output(output: Path, sources: Sequence[Path], overwrite: bool) -> None:
-    for source in sources:
-        mine, theirs = output.resolve(), source.resolve()
-        if mine == theirs or mine in theirs.parents or theirs in mine.parents:
-            raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
-    if not output.exists():
-        return
-    if not overwrite:
-        raise ArgumentError(f"{output} exists; give --overwrite to replace it")
-    if not (output / SHAPE_FILE).is_file():
-        raise ArgumentError(f"{output} is no merged checkpoint, so it is not overwritten; remove it yourself")
-
-
-def _copy(source: Path, target: Path) -> None:
-    """The files of a model directory: weights as hard links where that works, the small ones as copies to edit."""
-    for entry in sorted(source.iterdir()):
-        if entry.is_file() and entry.name != SHAPE_FILE and not entry.name.startswith("."):
-            if entry.suffix == ".safetensors":
-                _link(entry.resolve(), target / entry.name)  # the hub's cache is made of symbolic links
-            else:
-                shutil.copyfile(entry, target / entry.name)
-        elif entry.is_dir() and entry.name in FOLDERS:
-            shutil.copytree(entry, target / entry.name)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without hard links
-        shutil.copyfile(source, target)
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog=None if __name__ == "__main__" else "redrafter convert",
-        description="Merge a Hugging Face model and its drafter into one checkpoint.",
-        epilog="example:\n  redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-drafter "
-        "--output-dir my-merged",
+    shape = shape or TreeShape()
+    config = ConvertConfig(
+        base_model_checkpoint_dir=str(base),
+        drafter_model_dir=str(drafter),
+        output_dir=str(output),
+        redrafter_num_beams=shape.num_beams,
+        redrafter_draft_len_per_beam=shape.draft_len_per_beam,
+        node_budget=shape.node_budget,
+        overwrite=overwrite,
     )
-    parser.add_argument("--base-model-checkpoint-dir", required=True, metavar="BASE", help="directory of the model")
-    parser.add_argument("--drafter-model-dir", required=True, metavar="DRAFTER", help="directory of the drafter")
-    parser.add_argument("--output-dir", required=True, metavar="OUT", help="directory to write")
-    parser.add_argument("--redrafter-num-beams", type=int, metavar="W", help="beams (default: the drafter's)")
-    parser.add_argument(
-        "--redrafter-draft-len-per-beam", type=int, metavar="K", help="tokens per beam (default: the drafter's)"
-    )
-    parser.add_argument(
-        "--node-budget", type=int, metavar="N", help="drafts verified per step (default: what suits the device)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT when it is a merged checkpoint")
-    return parser
+    convert(config)
+    return Path(output)
+
+
+def plan(config: ConvertConfig) -> Plan:
+    """What a conversion will write; raises for everything that is wrong with what it is made from."""
+    base = None if config.base_model_checkpoint_dir is None else Path(config.base_model_checkpoint_dir)
+    place = Path(config.drafter_model_dir or config.base_model_checkpoint_dir or "")
+    drafter = drafters.read(place, config.recurrence)
+    if base is None and config.to in ("redrafter", "trtllm") and drafter.kind not in ("drafter", "Apple drafter"):
+        base = place  # it holds a base too
+    tokenizer = None if config.tokenizer_dir is None else Path(config.tokenizer_dir)
+    if tokenizer is not None and not (tokenizer / "tokenizer_config.json").is_file():
+        raise ArgumentError(f"--tokenizer-dir {tokenizer} has no tokenizer_config.json")
+    wants_base = base is not None and config.to != "apple"
+    source = Source(drafter, bases.read(base) if base is not None and wants_base else None, tokenizer)
+    made = TARGETS[config.to](source, Wish(config.defaults, config.dtype, config.tp_size))
+    return Plan(made.weights, made.copies, made.texts, made.notes, config.copy)
+
+
+def convert(config: ConvertConfig, log: Callable[[str], object] = lambda line: None, shown: bool = False) -> None:
+    """Convert. log: told what a person should know. shown: whether there is a progress bar on stderr."""
+    output = Path(str(config.output_dir))
+    for source in (config.base_model_checkpoint_dir, config.drafter_model_dir):
+        if source is not None:
+            _check_apart(output, Path(source))
+    made = plan(config)
+    for note in made.notes:
+        log(note)
+    what = WRITES[config.to]
+    check_folder(output, config.overwrite, flag="--output-dir", what=what, replaceable=lambda path: _is(path, what))
+    made.check_space(output)
+    lock = Lock()
+    with tqdm(total=made.bytes(output), unit="B", unit_scale=True, disable=None if shown else True) as bar:
+
+        def progress(count: int) -> None:
+            with lock:
+                bar.update(count)
+
+        write_folder(output, lambda folder: made.fill(folder, progress, config.workers))
+
+
+def _check_apart(output: Path, source: Path) -> None:
+    mine, theirs = output.resolve(), source.resolve()
+    if mine == theirs or mine in theirs.parents or theirs in mine.parents:
+        raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
+
+
+def _is(path: Path, kind: str) -> bool:
+    with suppress(ReDrafterError):
+        return kind_of(path) == kind
+    return False
+
+
+def _print_map(made: Plan) -> None:
+    rows = [("from", "to", "shape", "dtype"), *made.key_map()]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
-    args = _parser().parse_args(argv)
 
     def run() -> int:
-        shape = TreeShape(args.redrafter_num_beams, args.redrafter_draft_len_per_beam, args.node_budget)
-        print(merge(args.base_model_checkpoint_dir, args.drafter_model_dir, args.output_dir, shape, args.overwrite))
+        config = parse(argv, None if __name__ == "__main__" else "redrafter convert")
+        if config.dry_run:
+            _print_map(plan(config))
+            return 0
+        convert(config, log=lambda line: report("note", line), shown=True)
+        print(config.output_dir)
         return 0
 
     return guarded(run)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -26,6 +26,7 @@ from redrafter.tree import check_size
 __all__ = [
     "DRAFTER_FOLDER",
     "SHAPE_FILE",
+    "Defaults",
     "TreeShape",
     "bind",
     "boxed_pair",
@@ -64,15 +65,35 @@ class TreeShape:
         mine = {name: value for name, value in asdict(self).items() if value is not None}
         return TreeShape(**(asdict(other) | mine))
 
+
+@dataclass(frozen=True)
+class Defaults:
+    """What `redrafter.json` of a merged checkpoint says, which may be edited by hand.
+
+    shape: how the drafter is searched. greedy_search: whether `generate` writes greedily or samples where a call does
+    not say; None: as the model's generation config does.
+    """
+
+    shape: TreeShape = TreeShape()
+    greedy_search: bool | None = None
+
     @classmethod
-    def read(cls, path: Path) -> "TreeShape":
+    def read(cls, path: Path) -> "Defaults":
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            greedy = said.pop("greedy_search", None)
+            if not isinstance(greedy, bool | None):
+                raise ArgumentError(f"{path}: greedy_search must be true, false or null, got {greedy!r}")
+            return cls(TreeShape(**said), greedy)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            known = ", ".join(field.name for field in fields(cls))
-            raise CheckpointError(f"{path} is not a JSON object of {known}: {error}") from error
+            known = ", ".join(field.name for field in fields(TreeShape))
+            raise CheckpointError(f"{path} is not a JSON object of {known}, greedy_search: {error}") from error
+
+    def write(self, path: Path) -> None:
+        said = asdict(self.shape) | {"greedy_search": self.greedy_search}
+        path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
 def boxed_pair() -> Path:
@@ -133,12 +154,12 @@ def load_drafter(
     drafter: str | Path | RecurrentDrafter | None,
     target: Target,
     revision: str | None = None,
-) -> tuple[RecurrentDrafter, TreeShape]:
-    """The drafter for a target, on its device and in its dtype, and the tree shape that a merged checkpoint asks for.
+) -> tuple[RecurrentDrafter, Defaults]:
+    """The drafter for a target, on its device and in its dtype, and what a merged checkpoint asks for.
 
     Without `drafter`, `model` must name a merged checkpoint, which is then read at `revision`.
     """
-    shape = TreeShape()
+    defaults = Defaults()
     if drafter is None:
         if not isinstance(model, str | Path):
             raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
@@ -147,14 +168,14 @@ def load_drafter(
             raise CheckpointError(
                 f"{model} has no {SHAPE_FILE}, so it holds no drafter: give one, or merge it in (redrafter convert)"
             )
-        shape = TreeShape.read(Path(file))
+        defaults = Defaults.read(Path(file))
         drafter = RecurrentDrafter.from_pretrained(model, subfolder=DRAFTER_FOLDER, revision=revision)
     elif isinstance(drafter, str | Path):
         drafter = RecurrentDrafter.from_pretrained(drafter)
     assert isinstance(drafter, RecurrentDrafter)
     check_fit(drafter, target)
     module: Any = drafter
-    return module.to(target.device, target.dtype).eval(), shape
+    return module.to(target.device, target.dtype).eval(), defaults
 
 
 def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:

@@ -31,7 +31,11 @@ Streamer = BaseStreamer | StepStreamer
 
 class Engine:
     """A target and what proposes for it. Of requests it keeps nothing but what makes the next one faster: on a GPU the
-    captured steps, and keys and values of texts that a prompt may begin with again."""
+    captured steps, and keys and values of texts that a prompt may begin with again.
+
+    do_sample: what `generate` does where neither a call nor a `generation_config` says; None: as the model's own."""
+
+    do_sample: bool | None = None
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
@@ -133,6 +137,8 @@ class Engine:
         check_arguments(generation_kwargs)
         check_inputs(input_ids, attention_mask, self.target)
         kwargs = _with_stop_strings(generation_kwargs, generation_config)
+        if self.do_sample is not None and generation_config is None:
+            kwargs.setdefault("do_sample", self.do_sample)
         temperature = kwargs.get("temperature")
         if isinstance(temperature, list | tuple | Tensor):
             kwargs["temperature"] = 2.0  # makes transformers put a temperature where the rows' own will stand

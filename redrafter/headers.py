@@ -1,7 +1,8 @@
 """What checkpoints on disk say of themselves: configs and the headers of safetensors files. No weights are loaded."""
 
+import difflib
 import json
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,23 @@ from redrafter.checkpoint import DRAFTER_FOLDER, NORM_ROWS, SHAPE_FILE, check_ma
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import CheckpointError, first_line
 
-__all__ = ["Header", "check_pair", "dtypes", "kind_of", "parameters", "read_base", "read_drafter"]
+__all__ = [
+    "INDEX",
+    "WEIGHTS",
+    "Header",
+    "check_pair",
+    "check_tensors",
+    "drafter_shapes",
+    "kind_of",
+    "read_base",
+    "read_drafter",
+    "read_file",
+    "read_headers",
+    "read_json",
+]
 
+APPLE = "recurrent_drafting_drafter"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -30,24 +44,30 @@ class Header:
 
 
 def kind_of(directory: Path) -> str:
-    """`merged checkpoint`, `drafter` or `model`."""
+    """`merged checkpoint`, `drafter`, `Apple drafter`, `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM checkpoint`
+    or `model`."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
-    config = _read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
     if config.get("model_type") == DrafterConfig.model_type:
         return "drafter"
+    if config.get("model_type") == APPLE or ("num_draft_layers" in config and "model_type" not in config):
+        return "Apple drafter"
+    if isinstance(config.get("architecture"), str):  # Hugging Face has `architectures`
+        return "TensorRT-LLM ReDrafter checkpoint" if "redrafter_num_layers" in config else "TensorRT-LLM checkpoint"
     return "merged checkpoint" if (directory / SHAPE_FILE).is_file() else "model"
 
 
 def read_base(directory: Path) -> tuple[PretrainedConfig, dict[str, Header]]:
     """A Hugging Face model's config and its tensors. Raises `CheckpointError` when a file is missing or cut short."""
-    if kind_of(directory) == "drafter":
-        raise CheckpointError(f"{directory} is a drafter, not a model")
+    kind = kind_of(directory)
+    if kind not in ("model", "merged checkpoint"):
+        raise CheckpointError(f"{directory} is a {kind}, not a model")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         raise CheckpointError(f"cannot read {directory / 'config.json'}: {first_line(error)}") from error
-    return config, _read_headers(directory)
+    return config, read_headers(directory)
 
 
 def read_drafter(directory: Path) -> tuple[DrafterConfig, dict[str, Header]]:
@@ -57,15 +77,30 @@ def read_drafter(directory: Path) -> tuple[DrafterConfig, dict[str, Header]]:
         hint = f"; its drafter is {directory / DRAFTER_FOLDER}" if kind == "merged checkpoint" else ""
         raise CheckpointError(f"{directory} is a {kind}, not a drafter{hint}")
     config = DrafterConfig.from_pretrained(directory)
-    found = _read_headers(directory)
+    found = read_headers(directory)
+    check_tensors(drafter_shapes(config), {name: each.shape for name, each in found.items()}, directory)
+    return config, found
+
+
+def drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a drafter's tensors."""
     with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in RecurrentDrafter(config).state_dict().items()}
+        return {name: tuple(tensor.shape) for name, tensor in RecurrentDrafter(config).state_dict().items()}
+
+
+def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], place: Path) -> None:
+    """Raise `CheckpointError` unless the tensors are those that a config asks for. `emb_norm.weight` may be there too:
+    some of Apple's drafters have it, and nothing reads it."""
+    extra = [name for name in found if name not in expected and name != "emb_norm.weight"]
     for name, shape in expected.items():
         if name not in found:
-            raise CheckpointError(f"{directory} has no tensor {name}, which its config asks for")
-        if found[name].shape != shape:
-            raise CheckpointError(f"{found[name].file} has {name} of shape {found[name].shape} instead of {shape}")
-    return config, found
+            near = difflib.get_close_matches(name, extra or list(found), n=1, cutoff=0.0)
+            hint = f"; the nearest that is there is {near[0]}" if near else ""
+            raise CheckpointError(f"{place} has no tensor {name}, which its config asks for{hint}")
+        if found[name] != shape:
+            raise CheckpointError(f"{place} has {name} of shape {found[name]} instead of {shape}")
+    if extra:
+        raise CheckpointError(f"{place} has a tensor {extra[0]}, which its config does not ask for")
 
 
 def check_pair(drafter: DrafterConfig, base: PretrainedConfig, headers: dict[str, Header], name: str) -> None:
@@ -87,21 +122,11 @@ def _row_norms(file: Path, key: str) -> list[float]:
         return [rows[row].float().norm().item() for row in picked]
 
 
-def parameters(headers: dict[str, Header]) -> int:
-    """Stored numbers, id maps not counted."""
-    return sum(math.prod(header.shape) for header in headers.values() if header.dtype != "I64")
-
-
-def dtypes(headers: dict[str, Header]) -> str:
-    """The number formats of the parameters, such as `bfloat16`."""
-    stored = {header.dtype for header in headers.values()} - {"I64"}
-    return ", ".join(sorted(_DTYPES.get(name, name.lower()) for name in stored))
-
-
-def _read_headers(directory: Path) -> dict[str, Header]:
+def read_headers(directory: Path) -> dict[str, Header]:
+    """The tensors of a directory with one file of weights, or several and an index."""
     wanted: set[str] = set()
     if (directory / INDEX).is_file():
-        weight_map = _read_json(directory / INDEX).get("weight_map", {})
+        weight_map = read_json(directory / INDEX).get("weight_map", {})
         wanted, files = set(weight_map), sorted(set(weight_map.values()))
     elif (directory / WEIGHTS).is_file():
         files = [WEIGHTS]
@@ -109,7 +134,7 @@ def _read_headers(directory: Path) -> dict[str, Header]:
         raise CheckpointError(f"{directory} has no {WEIGHTS}; save the model with save_pretrained")
     headers: dict[str, Header] = {}
     for file in files:
-        headers |= _read_file(directory / file)
+        headers |= read_file(directory / file)
     if wanted - headers.keys():
         raise CheckpointError(
             f"{directory / INDEX} names tensors that no file has: {sorted(wanted - headers.keys())[0]}"
@@ -117,7 +142,8 @@ def _read_headers(directory: Path) -> dict[str, Header]:
     return headers
 
 
-def _read_file(file: Path) -> dict[str, Header]:
+def read_file(file: Path) -> dict[str, Header]:
+    """The tensors of a safetensors file."""
     try:
         with safe_open(file, framework="pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  not a dict
@@ -126,7 +152,8 @@ def _read_file(file: Path) -> dict[str, Header]:
         raise CheckpointError(f"{file} is missing, cut short or no safetensors file: {first_line(error)}") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises `CheckpointError` naming the file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

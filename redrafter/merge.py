@@ -22,7 +22,7 @@ __all__ = ["MergedLinears", "linear_calls", "same_inputs"]
 def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
     """The names of plain linear layers and their inputs, as they are called within the context."""
     calls: list[tuple[str, Tensor]] = []  # holds the tensors, so that no id is used twice
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    linears = {name: module for name, module in model.named_modules() if _is_plain(module)}
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: calls.append((name, args[0])))
         for name, module in linears.items()
@@ -32,6 +32,15 @@ def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer's forward is a product with its weight and no more.
+
+    Quantisers keep the layer's class, and replace the forward of the object (compressed-tensors) or the class of its
+    weight (torchao).
+    """
+    return type(module) is nn.Linear and "forward" not in vars(module) and type(module.weight) is nn.Parameter
 
 
 def same_inputs(calls: Sequence[tuple[str, Tensor]]) -> list[list[str]]:

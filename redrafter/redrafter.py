@@ -94,9 +94,11 @@ class ReDrafter(Engine):
         options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
         loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **model_kwargs)
         target = Target(loaded)
-        drafter, shape = load_drafter(model, drafter, target, model_kwargs.get("revision"))
+        drafter, defaults = load_drafter(model, drafter, target, model_kwargs.get("revision"))
         found = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
-        return cls(target, drafter, asked.over(shape), options=options, tuning=found)
+        engine = cls(target, drafter, asked.over(defaults.shape), options=options, tuning=found)
+        engine.do_sample = None if defaults.greedy_search is None else not defaults.greedy_search
+        return engine
 
     def proposer_for(self, rows: int) -> Proposer:
         """By the tuning, if there is one; else, on a GPU, by what a forward over so many nodes costs there, unless a

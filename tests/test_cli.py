@@ -639,7 +639,7 @@ def test_info_tells_each_kind_of_checkpoint(folder, capsys):
     assert drafter["drafter"]["draft_vocabulary"] == head.config.draft_vocab_size < drafter["drafter"]["vocabulary"]
     assert merged["kind"] == "merged checkpoint" and merged["fits"] is True
     assert merged["model"] == base["model"]
-    assert merged["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": None}
+    assert merged["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": None, "greedy_search": None}
 
 
 def test_info_says_why_a_drafter_does_not_fit(folder, capsys, tmp_path):

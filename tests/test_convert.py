@@ -75,6 +75,7 @@ def test_base_files_are_as_they_were(saved, tmp_path):
         "num_beams": 4,
         "draft_len_per_beam": 5,
         "node_budget": None,
+        "greedy_search": None,
     }
     assert list(tmp_path.iterdir()) == [output]
 
@@ -112,11 +113,12 @@ def test_an_existing_output_is_replaced_only_when_asked(saved, tmp_path):
 
 def test_overwrite_spares_what_is_no_merged_checkpoint(copies):
     (copies / "precious").mkdir()
+    (copies / "precious" / "config.json").write_text("{}")
     for output in (copies / "precious", copies / "base", copies / "base" / "merged", copies):
         with pytest.raises(ArgumentError):
             merge(copies / "base", copies / "drafter", output, overwrite=True)
         assert (copies / "base" / "config.json").exists()
-    assert (copies / "precious").exists()
+    assert (copies / "precious" / "config.json").exists()
 
 
 def test_a_drafter_of_another_base_is_refused(copies):
@@ -155,6 +157,7 @@ def test_tensors_must_be_those_that_the_configs_ask_for(copies):
         (copies / "drafter" / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(CheckpointError, match=says):
             merge(copies / "base", copies / "drafter", copies / "merged")
+    (copies / "drafter" / "config.json").write_text(json.dumps(config))
     index = copies / "base" / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())
     weight_map["weight_map"]["lost"] = next(iter(weight_map["weight_map"].values()))
@@ -165,13 +168,15 @@ def test_tensors_must_be_those_that_the_configs_ask_for(copies):
 
 def test_nothing_is_left_when_writing_fails(saved, tmp_path, monkeypatch):
     def full(*_, **__):
-        raise OSError("No space left on device")
+        raise OSError(28, "No space left on device")
 
     output = merge(saved / "base", saved / "drafter", tmp_path / "merged")
-    monkeypatch.setattr("shutil.copyfile", full)
-    for target in (output, tmp_path / "new"):
-        with pytest.raises(OSError, match="No space"):
-            merge(saved / "base", saved / "drafter", target, overwrite=True)
+    for step in ("redrafter.convert.plan.write", "redrafter.convert.plan.Plan._take", "redrafter.folder._sync"):
+        monkeypatch.setattr(step, full)
+        for target in (output, tmp_path / "new"):
+            with pytest.raises(CheckpointError, match=rf"{target}: No space.*; free some space"):
+                merge(saved / "base", saved / "drafter", target, TreeShape(3), overwrite=True)
+        monkeypatch.undo()
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == [output]
     ReDrafter.from_pretrained(output)
@@ -184,12 +189,14 @@ def test_mistakes_are_one_line_and_exit_2(saved, tmp_path, capsys):
         (arguments(saved, output, "--redrafter_num_beams", "51"), "num_beams=51"),
         (arguments(saved, output, "--redrafter_num_beams", "0"), "num_beams"),
         (arguments(tmp_path, output), "is not a directory"),
-        ([*swapped, "--output-dir", str(output)], "is a drafter, not a model"),
+        ([], "nothing to convert"),
+        (arguments(saved, output)[:-2], "--output-dir is required"),
+        ([*swapped, "--output-dir", str(output)], "not a drafter"),
     ):
         assert main(args) == 2
         err = capsys.readouterr().err
         assert says in err and re.fullmatch(r"redrafter: error: .+\n", err), err
-    for args in ([], arguments(saved, output, "--nope"), arguments(saved, output, "--redrafter_num_beams", "many")):
+    for args in (arguments(saved, output, "--nope"), arguments(saved, output, "--redrafter_num_beams", "many")):
         with pytest.raises(SystemExit) as end:
             main(args)
         assert end.value.code == 2

@@ -16,11 +16,11 @@ from apart import start
 from test_train import base_dir, command, random_drafter, tiny_model
 
 from redrafter import RecurrentDrafter
+from redrafter.folder import clean, write_folder
 from redrafter.train import train_drafter
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, Identity
 from redrafter.train.config import TrainConfig
 from redrafter.train.loop import train
-from redrafter.train.output import clean, write_folder
 from redrafter.train.train_drafter import main
 
 EVERY = ["--epochs", "6", "--save-every", "2", "--validate-every", "3", "--accumulate", "2", "--batch-size", "2"]

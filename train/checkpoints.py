@@ -22,8 +22,8 @@ from accelerate.utils import gather_object
 from redrafter.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.flags import flag
+from redrafter.folder import clean, write_folder
 from redrafter.train.config import TrainConfig
-from redrafter.train.output import clean, write_folder
 from redrafter.train.progress import Standing
 
 __all__ = ["Checkpoint", "Checkpoints", "Identity", "machine_state", "set_machine_state"]

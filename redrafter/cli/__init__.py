@@ -15,6 +15,7 @@ __all__ = ["main"]
 # Commands that are programs of their own and read their own arguments.
 SCRIPTS = {
     "convert": "redrafter.convert.convert_checkpoint",
+    "info": "redrafter.convert.info",
     "evaluate": "redrafter.train.evaluate.command",
     "regenerate": "redrafter.train.regenerate.command",
     "train": "redrafter.train.train_drafter",

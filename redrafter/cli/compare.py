@@ -118,6 +118,7 @@ class _Assisted(_Way):
 def run(args: argparse.Namespace) -> int:
     """Refuse what cannot be compared, then decode batch by batch with each way in turn."""
     options, writing = read_options(CompareOptions, args), read_options(GenerationOptions, args)
+    writing = replace(writing, temperature=writing.temperature or 0.0)  # the same for ways that know no checkpoint
     if writing.sampling and writing.seed is None:
         writing = replace(writing, seed=0)  # all ways draw the same
     load, draft = read_options(LoadOptions, args), read_options(DraftOptions, args)

@@ -109,9 +109,10 @@ class Pair:
 
     def arguments(self, options: GenerationOptions) -> dict[str, Any]:
         """For `generate`."""
+        sampling = options.sampling or (options.temperature is None and self.engine.do_sample is True)
         arguments: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
-            "do_sample": options.sampling,
+            "do_sample": sampling,
             "seed": options.seed,
             "speculate": options.speculate,
         }
@@ -120,7 +121,7 @@ class Pair:
         for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
             if getattr(options, name) is not None:
                 arguments[name] = getattr(options, name)
-        if options.sampling and self.engine.model.generation_config.top_k is None:
+        if sampling and self.engine.model.generation_config.top_k is None:
             arguments.setdefault("top_k", 0)  # transformers would cut to 50 where neither user nor model asked for it
         if options.stop:
             arguments |= {"stop_strings": list(options.stop), "tokenizer": self.tokenizer}

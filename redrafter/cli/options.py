@@ -118,7 +118,9 @@ class GenerationOptions:
     """How to write. Names and meanings are Hugging Face's; None leaves it to the model's generation config."""
 
     max_new_tokens: int = option(128, "most tokens to write")
-    temperature: float = option(0.0, "0 is greedy; above, sample")
+    temperature: float | None = option(
+        None, "0 is greedy; above, sample (default: greedy, unless the checkpoint says to sample)"
+    )
     top_k: int | None = option(None, "sample from the k likeliest tokens")
     top_p: float | None = option(None, "sample from the likeliest tokens that hold this much probability")
     min_p: float | None = option(None, "sample from tokens at least this likely, relative to the likeliest")
@@ -128,10 +130,10 @@ class GenerationOptions:
     speculate: bool = option(True, "plain decoding, without the drafter")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
         for name in ("top_k", "top_p", "min_p"):
-            if getattr(self, name) is not None and self.temperature == 0:
+            if getattr(self, name) is not None and not self.sampling:
                 raise ArgumentError(f"--{name.replace('_', '-')} is for sampling: give --temperature above 0 too")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
@@ -142,7 +144,8 @@ class GenerationOptions:
 
     @property
     def sampling(self) -> bool:
-        return self.temperature > 0
+        """Whether it was asked for."""
+        return bool(self.temperature)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from redrafter.cli.options import (
 from redrafter.flags import add_options
 from redrafter.version import __version__
 
-__all__ = ["Parser", "build_parser"]
+__all__ = ["Parser", "add_json", "build_parser"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,14 +63,14 @@ def build_parser() -> Parser:
     _add_generate(commands)
     _add_chat(commands)
     _add_compare(commands)
-    _add_info(commands)
     _add_tune(commands)
     _add_bench(commands)
     # These read their own arguments; see SCRIPTS in the package.
     commands.add_parser("train", help="train a drafter for a model", add_help=False)
     commands.add_parser("evaluate", help="say what a drafter is worth, by shape of tree and category", add_help=False)
     commands.add_parser("regenerate", help="let a model answer a data set's prompts, to train on", add_help=False)
-    commands.add_parser("convert", help="merge a model and its drafter into one checkpoint", add_help=False)
+    commands.add_parser("convert", help="merge a model and its drafter, or change their format", add_help=False)
+    commands.add_parser("info", help="say what a checkpoint is", add_help=False)
     return parser
 
 
@@ -95,7 +95,7 @@ def _add_generate(commands: Any) -> None:
         action="store_true",
         help="decode plainly too, and say whether the tokens are equal and how much faster",
     )
-    _add_json(parser)
+    add_json(parser)
     _add_color(parser)
     add_options(parser, LoadOptions, "loading")
     add_options(parser, DraftOptions, "drafting without a drafter")
@@ -137,19 +137,6 @@ def _add_compare(commands: Any) -> None:
     add_options(parser, GenerationOptions, "writing", without=("speculate",))
 
 
-def _add_info(commands: Any) -> None:
-    parser = commands.add_parser(
-        "info",
-        help="say what a checkpoint is",
-        description="Say what a model, a drafter or a merged checkpoint is, and whether a drafter fits a model. Reads\n"
-        "configs and the headers of the weights, not the weights. Without MODEL: the boxed pair and the versions.",
-        epilog="example:\n  redrafter info my-base --drafter my-drafter",
-    )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory, or hub id that was downloaded before")
-    parser.add_argument("--drafter", metavar="D", help="a drafter for MODEL")
-    _add_json(parser)
-
-
 def _add_tune(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
@@ -161,7 +148,7 @@ def _add_tune(commands: Any) -> None:
         "  redrafter tune --model my-base --drafter my-drafter --device cuda --prompts my-prompts.jsonl\n"
         "  redrafter tune --batch-sizes 1,4 --beams 5 --lengths 5 --seconds 60 --plot tuning.png",
     )
-    _add_json(parser)
+    add_json(parser)
     add_options(parser, TuneOptions, "measuring")
     add_options(
         parser,
@@ -187,7 +174,8 @@ def _add_bench(commands: Any) -> None:
     add_options(parser, BenchOptions, "measuring")
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The flag of a command that prints a document."""
     parser.add_argument("--json", action="store_true", help="print nothing on stdout but one JSON document")
 
 

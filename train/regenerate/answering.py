@@ -108,7 +108,7 @@ class Writer:
 
     def _decode(self, batch: Sequence[Task]) -> Run:
         arguments: dict[str, Any] = {"eos_token_id": sorted(self.limits.eos)} if self.limits.eos else {}
-        options = GenerationOptions(max_new_tokens=self.config.max_new_tokens)
+        options = GenerationOptions(max_new_tokens=self.config.max_new_tokens, temperature=0.0)
         if batch[0].temperature > 0:
             options = GenerationOptions(
                 max_new_tokens=self.config.max_new_tokens,
