@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -40,7 +40,7 @@ def check_folder(folder: Path, overwrite: bool, *, flag: str, what: str, replace
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` make the files of a folder under another name, see them on the disk, and then rename it, over the one
+    """Let `fill` make the files in a folder of another name, see them on the disk, and rename it then, over the one
     that is there if need be. Killed at any moment, `clean` finds the old folder or the new one.
 
     Raises `CheckpointError` naming the folder when it cannot be written, `ArgumentError` while another process writes
@@ -50,9 +50,12 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     partial, old = _beside(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
-            try:
-                clean(folder)
+        clean(folder)
+        if partial.exists():
+            raise ArgumentError(f"another process is writing {folder}; wait for it, or name another place")
+        try:
+            partial.mkdir()
+            with _locked(partial):
                 fill(partial)
                 for file in (*partial.rglob("*"), partial):
                     _sync(file)
@@ -60,8 +63,8 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
                     folder.rename(old)
                 partial.rename(folder)
                 _sync(folder.parent)
-            finally:
-                clean(folder)
+        finally:
+            clean(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # each library that writes has its own for a full disk
         raise CheckpointError(
             f"cannot write {folder}: {getattr(error, 'strerror', None) or first_line(error)}; free some space or name "
@@ -70,12 +73,16 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what `write_folder` left when it was killed or failed; the folder is whole before and after, if it is."""
+    """Remove what `write_folder` left when it was killed or failed; the folder is whole before and after, if it is.
+    While another process writes it, that is left alone."""
     partial, old = _beside(folder.absolute())
-    if old.exists() and not folder.exists():
+    if partial.exists():
+        with suppress(OSError), _locked(partial):
+            shutil.rmtree(partial)
+    if old.exists() and not folder.exists() and not partial.exists():
         old.rename(folder)
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    if not partial.exists():
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:
@@ -83,23 +90,22 @@ def _beside(folder: Path) -> tuple[Path, Path]:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """While this process writes a folder no other does. The system holds the lock, and lets go of it after any kill."""
-    place = folder.with_name(f".{folder.name}.lock")
-    with place.open("w") as lock:
-        if fcntl is not None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ArgumentError(
-                    f"another process is writing {folder}; wait for it, or name another place"
-                ) from None
-            except OSError:
-                pass  # a file system without locks
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which the system lets go of after any kill. Raises `BlockingIOError` where it is held."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
         try:
-            yield
-        finally:
-            place.unlink(missing_ok=True)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
 
 
 def _sync(path: Path) -> None:

@@ -27,7 +27,7 @@ def shared_scales(config: Any) -> str | None:
         return None
     method = getattr(found, "quant_method", None) if not isinstance(found, Mapping) else found.get("quant_method")
     entries: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
-    rule = _RULES.get(getattr(method, "value", method) or "bitsandbytes")  # which alone may leave its name out
+    rule = _RULES.get(method or "bitsandbytes")  # which alone may leave its name out
     return None if rule is None else rule(entries)
 
 
@@ -37,7 +37,7 @@ def warn_of_shared_scales(config: Any, name: str) -> None:
     if scheme is not None:
         warnings.warn(
             f"{name} is quantised with {scheme}: drafts change the scales of the tokens that are verified with them, "
-            "so texts may differ from plain decoding's; they are equal for static and per-token scales only",
+            "so texts may differ from plain decoding's; only static and per-token scales are free of that",
             stacklevel=2,
         )
 
@@ -55,11 +55,11 @@ def _compressed_tensors(entries: Mapping[str, Any]) -> str | None:
     for group in groups.values():
         for kind in ("input_activations", "output_activations"):
             args = group.get(kind) if isinstance(group, Mapping) else None  # a list of layers goes by a preset's name
-            if args and args.get("dynamic") is True and _strategy(args) == "tensor":
+            if args and args.get("dynamic") and _strategy(args) == "tensor":
                 return "compressed-tensors, dynamic per-tensor activations"
     cache = entries.get("kv_cache_scheme")
     # Keys have heads where activations have tokens, so that "token" means a head of a row there.
-    if cache and cache.get("dynamic") is True and _strategy(cache) in ("tensor", "token"):
+    if cache and cache.get("dynamic") and _strategy(cache) in ("tensor", "token"):
         return f"compressed-tensors, dynamic per-{_strategy(cache)} keys and values"
     return None
 

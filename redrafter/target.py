@@ -218,7 +218,7 @@ class Target:
             after, _ = self.verify(chain(e.expand(2, 1)), length + 3, cache)
         except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
             raise UnsupportedError(f"{self.name} cannot run a token tree: {first_line(error)}") from error
-        allowed = _HALF if is_quantized(self.model.config) else _TOLERANCE.get(expected.dtype, _HALF)
+        allowed = _QUANTIZED if is_quantized(self.model.config) else _TOLERANCE.get(expected.dtype, _HALF)
         _compare(torch.cat([logits, after], dim=1), expected, allowed, self.name)
 
     def _why_not_packed(self, ids: Tensor, prompts: Tensor, length: Tensor, expected: Tensor) -> str | None:
@@ -306,10 +306,11 @@ class _Tolerance:
     typical: float
 
 
-# Of a node's error relative to the spread of its logits. Half precision may flip an expert's choice at a node or two;
-# where activations are quantised, the least difference may carry one over to the next of few values.
+# Of a node's error relative to the spread of its logits. Half precision may flip an expert's choice at a node or two.
+# Where activations are quantised, the least difference carries one over to the next of few values: up to 0.18 typically
+# on the boxed base, 40 layers deep; a node that sees what it should not is at 0.8.
 _TOLERANCE = {torch.float32: _Tolerance(2e-3, 2e-3), torch.float64: _Tolerance(2e-3, 2e-3)}
-_HALF = _Tolerance(float("inf"), 0.15)
+_HALF, _QUANTIZED = _Tolerance(float("inf"), 0.15), _Tolerance(float("inf"), 0.4)
 
 
 def _compare(found: Tensor, expected: Tensor, allowed: _Tolerance, name: str) -> None:

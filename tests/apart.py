@@ -12,7 +12,9 @@ import torch
 import redrafter.cli
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["redrafter.train.train_drafter", "redrafter.train.regenerate.command"])
+SERVER.set_forkserver_preload(
+    ["redrafter.train.train_drafter", "redrafter.train.regenerate.command", "redrafter.convert.convert_checkpoint"]
+)
 
 
 def start(words: list[str], said: Path, **environment: object) -> BaseProcess:

@@ -1,10 +1,15 @@
 """Apple's and TensorRT-LLM's checkpoints: what comes in, what goes out, and that nothing is lost on the way."""
 
 import json
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from apart import start
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import silu
@@ -329,7 +334,7 @@ def test_which_recurrence_is_read_is_said(bases, tmp_path, capsys):
     trtllm = convert(tmp_path / "trtllm", **pair, to="trtllm")
     assert "another recurrence" in capsys.readouterr().err
     for chosen in ("apple", "trtllm"):
-        ours = convert(tmp_path / chosen, drafter_model_dir=trtllm, to="drafter", recurrence=chosen)
+        ours = convert(tmp_path / f"read-{chosen}", drafter_model_dir=trtllm, to="drafter", recurrence=chosen)
         assert f"recurrence {chosen}" in capsys.readouterr().err and config(ours)["recurrence"] == chosen
 
 
@@ -491,3 +496,72 @@ def test_a_dry_run_shows_the_map_and_writes_nothing(bases, tmp_path, capsys):
     assert main([*pair, "--output-dir", str(tmp_path / "out"), "--dry-run"]) == 0
     assert "drafter/model.safetensors: layers.1.linear.bias" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
+
+
+# Large ones
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """A base of 300 MB, mostly zeros that take no room on the disk, and a drafter for it."""
+    folder = tmp_path_factory.mktemp("large")
+    tiny_model("llama", intermediate_size=200_000).config.save_pretrained(folder / "base")
+    size, width = {}, {"gate_proj": (200_000, 32), "up_proj": (200_000, 32), "down_proj": (32, 200_000)}
+    for name, tensor in tiny_model("llama").state_dict().items():
+        size[name] = next((shape for part, shape in width.items() if part in name), tuple(tensor.shape))
+    place, header = 0, {}
+    for name, shape in size.items():
+        end = place + 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name], place = {"dtype": "F32", "shape": shape, "data_offsets": [place, end]}, end
+    head = json.dumps(header).encode()
+    with (folder / "base" / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + place)
+    apple_dir(folder / "apple")
+    return folder
+
+
+def words(large: Path, output: Path, *more: str) -> list[str]:
+    pair = ["--base-model-checkpoint-dir", str(large / "base"), "--drafter-model-dir", str(large / "apple")]
+    return ["convert", *pair, "--output-dir", str(output), *more]
+
+
+@pytest.mark.parametrize("to", ["redrafter", "trtllm"])
+def test_a_killed_conversion_leaves_nothing_that_loads(to, large, tmp_path):
+    """And the next one removes what it left."""
+    more = ("--to", to, *(["--copy"] if to == "redrafter" else ["--tp-size", "2"]))
+    outlived = 0
+    for delay in (0.0, 0.05, 0.1, 0.2, 0.4):
+        process = start(words(large, tmp_path / "out", *more), tmp_path / "said")
+        while process.is_alive() and not (tmp_path / ".out.partial").exists():
+            time.sleep(0.005)
+        process.join(delay)
+        process.kill()
+        process.join()
+        outlived += process.exitcode == 0
+        for place in tmp_path.iterdir():
+            if place.is_dir() and process.exitcode != 0:
+                assert place.name == ".out.partial"
+                assert not (place / "config.json").exists() and not (place / "redrafter.json").exists()
+        if process.exitcode == 0:
+            shutil.rmtree(tmp_path / "out")
+    assert outlived < 5
+    process = start(words(large, tmp_path / "out", *more), tmp_path / "said")
+    process.join()
+    assert process.exitcode == 0 and sorted(each.name for each in tmp_path.iterdir()) == ["out", "said"]
+
+
+def test_converting_takes_little_memory(large, tmp_path):
+    """Of what is converted, blocks of a few megabytes at a time."""
+    for number, more in enumerate((["--copy"], ["--to", "trtllm", "--tp-size", "4"])):
+        script = (
+            "import resource, sys; from redrafter.cli import main; from redrafter.convert import convert_checkpoint\n"
+            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            "assert main(sys.argv[1:]) == 0\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", script, *words(large, tmp_path / str(number), *more)], capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        assert int(run.stdout.split()[-1]) < 150_000, run.stdout  # KiB

@@ -1,6 +1,7 @@
 """Quantised bases: opened by the library that made them, decoded as without drafts, and warned of where they cannot be.
 
-Computed in float32, in which a tree's rounding and plain decoding's are too close to tell, so that equality is exact.
+Computed in float32 by few layers, where a tree's rounding seldom carries a quantised activation to its next value, and
+never does in these texts, so that equality is exact.
 """
 
 import json
@@ -15,10 +16,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import redrafter.target
 from conftest import paged, tiny_drafter, tiny_model
-from redrafter import ReDrafter
+from redrafter import ReDrafter, UnsupportedError, boxed_pair
 from redrafter.checkpoint import embedding_norms
 from redrafter.convert.convert_checkpoint import merge
 from redrafter.headers import read_base
+from redrafter.mask import visible
 from redrafter.merge import linear_calls
 from redrafter.quantization import is_quantized, shared_scales
 from redrafter.target import Target
@@ -32,7 +34,7 @@ SCHEMES = {**COMPRESSED, **TORCHAO}
 EXACT = [name for name, shared in SCHEMES.items() if not shared]
 
 
-def save_compressed(folder: Path, name: str) -> None:
+def save_compressed(folder: Path, name: str, model: Any = None) -> None:
     """A base as llm-compressor writes it, its scales taken from the weights, and 8 as the largest activation."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
@@ -47,7 +49,7 @@ def save_compressed(folder: Path, name: str) -> None:
     if name == "FP8 per tensor":
         scheme.input_activations = QuantizationArgs(**PER_TENSOR)
     keys = QuantizationArgs(**PER_TENSOR | {"dynamic": False}) if name == "FP8 keys" else None
-    model: Any = tiny_model("llama")
+    model = model or tiny_model("llama")
     config = QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"], kv_cache_scheme=keys)
     apply_quantization_config(model, config)
     for module in model.modules():
@@ -179,6 +181,20 @@ def test_one_warning_names_the_scheme_whose_scales_tokens_share(merged, name):
         assert ours[0].category is UserWarning and "LlamaForCausalLM" in str(ours[0].message)
         assert f"quantised with {library}, " in str(ours[0].message) and "per-tensor" in str(ours[0].message)
         assert generated(engine).shape == (1, PROMPT.shape[1] + NEW)  # and it runs
+
+
+def test_a_deep_quantised_base_is_bound_unless_its_tree_sees_too_much(tmp_path, monkeypatch):
+    load = AutoModelForCausalLM.from_pretrained
+    save_compressed(tmp_path, "FP8 per tensor", load(boxed_pair(), dtype=torch.float32))
+    with pytest.warns(UserWarning, match="per-tensor"):
+        Target(load(tmp_path))
+
+    def all_visible(length, depth, ancestors, *more):
+        return visible(length, depth, torch.ones_like(ancestors), *more)
+
+    monkeypatch.setattr(redrafter.target, "visible", all_visible)
+    with pytest.warns(UserWarning, match="per-tensor"), pytest.raises(UnsupportedError, match="other logits"):
+        Target(load(tmp_path))
 
 
 def groups(**activations: object) -> dict:

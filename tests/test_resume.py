@@ -15,7 +15,7 @@ import torch
 from apart import start
 from test_train import base_dir, command, random_drafter, tiny_model
 
-from redrafter import RecurrentDrafter
+from redrafter import ArgumentError, RecurrentDrafter
 from redrafter.folder import clean, write_folder
 from redrafter.train import train_drafter
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, Identity
@@ -333,7 +333,7 @@ def test_a_full_disk_is_said_and_leaves_whole_checkpoints_only(tmp_path, capsys,
 
 def test_a_folder_is_the_old_one_or_the_new_one_wherever_writing_stops(tmp_path, monkeypatch):
     folder = tmp_path / "out"
-    write_folder(folder, lambda place: (place.mkdir(), (place / "text").write_text("old")))
+    write_folder(folder, lambda place: (place / "text").write_text("old"))
     real = Path.rename
     for calls in range(3):
         done = []
@@ -346,8 +346,21 @@ def test_a_folder_is_the_old_one_or_the_new_one_wherever_writing_stops(tmp_path,
 
         with monkeypatch.context() as patched:
             patched.setattr(Path, "rename", rename)
-            patched.setattr("redrafter.train.output.clean", lambda _: None)  # as after a kill
+            patched.setattr("redrafter.folder.clean", lambda _: None)  # as after a kill
             with suppress(KeyboardInterrupt):
-                write_folder(folder, lambda place: (place.mkdir(), (place / "text").write_text("new")))
+                write_folder(folder, lambda place: (place / "text").write_text("new"))
         clean(folder)
         assert names(tmp_path) == ["out"] and (folder / "text").read_text() == ("new" if calls == 2 else "old")
+
+
+def test_one_process_writes_a_folder_at_a_time(tmp_path):
+    folder = tmp_path / "out"
+
+    def fill(place: Path) -> None:
+        (place / "text").write_text("mine")
+        with pytest.raises(ArgumentError, match="another process is writing"):
+            write_folder(folder, lambda place: (place / "text").write_text("theirs"))
+        clean(folder)
+
+    write_folder(folder, fill)
+    assert names(tmp_path) == ["out"] and (folder / "text").read_text() == "mine"
