@@ -110,7 +110,8 @@ def check_pair(drafter: DrafterConfig, base: PretrainedConfig, headers: dict[str
     """
     config = base.get_text_config(decoder=True)
     # Which tensor is the embedding only the model's code knows; the head is the one other of its shape.
-    tables = [key for key, header in headers.items() if header.shape == (config.vocab_size, config.hidden_size)]
+    shape = (config.vocab_size, config.hidden_size)
+    tables = [key for key, each in headers.items() if each.shape == shape and each.dtype in ("F32", "F16", "BF16")]
     norms = [_row_norms(headers[key].file, key) for key in tables]
     check_match(drafter, config.hidden_size, config.vocab_size, norms, name)
 

@@ -25,10 +25,10 @@ def shared_scales(config: Any) -> str | None:
     found = _quantization(config)
     if found is None:
         return None
-    method = getattr(found, "quant_method", None) if not isinstance(found, Mapping) else found.get("quant_method")
-    entries: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
+    written = isinstance(found, Mapping)
+    method = found.get("quant_method") if written else found.quant_method
     rule = _RULES.get(method or "bitsandbytes")  # which alone may leave its name out
-    return None if rule is None else rule(entries)
+    return None if rule is None else rule(found if written else found.to_dict())
 
 
 def warn_of_shared_scales(config: Any, name: str) -> None:
