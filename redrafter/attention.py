@@ -6,16 +6,19 @@ keyword arguments, and the operator both stores the new keys and values and atte
 """
 
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from redrafter import kernels
 from redrafter.blocks import BLOCK
+from redrafter.mask import AttentionKind, additive, visible
 
-__all__ = ["ATTENTION_NAME", "Plan", "tree_attention", "tree_attention_forward"]
+__all__ = ["ATTENTION_NAME", "Plan", "gathered_attention", "tree_attention", "tree_attention_forward"]
 
 ATTENTION_NAME = "redrafter_tree"  # a name holding "sdpa" or "flash" would make transformers check for those
 
@@ -35,6 +38,39 @@ class Plan:
     depth: Tensor
     ancestors: Tensor
     table: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """B, N and M."""
+        rows = self.length.shape[0] - 1
+        nodes = (self.depth.shape[0] - 1) // rows
+        return rows, nodes, (self.ancestors.shape[0] - 1) // (rows * nodes)
+
+    @cached_property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """On a CPU, for all layers: where each row's committed tokens and nodes are, `[B, S]`, and where the new ones
+        go, `[B*M]`."""
+        rows, nodes, new = self.sizes
+        table, length = self.table[:-1].view(rows, -1).long(), self.length[:-1]
+        at = torch.arange(int(length.max()) + nodes)
+        page = table.gather(1, (at // BLOCK).clamp(max=table.shape[1] - 1).expand(rows, -1))
+        slots = page.where(at // BLOCK < table.shape[1], 0) * BLOCK + at % BLOCK  # [B, S]
+        scratch = length[:, None] + torch.arange(nodes - new, nodes)
+        return slots, slots.gather(1, scratch).flatten()
+
+    @cached_property
+    def masks(self) -> dict[tuple[int, torch.dtype], Tensor]:
+        """On a CPU: what is added to scores, `[B, 1, M, S]`, by window."""
+        return {}
+
+    def mask(self, window: int, dtype: torch.dtype) -> Tensor:
+        if (window, dtype) not in self.masks:
+            rows, nodes, new = self.sizes
+            depth, ancestors = self.depth[:-1].view(rows, nodes), self.ancestors[:-1].view(rows, new, nodes)
+            kind = AttentionKind(window=window or None)
+            seen = visible(self.length[:-1], depth, ancestors, self.slots[0].shape[1], kind)
+            self.masks[window, dtype] = additive(seen, dtype)
+        return self.masks[window, dtype]
 
 
 # Nothing is declared as mutated, though the pools are written: the only readers of a pool are these operators, which
@@ -63,7 +99,8 @@ def tree_attention(
     is 0. keys, values: the pools. window: positions that a node looks back, 0 for all. softcap: 0 for none. sinks:
     `[Hq]`, a score that each head may spend on nothing, or None. Returns `[T, Hq, dv]`.
 
-    This is the slow reference, for any device; on a GPU a Triton kernel stands in its place.
+    This is the slow reference, for any device. On a GPU a Triton kernel stands in its place, on a CPU
+    `gathered_attention`.
     """
     rows = length.shape[0] - 1
     nodes = (depth.shape[0] - 1) // rows
@@ -108,6 +145,49 @@ if kernels.TRITON:
     tree_attention.register_kernel("cuda")(kernels.tree_attention)
 
 
+def gathered_attention(
+    plan: Plan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    key_layer: int,
+    values: Tensor,
+    value_layer: int,
+    *_: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As `tree_attention`, on a CPU: what rows hold is gathered side by side, and torch attends to it."""
+    slots, new_slots = plan.slots
+    rows, count = len(slots), len(new_slots)
+    keys[key_layer].index_copy_(0, new_slots, key[:count])
+    values[value_layer].index_copy_(0, new_slots, value[:count])
+    k, v = (
+        rearrange(pool[slots.flatten()], "(b s) h d -> b h s d", b=rows)
+        for pool in (keys[key_layer], values[value_layer])
+    )
+    q = rearrange(query[:count], "(b m) h d -> b h m d", b=rows)
+    mask = plan.mask(window, query.dtype)
+    if not softcap and sinks is None:
+        found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        k, v = (repeat(x, "b h s d -> b (h g) s d", g=q.shape[1] // x.shape[1]) for x in (k, v))
+        scores = (q @ k.mT).float() * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores + mask.float()
+        if sinks is not None:
+            spent = repeat(sinks.float(), "h -> b h m 1", b=rows, m=q.shape[2])
+            scores = torch.cat([scores, spent], dim=-1)
+        found = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    out[:count] = rearrange(found, "b h m d -> (b m) h d")
+    return out
+
+
 def tree_attention_forward(
     module: Any,
     query: Tensor,
@@ -124,7 +204,8 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """For transformers: query `[1, Hq, T, d]`; key, value `[1, H, T, d]`. Returns `[1, T, Hq, dv]`."""
     query, key, value = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
-    out = tree_attention(
+    attend = tree_attention if query.is_cuda else partial(gathered_attention, plan)
+    out = attend(
         query,
         key,
         value,
@@ -133,9 +214,9 @@ def tree_attention_forward(
         plan.depth,
         plan.ancestors,
         plan.table,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window or 0,
-        softcap or 0.0,
-        s_aux,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
     )
     return out[None], None

@@ -1,6 +1,7 @@
 """Decoding on the paged cache, packed: the same tokens as on the dense one, for every architecture that can."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from conftest import (
     with_tree,
 )
 from redrafter import ArgumentError, CacheFullError, Engine
-from redrafter.attention import ATTENTION_NAME
+from redrafter.attention import ATTENTION_NAME, gathered_attention, tree_attention
+from redrafter.cache import LayerShape
 from redrafter.merge import linear_calls, same_inputs
 from redrafter.options import EngineOptions
 from redrafter.paged import PagedCache, PagedStore
@@ -30,6 +32,34 @@ from redrafter.tree import tree_of
 NEW = 20
 NOT_PACKED = {"deepseek_v3"}  # keeps something else than keys and values; decoded on the dense cache
 PACKED = [name for name in ARCHITECTURES if name not in NOT_PACKED]
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
+@pytest.mark.parametrize("only", [5, 3])
+def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
+    """With rows of unequal length, nodes of an earlier forward, and padding at the end."""
+    random = torch.Generator().manual_seed(only)
+    lengths, table = torch.tensor([21, 3]), torch.tensor([[3, 1, 6], [4, 2, 0]]).int()
+    parents, depth = torch.tensor([0, 0, 0, 1, 2]).expand(2, 5), torch.tensor([0, 1, 1, 2, 2]).expand(2, 5)
+    tree = tree_of(torch.zeros(2, 5, dtype=torch.long), parents, depth, 2)
+    tree = replace(tree, ancestors=tree.ancestors[:, -only:])
+    shapes = [LayerShape(2, 8, 6, torch.float32, torch.device("cpu"))]
+    q, k, v = (torch.randn(2 * only + 3, *shape, generator=random) for shape in ((4, 8), (2, 8), (2, 6)))
+    found = []
+    for attend in (tree_attention, gathered_attention):
+        store = PagedStore(shapes, 8)
+        for pool in store.pools:
+            pool.normal_(generator=torch.Generator().manual_seed(1))
+        plan = PagedCache(store, table).plan(tree, lengths)
+        settings = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
+        plans = (plan,) if attend is gathered_attention else ()
+        parts = (plan.length, plan.depth, plan.ancestors, plan.table)
+        out = attend(*plans, q, k, v, *plan.pools[0], *parts, **settings)
+        found.append((out, *store.pools))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", PACKED)
