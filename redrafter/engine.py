@@ -19,7 +19,7 @@ from redrafter.draft_length import DraftLength
 from redrafter.errors import ArgumentError
 from redrafter.options import EngineOptions
 from redrafter.outputs import GenerateOutput
-from redrafter.request import Request, Seed, check_arguments, check_inputs, read_request
+from redrafter.request import Request, Seed, check_arguments, check_inputs, read_request, with_openai_arguments
 from redrafter.step import Plain, Proposer
 from redrafter.streaming import ColumnStream, StepStreamer
 from redrafter.target import Target
@@ -126,7 +126,8 @@ class Engine:
         """Write on from `input_ids`, with exactly the tokens that plain decoding would give.
 
         input_ids, attention_mask: `[B, P]`, left-padded. generation_kwargs: Hugging Face's names, with its meanings;
-        besides, `temperature` may be a list with one value per output row. seed: an int s gives s, s+1, ... to the
+        besides, `temperature` may be a list with one value per output row, and `frequency_penalty`, `presence_penalty`
+        and `logit_bias` (a dict from ids) are OpenAI's. seed: an int s gives s, s+1, ... to the
         output rows (after `num_return_sequences`), a list gives one to each; a row with its seed draws the same tokens
         alone, in any batch, and with `speculate=False`, which is plain decoding in the same engine.
 
@@ -136,7 +137,8 @@ class Engine:
         """
         check_arguments(generation_kwargs)
         check_inputs(input_ids, attention_mask, self.target)
-        kwargs = _with_stop_strings(generation_kwargs, generation_config)
+        kwargs = with_openai_arguments(generation_kwargs, input_ids.shape[1])
+        kwargs = _with_stop_strings(kwargs, generation_config)
         if self.do_sample is not None and generation_config is None:
             kwargs.setdefault("do_sample", self.do_sample)
         temperature = kwargs.get("temperature")

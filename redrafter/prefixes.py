@@ -60,6 +60,20 @@ class Prefixes:
         """`[B, M, count]`: the last tokens before the draw, -1 in front of a shorter text."""
         return self.at(self.counts[..., None] + torch.arange(-count, 0, device=self.tokens.device))
 
+    def occurrences(self, vocabulary: int, first: Tensor) -> Tensor:
+        """`[B, M, V]` float32: how often each id stands before each node's draw, from position `first` `[B]` on."""
+        first, length = first[:, None], self.length[:, None]
+        position = torch.arange(self.window, device=self.tokens.device)
+        counted = ((position >= first) & (position < length)).float()  # [B, S]
+        index = self.tokens[:, : self.window].clamp(0, vocabulary - 1)
+        committed = counted.new_zeros(len(index), vocabulary).scatter_add(1, index, counted)  # [B, V]
+        drafted = (self.tree.ancestors & (length + self.tree.depth >= first)[:, None]).float()  # [B, M, N]
+        return (
+            committed[:, None]
+            .repeat(1, drafted.shape[1], 1)
+            .scatter_add(2, self.tree.tokens[:, None].expand(drafted.shape), drafted)
+        )
+
     def sequences(self) -> Tensor:
         """`[B, M, window + N - 1]`: the whole text before each node's draw, -1 after its end."""
         rows, new, nodes = self.tree.ancestors.shape

@@ -11,7 +11,6 @@ constants go to the device in the first call. The exception is `PerNode`, for pr
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,8 +21,9 @@ from transformers import LogitsProcessor
 
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.prefixes import Prefixes
+from redrafter.row_processors import RowPenalties, RowTemperature
 
-__all__ = ["PerNode", "Prefixes", "Processor", "RowTemperature", "tree_processors"]
+__all__ = ["PerNode", "Prefixes", "Processor", "RowTemperature", "TokenPenalties", "tree_processors"]
 
 
 Processor = Callable[[Tensor, Prefixes], Tensor]
@@ -44,18 +44,22 @@ def tree_processors(processors: Iterable[LogitsProcessor], *, width: int) -> tup
         name = _known(processor)
         if name == "MinLengthLogitsProcessor" and processor.min_length in implied:
             continue
-        built.append(_BUILDERS.get(name, _user_made)(processor, width))
+        builder = _token_penalties if type(processor) is TokenPenalties else _BUILDERS.get(name, _user_made)
+        built.append(builder(processor, width))
     return built, [p.name for p in built if isinstance(p, PerNode)]
 
 
-@dataclass(frozen=True)
-class RowTemperature:
-    """Divide by each row's own temperature, `[B]`."""
+class TokenPenalties(LogitsProcessor):
+    """OpenAI's `frequency_penalty` and `presence_penalty` as a processor for `model.generate`: what a token's score
+    loses for each time that it was written, and once. prompt_length: of the padded prompt, which does not count."""
 
-    temperature: Tensor
+    def __init__(self, frequency: float, presence: float, prompt_length: int):
+        self.frequency, self.presence, self.prompt_length = frequency, presence, prompt_length
 
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        return scores / self.temperature[:, None, None]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        written = input_ids[:, self.prompt_length :]
+        count = torch.zeros_like(scores).scatter_add(1, written, torch.ones_like(written, dtype=scores.dtype))
+        return scores - (self.frequency * count + self.presence * (count > 0))
 
 
 class PerNode:
@@ -171,6 +175,15 @@ def _repetition_penalty(processor: Any, width: int) -> Processor:
         seen = committed[:, None] | _marks(tree.tokens[:, None].expand_as(counted), counted, vocab)  # [B, M, V]
         penalised = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
         return torch.where(seen, penalised, scores)
+
+    return apply
+
+
+def _token_penalties(processor: Any, width: int) -> Processor:
+    def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
+        rows = len(prefixes.prompt)
+        own = RowPenalties(scores.new_full((rows,), processor.frequency), scores.new_full((rows,), processor.presence))
+        return own(scores, prefixes)
 
     return apply
 

@@ -5,6 +5,7 @@ that names and meanings are its own. What it prepared is read here; what cannot 
 """
 
 import difflib
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ from transformers.generation.stopping_criteria import (
 
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.options import EngineOptions
-from redrafter.processors import Processor, RowTemperature, tree_processors
+from redrafter.processors import Processor, RowTemperature, TokenPenalties, tree_processors
 from redrafter.sampling import Sampler
 from redrafter.target import Target
 
-__all__ = ["Request", "check_arguments", "check_inputs", "read_request"]
+__all__ = ["Request", "check_arguments", "check_inputs", "read_request", "with_openai_arguments"]
 
 Seed = int | Sequence[int] | None
 
@@ -36,6 +37,9 @@ LONGEST = 1 << 31  # tokens; what may be longer than this need not fit into an i
 
 # Arguments of `model.generate` that are not in its GenerationConfig and are honoured here.
 CALL_ARGUMENTS = frozenset({"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer"})
+
+# OpenAI's names of what transformers has other ones for, or none.
+OPENAI_ARGUMENTS = ("frequency_penalty", "presence_penalty", "logit_bias")
 
 # Decoding modes and outputs that are refused: argument, and the values that leave it off.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -89,7 +93,7 @@ class Request:
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of `generate` that nobody knows, and those that cannot be honoured."""
-    known = set(GenerationConfig().to_dict()) | CALL_ARGUMENTS
+    known = set(GenerationConfig().to_dict()) | CALL_ARGUMENTS | set(OPENAI_ARGUMENTS)
     for name, value in arguments.items():
         if name in _NOT_INPUTS:
             raise UnsupportedError(f"generate() does not take {name}; pass input_ids and attention_mask")
@@ -98,6 +102,25 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ArgumentError(f"generate() has no argument {name!r}{hint}")
         _refuse_mode(name, value)
+
+
+def with_openai_arguments(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """`frequency_penalty`, `presence_penalty` and `logit_bias` in transformers' terms. width: of the padded prompt."""
+    found = {name: value for name, value in arguments.items() if name not in OPENAI_ARGUMENTS}
+    frequency, presence = (arguments.get(name) or 0.0 for name in OPENAI_ARGUMENTS[:2])
+    for name, value in (("frequency_penalty", frequency), ("presence_penalty", presence)):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ArgumentError(f"{name} must be a finite number, got {value!r}")
+    if frequency or presence:
+        given = found.get("logits_processor") or []
+        found["logits_processor"] = LogitsProcessorList([*given, TokenPenalties(frequency, presence, width)])
+    if bias := arguments.get("logit_bias"):
+        if not isinstance(bias, Mapping) or not all(isinstance(token, int) for token in bias):
+            raise ArgumentError(f"logit_bias is a dict from token ids to numbers, got {bias!r}")
+        found["sequence_bias"] = {(token,): float(value) for token, value in bias.items()} | dict(
+            found.get("sequence_bias") or {}
+        )
+    return found
 
 
 def _refuse_mode(name: str, value: Any) -> None:

@@ -21,7 +21,8 @@ class Sampler:
     seeds: `[B]` int64, or None for greedy. processors: applied in order to float32 scores. temperature: `[B]` float32,
     what `processors` divides by; the drafter, which sees no other processor, guesses better with it. prompt, limit:
     `[B]` int64, each row's own prompt length and the most tokens it may come to. ids: `[V]` int64, `arange(V)`.
-    keep_scores: whether somebody wants the processed scores too.
+    keep_scores: whether somebody wants the processed scores too. greedy: `[B]` bool, rows that draw without noise where
+    others sample; None for none.
     """
 
     seeds: Tensor | None
@@ -31,6 +32,7 @@ class Sampler:
     limit: Tensor
     ids: Tensor
     keep_scores: bool = False
+    greedy: Tensor | None = None
 
     @property
     def simple(self) -> bool:
@@ -51,7 +53,7 @@ class Sampler:
         """For these rows alone, where `processors` hold nothing of a row; rows: `[B']` int64."""
         seeds = None if self.seeds is None else self.seeds[rows]
         rest = {name: getattr(self, name)[rows] for name in ("temperature", "prompt", "limit")}
-        return replace(self, seeds=seeds, **rest)
+        return replace(self, seeds=seeds, greedy=None if self.greedy is None else self.greedy[rows], **rest)
 
     def stream(self, which: int) -> "Sampler":
         """The same, with noise of another stream."""
@@ -64,6 +66,7 @@ class Sampler:
         return replace(
             self,
             seeds=None if self.seeds is None else self.seeds.to(device),
+            greedy=None if self.greedy is None else self.greedy.to(device),
             processors=tuple(own if isinstance(p, RowTemperature) else p for p in self.processors),
             **moved,
         )
@@ -75,8 +78,10 @@ class Sampler:
             return None
         positions = position[:, None] + torch.arange(count, device=position.device)
         if kernels.TRITON and position.is_cuda:
-            return kernels.gumbel(streams(self.seeds, positions), len(self.ids))
-        return gumbel(self.seeds, positions, self.ids)
+            noise = kernels.gumbel(streams(self.seeds, positions), len(self.ids))
+        else:
+            noise = gumbel(self.seeds, positions, self.ids)
+        return noise if self.greedy is None else noise.masked_fill_(self.greedy[:, None, None], 0.0)
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """Processed logits `[B, N, V]`, float32; the logits themselves where `draw` asks no more."""

@@ -13,6 +13,7 @@ from conftest import (
     with_tree,
 )
 from redrafter.noise import gumbel
+from redrafter.request import with_openai_arguments
 
 TREES = [(1, 1), (1, 5), (5, 5), (10, 3)]
 NEW = 24
@@ -58,6 +59,9 @@ PROCESSORS = {
     "min_length": {"min_length": 16},
     "bad_words_ids": {"bad_words_ids": [[5], [17, 3], [8, 9, 10]]},
     "sequence_bias": {"sequence_bias": {(4,): 2.0, (6, 7): -3.0}},
+    "frequency_penalty": {"frequency_penalty": 1.5},
+    "presence_penalty": {"presence_penalty": -2.0, "frequency_penalty": 0.5},
+    "logit_bias": {"logit_bias": {4: 3.0, 6: -100.0}},
     "suppress_tokens": {"suppress_tokens": [3, 4, 5, 60]},
     "begin_suppress_tokens": {"begin_suppress_tokens": list(range(3, 50))},
     "forced_eos_token_id": {"forced_eos_token_id": 2},
@@ -72,7 +76,7 @@ ONLY_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon
 def test_greedy_with_a_processor_equals_model_generate(llama, name):
     ids, _ = uneven_batch(rows=1)
     arguments = {"max_new_tokens": NEW, "do_sample": False} | PROCESSORS[name]
-    expected = llama.generate(ids, **arguments)
+    expected = llama.generate(ids, **with_openai_arguments(arguments, ids.shape[1]))
     for engine in (with_tree(llama, tiny_drafter(), 5, 5), scripted_engine(llama, expected, 3, 5)):
         assert torch.equal(engine.generate(ids, **arguments), expected)
 

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from transformers.generation import logits_process as hf
 
 from redrafter import processors
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.processors import PerNode, Prefixes, RowTemperature, tree_processors
+from redrafter.processors import PerNode, Prefixes, Processor, RowTemperature, TokenPenalties, tree_processors
+from redrafter.row_processors import RowBias, RowMinimum, RowMinP, RowPenalties, RowRepetition, RowTopK, RowTopP
 from redrafter.tree import chain, tree_of
 
 VOCAB, WIDTH = 40, 15
@@ -129,6 +130,7 @@ CASES: dict[str, tuple[Make, bool]] = {  # the bool: whether it must change some
     "suppress at begin": (lambda width: hf.SuppressTokensAtBeginLogitsProcessor([3, 4], width), True),
     "suppress one after begin": (lambda width: hf.SuppressTokensAtBeginLogitsProcessor([3, 4], width + 1), True),
 }
+CASES["token penalties"] = (lambda width: TokenPenalties(0.7, -0.4, width), True)
 STARTS = [LENGTHS, [0, 6, 14], [1, 7, 15], [2, 30, 17], [23, 8, 36]]
 
 
@@ -154,6 +156,78 @@ def test_no_processor_reads_a_value_on_the_host(name: str) -> None:
     built, slow = tree_processors([CASES[name][0](WIDTH)], width=WIDTH)
     assert not slow
     assert built[0](scores.to("meta"), replace(prefixes, tree=tree, **fields)).shape == scores.shape
+
+
+ENDS = torch.zeros(3, VOCAB, dtype=torch.bool)
+ENDS[0, EOS] = ENDS[1, 7] = ENDS[2, EOS] = True
+BIAS = torch.zeros(3, VOCAB)
+BIAS[0, 3], BIAS[2, 5], BIAS[2, 9] = 2.5, -100.0, 1.0
+# Settings of each row; of each row the object that does the same, None where it is off.
+ROW_CASES: dict[str, tuple[Processor, list[Make | None]]] = {
+    "temperature": (
+        RowTemperature(torch.tensor([0.7, 1.0, 2.0])),
+        [lambda w: hf.TemperatureLogitsWarper(0.7), None, lambda w: hf.TemperatureLogitsWarper(2.0)],
+    ),
+    "bias": (
+        RowBias(BIAS),
+        [
+            lambda w: hf.SequenceBiasLogitsProcessor({(3,): 2.5}),
+            None,
+            lambda w: hf.SequenceBiasLogitsProcessor({(5,): -100.0, (9,): 1.0}),
+        ],
+    ),
+    "repetition": (
+        RowRepetition(torch.tensor([1.0, 1.7, 0.6])),
+        [None, lambda w: hf.RepetitionPenaltyLogitsProcessor(1.7), lambda w: hf.RepetitionPenaltyLogitsProcessor(0.6)],
+    ),
+    "penalties": (
+        RowPenalties(torch.tensor([0.5, 0.0, -1.0]), torch.tensor([0.0, 0.0, 1.5])),
+        [lambda w: TokenPenalties(0.5, 0.0, w), None, lambda w: TokenPenalties(-1.0, 1.5, w)],
+    ),
+    "minimum": (
+        RowMinimum(torch.tensor([4, 9, 0]), ENDS),
+        [
+            lambda w: hf.MinNewTokensLengthLogitsProcessor(w, 4, EOS),
+            lambda w: hf.MinNewTokensLengthLogitsProcessor(w, 9, [7]),
+            None,
+        ],
+    ),
+    "top k": (
+        RowTopK(torch.tensor([5, 0, 500])),
+        [lambda w: hf.TopKLogitsWarper(5), None, lambda w: hf.TopKLogitsWarper(500)],
+    ),
+    "top p": (
+        RowTopP(torch.tensor([0.8, 1.0, 0.2])),
+        [lambda w: hf.TopPLogitsWarper(0.8), None, lambda w: hf.TopPLogitsWarper(0.2)],
+    ),
+    "min p": (
+        RowMinP(torch.tensor([0.0, 0.1, 1.0])),
+        [None, lambda w: hf.MinPLogitsWarper(0.1), lambda w: hf.MinPLogitsWarper(1.0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROW_CASES)
+def test_each_row_gets_what_hugging_face_gives_for_its_own_setting(name: str) -> None:
+    processor, makes = ROW_CASES[name]
+    for seed, lengths in enumerate(STARTS):
+        prefixes = random_prefixes(seed, lengths)
+        scores = random_scores(seed, prefixes)
+        got, kept = processor(scores, prefixes), scores.clone()
+        for row, make in enumerate(makes):
+            expected = scores if make is None else reference(lambda width, make=make: make(width), scores, prefixes)
+            torch.testing.assert_close(got[row], expected[row], rtol=0, atol=0)
+        assert torch.equal(scores, kept)
+
+
+@pytest.mark.parametrize("name", ROW_CASES)
+def test_no_row_processor_reads_a_value_on_the_host(name: str) -> None:
+    prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
+    tree = prefixes.tree.to(torch.device("meta"))
+    given = {key: getattr(prefixes, key).to("meta") for key in ("tokens", "length", "prompt", "limit")}
+    processor = ROW_CASES[name][0]
+    on_meta = replace(processor, **{each.name: getattr(processor, each.name).to("meta") for each in fields(processor)})
+    assert on_meta(scores.to("meta"), replace(prefixes, tree=tree, **given)).shape == scores.shape
 
 
 @pytest.mark.parametrize("shape", ["lattice", "chain"])
@@ -389,7 +463,7 @@ def test_every_class_of_hugging_face_is_supported_or_refused() -> None:
     theirs = {name for name, kind in classes if issubclass(kind, LogitsProcessor) and kind.__module__ == hf.__name__}
     assert theirs - {"LogitsProcessor"} <= known
     tested = {type(make(WIDTH)).__name__ for make, _ in CASES.values()} | {"PrefixConstrainedLogitsProcessor"}
-    assert tested == set(processors._BUILDERS)
+    assert tested == set(processors._BUILDERS) | {"TokenPenalties"}
 
 
 def test_a_bias_outside_the_vocabulary_is_an_error_as_in_hugging_face() -> None:
