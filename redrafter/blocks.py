@@ -60,14 +60,15 @@ class BlockPool:
         """Blocks that `admit` could hand out now: those held by no row, whether or not a text is still stored there."""
         return len(self._empty) + len(self._idle)
 
-    def admit(self, prompt: Sequence[int], slots: int) -> Lease:
+    def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True) -> Lease:
         """Blocks for a row that will never touch more than `slots` slots: prompt, new tokens and scratch.
 
         The longest stored chain of full blocks of `prompt[:-1]` is shared: at least the last token is computed anew,
-        for its logits. Raises `CacheFullError`, with nothing changed, when too few blocks are free.
+        for its logits; without `reuse`, all is. Raises `CacheFullError`, with nothing changed, when too few blocks are
+        free.
         """
         assert 0 < len(prompt) <= slots
-        shared = [node.block for node in self._find(prompt[:-1])]
+        shared = [node.block for node in self._find(prompt[:-1])] if reuse else []
         fresh = -(-slots // BLOCK) - len(shared)
         free = self.free - sum(block in self._idle for block in shared)  # what is shared cannot be evicted for the rest
         if fresh > free:
@@ -82,6 +83,18 @@ class BlockPool:
         for block in blocks:
             self._rows[block] += 1
         return Lease(blocks, reused=len(shared) * BLOCK)
+
+    def grow(self, lease: Lease, slots: int) -> None:
+        """Let a row touch `slots` slots. Raises `CacheFullError`, with nothing changed, when too few are free."""
+        fresh = -(-slots // BLOCK) - len(lease.blocks)
+        if fresh > self.free:
+            raise CacheFullError(
+                f"the KV cache is full: {fresh} more blocks of {BLOCK} are needed, {self.free} are free"
+            )
+        for _ in range(fresh):
+            block = self._empty.popleft() if self._empty else self._evict()
+            self._rows[block] += 1
+            lease.blocks.append(block)
 
     def publish(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Let later rows reuse the full blocks of `tokens`: the row's committed tokens from its first on, whose keys

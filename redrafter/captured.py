@@ -22,7 +22,7 @@ from redrafter.step import Proposer, State, step
 from redrafter.target import Target
 from redrafter.tree import chain
 
-__all__ = ["CapturedStep", "StepGraphs", "bucket", "capture", "prepare"]
+__all__ = ["CapturedStep", "StepGraphs", "bucket", "capture", "new_state", "prepare"]
 
 _LOG = logging.getLogger(__name__)
 LONGEST = 32768  # tokens of a text, where nothing says how long texts become
@@ -66,25 +66,17 @@ class CapturedStep:
 
     def __init__(
         self,
-        rows: int,
-        blocks: int,
-        width: int,
+        state: State,
         proposer: Proposer,
         target: Target,
-        store: PagedStore,
+        cache: PagedCache,
         sampler: Sampler,
-        draft_store: PagedStore | None = None,
+        draft_cache: PagedCache | None = None,
     ):
-        device, hidden = target.device, (rows, target.feature_size)
-        zeros = lambda *shape: torch.zeros(*shape, dtype=torch.long, device=device)  # noqa: E731
-        self.proposer, self.target, self.sampler = proposer, target, sampler
-        self.cache = PagedCache(store, zeros(rows, blocks).int())
-        self.draft_cache = None if draft_store is None else PagedCache(draft_store, self.cache.table)
-        self.state = State(
-            zeros(rows, width), zeros(rows), torch.zeros(hidden, dtype=target.dtype, device=device), zeros(rows).bool()
-        )
-        on_gpu = device.type == "cuda"
-        self.host = torch.zeros(rows, proposer.depth + 2, dtype=torch.long, pin_memory=on_gpu)
+        self.state, self.proposer, self.target, self.sampler = state, proposer, target, sampler
+        self.cache, self.draft_cache = cache, draft_cache
+        on_gpu = target.device.type == "cuda"
+        self.host = torch.zeros(len(state.length), proposer.depth + 2, dtype=torch.long, pin_memory=on_gpu)
         self.done = torch.cuda.Event() if on_gpu else None
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -130,6 +122,13 @@ class CapturedStep:
         ):
             if mine is not None and theirs is not None:
                 mine[:rows] = theirs
+
+
+def new_state(target: Target, rows: int, width: int) -> State:
+    """Rows that stand still, with room for texts of `width` tokens."""
+    zeros = lambda *shape: torch.zeros(*shape, dtype=torch.long, device=target.device)  # noqa: E731
+    hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype, device=target.device)
+    return State(zeros(rows, width), zeros(rows), hidden, zeros(rows).bool())
 
 
 class StepGraphs:
@@ -180,18 +179,26 @@ class StepGraphs:
         step = self._kept.get(key) if shared else None
         if step is None:
             blocks = -(-(width + proposer.scratch) // BLOCK)
-            own = _buffers(sampler, rows)
-            memory = None if proposer.model is None else self.draft_store
-            step = CapturedStep(rows, blocks, width, proposer, self.target, self.store, own, memory)
-            if sampler.capturable and self._capturable and step.done is not None:
-                self._capture(step, self._pool if shared else None)
+            cache = PagedCache(self.store, torch.zeros(rows, blocks, dtype=torch.int32, device=self.target.device))
+            step = self.step_over(new_state(self.target, rows, width), proposer, cache, _buffers(sampler, rows))
+            self.capture(step, self._pool if shared else None)
             if shared:
                 self._kept[key] = step
                 self._pool = self._pool or (step.graph and step.graph.pool())
         self._lent += 1
         return step
 
-    def _capture(self, step: CapturedStep, pool: Any) -> None:
+    def step_over(self, state: State, proposer: Proposer, cache: PagedCache, sampler: Sampler) -> CapturedStep:
+        """A step over these buffers, not captured yet."""
+        drafts = None
+        if proposer.model is not None and self.draft_store is not None:
+            drafts = PagedCache(self.draft_store, cache.table)
+        return CapturedStep(state, proposer, self.target, cache, sampler, drafts)
+
+    def capture(self, step: CapturedStep, pool: Any = None) -> None:
+        """Capture a step where that can be; it runs as it is where not. The rows of its buffers must stand still."""
+        if not step.sampler.capturable or not self._capturable or step.done is None:
+            return
         try:
             step.graph = capture(step.run, pool)
         except torch.OutOfMemoryError:

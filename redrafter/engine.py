@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
-        self._plain = Plain()
+        self.plain = Plain()
         self.draft_model = proposer.model
         self._graphs: StepGraphs | None = None
         self._lender: Engine | None = None  # whose graphs are used, when not its own
@@ -209,7 +209,7 @@ class Engine:
             stream: Any = streamer
             if isinstance(streamer, BaseStreamer):
                 stream = ColumnStream(streamer, len(input_ids), request.pad_token)
-            proposer_for = self.proposer_for if speculate else lambda rows: self._plain
+            proposer_for = self.proposer_for if speculate else lambda rows: self.plain
             # What belongs to a row must be found again: with constants of its own, or its scores, a batch stays whole.
             whole = request.want_scores or request.want_logits or not request.sampler.simple
             proposer = proposer_for(len(request.lengths))

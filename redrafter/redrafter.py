@@ -110,7 +110,7 @@ class ReDrafter(Engine):
             beams, depth = self.shape.num_beams, self.shape.draft_len_per_beam
             assert beams is not None and depth is not None
             shape = default_shape(rows, beams, depth)
-        return self._plain if shape is None else self._propose(self.target, shape)
+        return self.plain if shape is None else self._propose(self.target, shape)
 
     def _propose(self, target: Target, shape: TreeShape) -> RecurrentProposer:
         """One object per shape, by which captured steps are kept."""

@@ -14,7 +14,7 @@ from redrafter.target import Target
 from redrafter.tree import Tree, chain
 from redrafter.verify import Path, accept
 
-__all__ = ["AnyCache", "Drawn", "Plain", "Proposer", "State", "prefill", "step"]
+__all__ = ["AnyCache", "Drawn", "Plain", "Proposer", "State", "first_draw", "prefill", "step"]
 
 AnyCache = RaggedCache | PagedCache
 
@@ -163,9 +163,17 @@ def prefill(
             new=new,
         )
     logits, hidden = target.prefill(tokens, prompt, cache, start=start, new=new)  # [B, V], [B, F]
+    return first_draw(tokens, prompt, logits, hidden, cache.window, sampler)
+
+
+def first_draw(
+    tokens: Tensor, prompt: Tensor, logits: Tensor, hidden: Tensor, window: int, sampler: Sampler
+) -> tuple[State, Drawn]:
+    """Draw each row's first pending token, from what a forward gave at its prompt's last token: logits `[B, V]`, hidden
+    `[B, F]`. window: of the cache."""
     last = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
     tree = chain(last.pending)  # [B, 1]
-    scores = sampler.scores(logits[:, None], _prefixes(last, tree, sampler, cache.window))  # [B, 1, V]
+    scores = sampler.scores(logits[:, None], _prefixes(last, tree, sampler, window))  # [B, 1, V]
     drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
     path = accept(tree, drawn, max_depth=0)
     return _advance(last, drawn, path, hidden[:, None]), Drawn(drawn, path, 0, logits[:, None], scores)

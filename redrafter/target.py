@@ -7,6 +7,7 @@ plain forwards; an architecture whose answers differ is refused, so what is serv
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -202,7 +203,8 @@ class Target:
         cache.reserve(long + 8)
         self._try(ids, prompts, length, cache, torch.stack(expected))
         self.packed = PackedForward(self.model, self.head, self.config, self.context)
-        self.unpacked = self._why_not_packed(ids, prompts, length, torch.stack(expected))
+        self._trial = ids, prompts, length, torch.stack(expected)
+        self.unpacked = "it is not on a GPU" if self.device.type != "cuda" else self.unpaged
 
     def _try(
         self, ids: Tensor, prompts: Tensor, length: Tensor, cache: RaggedCache | PagedCache, expected: Tensor
@@ -221,20 +223,22 @@ class Target:
         allowed = _QUANTIZED if is_quantized(self.model.config) else _TOLERANCE.get(expected.dtype, _HALF)
         _compare(torch.cat([logits, after], dim=1), expected, allowed, self.name)
 
-    def _why_not_packed(self, ids: Tensor, prompts: Tensor, length: Tensor, expected: Tensor) -> str | None:
-        """Why a GPU must decode this model on the dense cache, slower; None when it need not."""
-        if self.device.type != "cuda":
-            return "it is not on a GPU"
+    @cached_property
+    def unpaged(self) -> str | None:
+        """Why this model can only be decoded on the dense cache; None when the paged one serves too."""
+        ids, prompts, length, expected = self._trial
         if len({shape.device for shape in self.shapes}) > 1:
             return "it is spread over several devices; load it on one with device='cuda'"
-        if not kernels.TRITON:
+        if self.device.type == "cuda" and not kernels.TRITON:
             return "Triton is not installed; pip install triton"
         if any(kind.chunk for kind in self.kinds.values()):
             return "its layers attend within chunks, which the tree attention kernel does not know"
         blocks = -(-(prompts.shape[1] + 8) // BLOCK)
         table = torch.arange(1, 1 + 2 * blocks, dtype=torch.int32, device=self.device).view(2, blocks)
+        cache = PagedCache(PagedStore(self.shapes, 1 + 2 * blocks), table)
         try:
-            self._try(ids, prompts, length, PagedCache(PagedStore(self.shapes, 1 + 2 * blocks), table), expected)
+            with torch.no_grad():
+                self._try(ids, prompts, length, cache, expected)
         except UnsupportedError as error:
             return f"its attention cannot be replaced: {error}"
         return None

@@ -376,7 +376,7 @@ def test_a_rival_that_fails_is_reported(monkeypatch):
 
 def test_where_speculation_is_off_the_table_says_so(monkeypatch, capsys):
     work = workload()
-    monkeypatch.setattr(work.engine, "proposer_for", lambda rows: work.engine._plain)
+    monkeypatch.setattr(work.engine, "proposer_for", lambda rows: work.engine.plain)
     report = Report({})
     run_suite(report, work, Plan((2,), 1, draft_vocab_sizes=(20,)))
     assert report.finish() == 0

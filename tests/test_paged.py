@@ -148,7 +148,7 @@ def test_rows_that_are_left_go_on_in_a_smaller_batch_under_another_tree(llama, s
     expected = engine.generate(ids, mask, speculate=False, **arguments)
     trees = {1: RecurrentProposer(engine.drafter, engine.target, 3, 6, 12), 8: engine.proposer}
     asked = []
-    engine.proposer_for = lambda rows: asked.append(rows) or trees.get(rows) or engine._plain
+    engine.proposer_for = lambda rows: asked.append(rows) or trees.get(rows) or engine.plain
     out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
     assert torch.equal(out.sequences, expected)
     assert len(set(row.emitted for row in out.stats.rows)) > 2  # or no batch became smaller

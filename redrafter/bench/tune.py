@@ -129,7 +129,7 @@ class Tuner:
             self._run(trees)
 
     def _run(self, trees: Sequence[RecurrentProposer]) -> None:
-        plainly = self.engine._plain
+        plainly = self.engine.plain
         self._step_ms(plainly, 1)  # pays for what only a first request pays for: compiling may take minutes
         began = time.monotonic()
         self._deadline = began + self.seconds

@@ -76,7 +76,7 @@ class Workload:
 
     def proposer(self, rows: int, speculate: bool) -> Proposer:
         """What the engine decodes so many rows with."""
-        return self.engine.proposer_for(rows) if speculate else self.engine._plain
+        return self.engine.proposer_for(rows) if speculate else self.engine.plain
 
     def batches(self, rows: int) -> list[list[Sequence[int]]]:
         """Prompts in batches of `rows`."""

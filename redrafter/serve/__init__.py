@@ -1,0 +1,1 @@
+"""Serving: requests of every kind side by side in one engine."""

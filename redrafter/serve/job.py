@@ -1,0 +1,101 @@
+"""One text that a server was asked for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from redrafter.blocks import Lease
+from redrafter.outputs import Stats
+
+__all__ = ["Finish", "Job", "Piece", "Settings"]
+
+Finish = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a row draws, in the names of `generate`. As they stand here, all but `seed` leave their processor off.
+
+    temperature: 0 for greedy. ends: ids that end the text. logprobs: how many of the likeliest tokens are wanted beside
+    the drawn one at each place; None for no log-probabilities.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
+    ends: frozenset[int] = frozenset()
+    seed: int = 0
+    logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def simple(self) -> bool:
+        """Whether a temperature is all that stands between logits and draw."""
+        cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return not penalised and not self.logit_bias and not self.min_new_tokens and (self.greedy or not cut)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step added to a text. accepted: how many of the tokens, its first ones, were drafts. logprobs: of each
+    token its own and those of the likeliest, by id; None unless asked for. finish: why the text ends here."""
+
+    tokens: Sequence[int]
+    accepted: int = 0
+    logprobs: Sequence[tuple[float, Mapping[int, float]]] | None = None
+    finish: Finish | None = None
+    error: BaseException | None = None
+
+
+@dataclass
+class Job:
+    """A prompt, what is to follow it, and how far that is.
+
+    room: the most tokens that may follow. sink: told every piece, in the thread of the engine. stops: told the tokens
+    of a step, says after which of them the text ends, or None.
+    text: the prompt and what was written. order: of its coming. read: tokens whose keys and values are in its blocks;
+    reused: those that were there already. place: its row.
+    """
+
+    prompt: Sequence[int]
+    room: int
+    settings: Settings
+    sink: Callable[["Job", Piece], object]
+    stops: Callable[[Sequence[int]], int | None] | None = None
+    text: list[int] = field(default_factory=list)
+    lease: Lease | None = None
+    read: int = 0
+    reused: int = 0
+    order: int = 0
+    place: int | None = None
+    cancelled: bool = False
+    ended: bool = False
+    stats: Stats = field(default_factory=Stats)
+
+    def __post_init__(self) -> None:
+        self.text = list(self.prompt)
+
+    @property
+    def written(self) -> int:
+        return len(self.text) - len(self.prompt)
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that the text may come to."""
+        return len(self.prompt) + self.room
+
+    @property
+    def to_read(self) -> int:
+        """Tokens that must be in the cache before the row can step: all of a new prompt, or, of a text that was begun,
+        all but the pending token."""
+        return len(self.text) - (self.written > 0)
