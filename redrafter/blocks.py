@@ -56,6 +56,11 @@ class BlockPool:
         self._nodes: dict[int, _Node] = {}  # of each findable block
 
     @property
+    def count(self) -> int:
+        """Blocks that rows may hold."""
+        return self._blocks - 1
+
+    @property
     def free(self) -> int:
         """Blocks that `admit` could hand out now: those held by no row, whether or not a text is still stored there."""
         return len(self._empty) + len(self._idle)

@@ -18,6 +18,7 @@ SCRIPTS = {
     "info": "redrafter.convert.info",
     "evaluate": "redrafter.train.evaluate.command",
     "regenerate": "redrafter.train.regenerate.command",
+    "serve": "redrafter.serve.command",
     "train": "redrafter.train.train_drafter",
 }
 

@@ -66,6 +66,7 @@ def build_parser() -> Parser:
     _add_tune(commands)
     _add_bench(commands)
     # These read their own arguments; see SCRIPTS in the package.
+    commands.add_parser("serve", help="serve a model over OpenAI's protocol", add_help=False)
     commands.add_parser("train", help="train a drafter for a model", add_help=False)
     commands.add_parser("evaluate", help="say what a drafter is worth, by shape of tree and category", add_help=False)
     commands.add_parser("regenerate", help="let a model answer a data set's prompts, to train on", add_help=False)

@@ -1,5 +1,6 @@
 """One text that a server was asked for."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -64,7 +65,7 @@ class Job:
     room: the most tokens that may follow. sink: told every piece, in the thread of the engine. stops: told the tokens
     of a step, says after which of them the text ends, or None.
     text: the prompt and what was written. order: of its coming. read: tokens whose keys and values are in its blocks;
-    reused: those that were there already. place: its row.
+    reused: those that were there already. place: its row. came, first: when it came, and its first token.
     """
 
     prompt: Sequence[int]
@@ -81,6 +82,8 @@ class Job:
     cancelled: bool = False
     ended: bool = False
     stats: Stats = field(default_factory=Stats)
+    came: float = field(default_factory=time.perf_counter)
+    first: float | None = None
 
     def __post_init__(self) -> None:
         self.text = list(self.prompt)

@@ -78,8 +78,22 @@ class Scheduler:
     def running(self) -> int:
         return len(self._reading) + len(self.rows.jobs)
 
-    def submit(self, job: Job) -> None:
-        """Let a job wait for its turn. Raises `QueueFullError`, and `ArgumentError` for what can never be served."""
+    def submit(self, *jobs: Job) -> None:
+        """Let jobs wait for their turn, all or none of them. Raises `QueueFullError`, and `ArgumentError` for what can
+        never be served."""
+        for job in jobs:
+            self._check(job)
+            job.room = min(job.room, self.longest - len(job.prompt))
+            job.stats = Stats(accepted_by_depth=[0] * self.rows.depth)
+        with self._lock:
+            if self.limits.max_queue_size and len(self._waiting) + len(jobs) > self.limits.max_queue_size:
+                raise QueueFullError(f"{len(self._waiting)} requests are waiting, and {self.limits.max_queue_size} may")
+            for job in jobs:
+                self._came += 1
+                job.order = self._came
+                self._waiting.append(job)
+
+    def _check(self, job: Job) -> None:
         if not job.prompt:
             raise ArgumentError("the prompt is empty")
         if len(job.prompt) >= self.longest:
@@ -87,14 +101,6 @@ class Scheduler:
         bad = next((token for token in job.prompt if not 0 <= token < self.engine.target.vocab_size), None)
         if bad is not None:
             raise ArgumentError(f"token id {bad} is out of range: there are {self.engine.target.vocab_size} ids")
-        job.room = min(job.room, self.longest - len(job.prompt))
-        job.stats = Stats(accepted_by_depth=[0] * self.rows.depth)
-        with self._lock:
-            if self.limits.max_queue_size and len(self._waiting) >= self.limits.max_queue_size:
-                raise QueueFullError(f"{len(self._waiting)} requests are waiting already")
-            self._came += 1
-            job.order = self._came
-            self._waiting.append(job)
 
     def cancel(self, job: Job) -> None:
         """Stop a job before its next step."""

@@ -1,0 +1,207 @@
+"""From pieces of texts to OpenAI's answers, whole or as a stream."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from redrafter.outputs import Stats
+from redrafter.serve.job import Job, Piece
+from redrafter.serve.protocol import ApiError
+from redrafter.serve.text import TextStream, text_of
+
+__all__ = ["Chat", "Completion", "answer", "stream"]
+
+Pieces = AsyncIterator[tuple[int, Job, Piece]]
+Line = tuple[
+    str, int, float, Mapping[int, float]
+]  # a token's text, its id, its log-probability and the likeliest ones'
+
+
+class Choice:
+    """One text of an answer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]):
+        self._tokenizer, self._stream = tokenizer, TextStream(tokenizer, stops)
+        self.job: Job | None = None
+        self.lines: list[Line] = []
+        self.finish: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self._stream.text
+
+    def take(self, job: Job, piece: Piece) -> tuple[str, list[Line]]:
+        """What a piece adds: text, and log-probabilities where they were asked for."""
+        self.job = job
+        if piece.finish == "error":
+            raise ApiError(500, f"the engine failed: {piece.error}")
+        shown = piece.tokens
+        if piece.finish == "stop" and shown and shown[-1] in job.settings.ends:
+            shown = shown[:-1]
+        lines = [
+            (text_of(self._tokenizer, [token]), token, own, likeliest)
+            for token, (own, likeliest) in zip(shown, piece.logprobs or (), strict=False)
+        ]
+        self.lines += lines
+        self.finish = piece.finish or self.finish
+        return self._stream.push(shown, last=piece.finish is not None), lines
+
+
+class Form(Protocol):
+    """How one kind of answer is written. whole: of an answer at once; part: of a stream, with the first or last of a
+    choice's."""
+
+    kind: str
+    prefix: str
+    part_kind: str
+
+    def whole(self, index: int, choice: Choice) -> dict[str, Any]: ...
+
+    def part(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> dict[str, Any]: ...
+
+
+class Completion:
+    """`/v1/completions`. echo: of each choice, the prompt before its text. logprobs: whether they are told."""
+
+    kind = part_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, echo: Sequence[str] | None, logprobs: bool, tokenizer: PreTrainedTokenizerBase):
+        self._echo, self._logprobs, self._tokenizer = echo, logprobs, tokenizer
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        text = self._prompt(index) + choice.text
+        told = self._told(index, choice.lines)
+        return {"index": index, "text": text, "logprobs": told, "finish_reason": choice.finish}
+
+    def part(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> dict[str, Any]:
+        text = (self._prompt(index) if first else "") + text
+        return {"index": index, "text": text, "logprobs": self._told(index, lines), "finish_reason": choice.finish}
+
+    def _prompt(self, index: int) -> str:
+        return self._echo[index] if self._echo is not None else ""
+
+    def _told(self, index: int, lines: list[Line]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        offset, offsets = self._offsets.get(index, len(self._prompt(index))), []
+        for text, *_ in lines:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [own for _, _, own, _ in lines],
+            "tokens": [text for text, *_ in lines],
+            "top_logprobs": [
+                {text_of(self._tokenizer, [token]): value for token, value in likeliest.items()} | {text: own}
+                for text, _, own, likeliest in lines
+            ],
+        }
+
+
+class Chat:
+    """`/v1/chat/completions`. count: how many of the likeliest tokens are told; None for no log-probabilities."""
+
+    kind, part_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, count: int | None, tokenizer: PreTrainedTokenizerBase):
+        self._count, self._tokenizer = count, tokenizer
+
+    def whole(self, index: int, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        told = self._told(choice.lines)
+        return {"index": index, "message": message, "logprobs": told, "finish_reason": choice.finish}
+
+    def part(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> dict[str, Any]:
+        delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+        told = self._told(lines) if lines else None
+        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": choice.finish}
+
+    def _told(self, lines: list[Line]) -> dict[str, Any] | None:
+        if self._count is None:
+            return None
+        return {
+            "content": [
+                self._entry(token, own) | {"top_logprobs": [self._entry(*pair) for pair in likeliest.items()]}
+                for _, token, own, likeliest in lines
+            ],
+            "refusal": None,
+        }
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        text = text_of(self._tokenizer, [token])
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+
+async def answer(pieces: Pieces, choices: list[Choice], form: Form, model: str) -> dict[str, Any]:
+    """The whole answer."""
+    async for index, job, piece in pieces:
+        choices[index].take(job, piece)
+    return _head(form.kind, form.prefix, model) | {
+        "choices": [form.whole(index, choice) for index, choice in enumerate(choices)],
+        **_tail(choices),
+    }
+
+
+async def stream(
+    pieces: Pieces, choices: list[Choice], form: Form, model: str, include_usage: bool
+) -> AsyncIterator[dict[str, Any]]:
+    """The answer in parts, the last one without choices and with what `include_usage` asks for."""
+    head = _head(form.part_kind, form.prefix, model)
+    usage = {"usage": None} if include_usage else {}
+    begun: set[int] = set()
+    async for index, job, piece in pieces:
+        choice = choices[index]
+        text, lines = choice.take(job, piece)
+        if text or lines or choice.finish or index not in begun:
+            yield head | {"choices": [form.part(index, text, lines, choice, index not in begun)]} | usage
+            begun.add(index)
+    if include_usage:
+        yield head | {"choices": [], **_tail(choices)}
+
+
+def _head(kind: str, prefix: str, model: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _tail(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Tokens, and how speculation went. A prompt counts once, however many texts follow it."""
+    jobs = [choice.job for choice in choices if choice.job is not None]
+    prompts = {tuple(job.prompt): job for job in jobs}
+    read, written = sum(map(len, prompts)), sum(job.written for job in jobs)
+    reused = sum(job.reused for job in prompts.values())
+    stats = [job.stats for job in jobs]
+    return {
+        "usage": {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": reused},
+        },
+        "metrics": {"speculative_decoding": speculation(stats)},
+    }
+
+
+def speculation(stats: Sequence[Stats]) -> dict[str, Any]:
+    """In vLLM's words (vllm-project/vllm#48915): mean_acceptance_length counts the token that follows the drafts too;
+    entry j of the histogram counts the steps that accepted exactly j drafts. Beside them, of the steps that accepted d
+    drafts, the share that accepted one more."""
+    steps, drafted, accepted = (sum(getattr(each, name) for each in stats) for name in ("steps", "drafted", "accepted"))
+    depth = max((len(each.accepted_by_depth) for each in stats), default=0)
+    reached = [steps, *(sum(each.accepted_by_depth[d] for each in stats) for d in range(depth))]
+    return {
+        "mean_acceptance_length": 1 + accepted / steps if steps else 0.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": [a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": depth,
+        "acceptance_by_depth": [b / a if a else None for a, b in pairwise(reached)],
+    }

@@ -1,0 +1,176 @@
+"""The routes: OpenAI's, health, metrics."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from redrafter.errors import ArgumentError
+from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest, error_body
+from redrafter.serve.scheduler import QueueFullError
+from redrafter.serve.service import Service
+from redrafter.serve.worker import Stopped
+from redrafter.version import __version__
+
+__all__ = ["create_app"]
+
+LONGEST_BODY = 16 << 20  # bytes
+SLOWEST_BODY = 30.0  # seconds in which a body must have come
+
+
+def create_app(service: Service, api_key: str | None = None) -> FastAPI:
+    """An ASGI application. api_key: what `/v1` asks for as a bearer token; None for nothing."""
+    app = FastAPI(title="redrafter", version=__version__)
+    app.add_middleware(_Guard, api_key=api_key)
+    _handle_errors(app)
+
+    @app.get("/health")
+    @app.get("/v1/health/ready")
+    @app.get("/v1/health/live")
+    async def health() -> Response:
+        return Response(status_code=200 if service.worker.alive else 503)
+
+    @app.get("/v1/health/model")
+    async def model_health() -> dict[str, Any]:
+        if not service.worker.alive:
+            raise ApiError(503, "the server is stopping")
+        return {"model": service.model, "running": service.worker.scheduler.running}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        own = {"id": service.model, "object": "model", "created": service.created, "owned_by": "redrafter"}
+        return {"object": "list", "data": [own | {"max_model_len": service.context}]}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _respond(service.completion(body), request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await _respond(service.chat(body), request)
+
+    return app
+
+
+async def _respond(work: Awaitable[dict[str, Any] | AsyncIterator[dict[str, Any]]], request: Request) -> Response:
+    """The answer, unless the client leaves before it is there."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return Response(status_code=499)
+        found = await task
+    finally:
+        for each in (task, watch):
+            each.cancel()
+    if isinstance(found, dict):
+        return JSONResponse(found)
+    return StreamingResponse(_events(found), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    try:
+        async for part in parts:
+            yield f"data: {json.dumps(part, ensure_ascii=False)}\n\n"
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield f"data: {json.dumps(error_body(error.status, str(error), error.param, error.code))}\n\n"
+    finally:
+        await parts.aclose()  # type: ignore[attr-defined]
+
+
+def _handle_errors(app: FastAPI) -> None:
+    def say(status: int, message: str, param: str | None = None, code: str | None = None, **headers: str) -> Response:
+        return JSONResponse(error_body(status, message, param, code), status, headers)
+
+    @app.exception_handler(ApiError)
+    async def api(_: Request, error: ApiError) -> Response:
+        return say(error.status, str(error), error.param, error.code)
+
+    @app.exception_handler(ArgumentError)
+    async def argument(_: Request, error: ArgumentError) -> Response:
+        return say(400, str(error))
+
+    @app.exception_handler(QueueFullError)
+    async def full(_: Request, error: QueueFullError) -> Response:
+        return say(429, str(error), **{"Retry-After": "1"})
+
+    @app.exception_handler(Stopped)
+    async def stopped(_: Request, error: Stopped) -> Response:
+        return say(503, "the server is stopping", **{"Retry-After": "5"})
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        return say(error.status_code, str(error.detail))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = [str(each) for each in first["loc"] if each != "body"]
+        param = ".".join(place) or None
+        if first["type"] == "json_invalid":
+            return say(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+        if first["type"] in ("extra_forbidden", "none_required"):
+            return say(400, f"{param} is not supported", param, "unsupported_parameter")
+        return say(422, f"{param}: {first['msg']}" if param else first["msg"], param)
+
+
+class _Guard:
+    """Before a request is read: whether it may come in, and how much of it."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None):
+        self.app, self.key = app, None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        path = scope["path"]
+        guarded = self.key is not None and path.startswith("/v1") and not path.startswith("/v1/health")
+        if guarded and not hmac.compare_digest(headers.get(b"authorization", b""), self.key or b""):
+            return await _refuse(send, 401, "the API key is missing or wrong", "invalid_api_key")
+        if int(headers.get(b"content-length", b"0") or 0) > LONGEST_BODY:
+            return await _refuse(send, 413, f"the body is longer than {LONGEST_BODY} bytes")
+        read, whole = 0, False
+        deadline = asyncio.get_running_loop().time() + SLOWEST_BODY
+
+        async def limited() -> Message:
+            nonlocal read, whole
+            if whole:
+                return await receive()
+            left = deadline - asyncio.get_running_loop().time()
+            message = await asyncio.wait_for(receive(), max(left, 0.01))
+            read += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            if read > LONGEST_BODY:
+                raise HTTPException(413, f"the body is longer than {LONGEST_BODY} bytes")
+            return message
+
+        try:
+            await self.app(scope, limited, send)
+        except TimeoutError:
+            await _refuse(send, 408, "the body did not come in time")
+
+
+async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
+    body = json.dumps(error_body(status, message, None, code)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

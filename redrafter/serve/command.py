@@ -1,0 +1,172 @@
+"""`redrafter serve`: an OpenAI-compatible server."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from redrafter.cli.engines import shape
+from redrafter.cli.loading import Pair
+from redrafter.cli.options import DraftOptions, LoadOptions
+from redrafter.cli.parser import Parser
+from redrafter.cli.program import guarded
+from redrafter.draft_target import DraftTarget
+from redrafter.errors import ArgumentError
+from redrafter.flags import add_options, own_name, read_options
+from redrafter.serve.config import ServeOptions
+
+__all__ = ["Server", "main"]
+
+_LOG = logging.getLogger("redrafter.serve")
+
+
+@dataclass
+class Server:
+    """A loaded pair behind a bound socket. `run` serves until it is told to stop."""
+
+    pair: Pair
+    options: ServeOptions
+    load: LoadOptions
+
+    def __post_init__(self) -> None:
+        from redrafter.captured import StepGraphs
+        from redrafter.serve.app import create_app
+        from redrafter.serve.metrics import Metrics
+        from redrafter.serve.scheduler import Scheduler, cpu_graphs
+        from redrafter.serve.service import Service
+        from redrafter.serve.worker import Worker
+
+        engine = self.pair.engine
+        if isinstance(engine, DraftTarget) and (engine.by_odds or engine.adaptive):
+            raise ArgumentError("a server keeps drafts by match, at one length: leave out --acceptance and --adaptive")
+        self.name = self.options.served_model_name or own_name(self.pair.name)
+        limits = self.options.limits(self.load.max_seq_len)
+        if engine.target.device.type == "cuda":
+            graphs = StepGraphs.on(engine.target, engine.options, engine.draft_model)
+        else:
+            graphs = cpu_graphs(engine, limits, engine.options.kv_cache_free_gpu_memory_fraction)
+        scheduler = Scheduler(engine, graphs, limits, self.options.speculate)
+        metrics = Metrics(scheduler, self.name)
+        self.worker = Worker(scheduler, metrics.told)
+        self.app = create_app(Service(self.worker, self.pair.tokenizer, self.name, metrics), self.options.api_key)
+
+    def run(self, listening: socket.socket) -> None:
+        """Serve until SIGINT or SIGTERM: the first lets what was begun end, the second does not."""
+        import uvicorn
+
+        server = uvicorn.Server(
+            uvicorn.Config(self.app, log_level="warning", lifespan="off", timeout_keep_alive=30, access_log=False)
+        )
+
+        async def serve() -> None:
+            loop = asyncio.get_running_loop()
+            for each in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(each, stop)
+            await server.serve([listening])
+
+        def stop() -> None:
+            if not self.worker.alive:
+                server.should_exit = server.force_exit = True
+                return
+            self.worker.drain()
+            _LOG.info("stopping: %d texts are still written; once more to drop them", self.worker.scheduler.running)
+            draining.append(asyncio.ensure_future(ended()))
+
+        async def ended() -> None:
+            while not self.worker.scheduler.idle:
+                await asyncio.sleep(0.05)
+            server.should_exit = True
+
+        draining: list[Any] = []
+        server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set above
+        self.worker.start()
+        try:
+            asyncio.run(serve())
+        finally:
+            self.worker.stop()
+
+    def summary(self, listening: socket.socket) -> list[str]:
+        """What is served, and a line to try it with."""
+        host, port = listening.getsockname()[:2]
+        target, scheduler = self.pair.engine.target, self.worker.scheduler
+        proposer = self.pair.engine.proposer_for(1) if self.options.speculate else None
+        drafts = "no drafts" if proposer is None else f"{self.pair.way}, {shape(proposer) or 'no drafts at one row'}"
+        key = f' -H "Authorization: Bearer {self.options.api_key}"' if self.options.api_key else ""
+        body = f'{{"model": "{self.name}", "prompt": "Once upon a time", "max_tokens": 40}}'
+        return [
+            f"{self.name}: {target.name}, {str(target.dtype).removeprefix('torch.')} on {target.device}; {drafts}",
+            f"up to {self.options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
+            f"{scheduler.graphs.blocks.count * 16:,} tokens of keys and values",
+            f"listening on http://{host}:{port}; try",
+            f"  curl http://{host}:{port}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+        ]
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """A bound socket. Raises `ArgumentError` naming the option that is to blame."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((options.host, options.port))
+        found.listen(2048)
+    except OSError as error:
+        found.close()
+        flag = "--port" if error.errno in (13, 98, 48) else "--host"
+        raise ArgumentError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror}; choose another {flag}"
+        ) from error
+    return found
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="redrafter serve",
+        description="Serve a model over OpenAI's protocol: /v1/completions, /v1/chat/completions, /v1/models,\n"
+        "/health, /metrics, /docs. Without MODEL, the pair in the box.",
+        epilog="examples:\n"
+        "  redrafter serve my-merged --port 8000\n"
+        "  redrafter serve my-base --drafter my-drafter --device cuda --max-batch-size 64 --api-key secret\n"
+        "  redrafter serve my-70b --draft-model my-1b --device cuda",
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="hub id or directory of the model, or merged checkpoint"
+    )
+    add_options(parser, ServeOptions, "serving")
+    add_options(parser, LoadOptions, "loading", without=("model",))
+    add_options(parser, DraftOptions, "drafting without a drafter")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns its exit code."""
+
+    def run() -> int:
+        args = _parser().parse_args(argv)
+        options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
+        _needs_extra()
+        with listen(options) as listening:
+            server = Server(Pair.load(load, read_options(DraftOptions, args)), options, load)
+            for line in server.summary(listening):
+                print(line, file=sys.stderr, flush=True)
+            server.run(listening)
+        return 0
+
+    return guarded(run)
+
+
+def _needs_extra() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ArgumentError(f"{', '.join(missing)} is missing: pip install 'redrafter[serve]'")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""From an OpenAI request to texts of the engine."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from redrafter.errors import first_line
+from redrafter.serve.answers import Chat, Choice, Completion, answer, stream
+from redrafter.serve.job import Settings
+from redrafter.serve.metrics import Metrics
+from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from redrafter.serve.text import StopStrings, text_of
+from redrafter.serve.worker import Worker
+
+__all__ = ["Service"]
+
+COMPLETION = 16  # tokens that a completion without max_tokens comes to, as OpenAI has it
+MOST_PROMPTS = 1024  # of one request, choices counted
+
+AnyRequest = CompletionRequest | ChatRequest
+
+
+@dataclass
+class Service:
+    """What the routes call. model: the name that clients know. context: the longest text."""
+
+    worker: Worker
+    tokenizer: PreTrainedTokenizerBase
+    model: str
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def context(self) -> int:
+        return self.worker.scheduler.longest
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model:
+            raise ApiError(404, f"the model {name!r} is not served here; {self.model!r} is", "model", "model_not_found")
+
+    async def completion(self, request: CompletionRequest) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+        self.check_model(request.model)
+        if request.echo and request.logprobs is not None:
+            raise ApiError(400, "echo with logprobs is not supported: the prompt has no log-probabilities", "echo")
+        prompts = self._prompts(request.prompt)
+        echo = [text_of(self.tokenizer, ids, True) for ids in prompts] if request.echo else None
+        settings = self._settings(request, request.logprobs)
+        copies = request.n or 1
+        every = [ids for ids in prompts for _ in range(copies)]
+        told = None if echo is None else [text for text in echo for _ in range(copies)]
+        form = Completion(told, request.logprobs is not None, self.tokenizer)
+        return await self._serve(request, every, request.max_tokens or COMPLETION, settings, form)
+
+    async def chat(self, request: ChatRequest) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+        self.check_model(request.model)
+        ids = self._talk(request)
+        count = (request.top_logprobs or 0) if request.logprobs else None
+        settings = self._settings(request, count)
+        room = request.max_completion_tokens or request.max_tokens or self.context
+        return await self._serve(request, [ids] * (request.n or 1), room, settings, Chat(count, self.tokenizer))
+
+    async def _serve(
+        self, request: AnyRequest, prompts: Sequence[list[int]], room: int, settings: Settings, form: Completion | Chat
+    ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+        if len(prompts) > MOST_PROMPTS:
+            raise ApiError(400, f"{len(prompts)} texts in one request; at most {MOST_PROMPTS}", "n")
+        stops = request.stops
+        make = (lambda: StopStrings(stops, self.tokenizer)) if stops else (lambda: None)
+        choices = [Choice(self.tokenizer, stops) for _ in prompts]
+        pieces = self.worker.pieces(prompts, room, settings, make)
+        if not request.stream:
+            return await answer(pieces, choices, form, self.model)
+        usage = request.stream_options is not None and request.stream_options.include_usage
+        parts = stream(pieces, choices, form, self.model, usage)
+        first = await anext(parts)  # what is refused is refused with a status, not within a stream
+
+        async def every() -> AsyncIterator[dict[str, Any]]:
+            try:
+                yield first
+                async for part in parts:
+                    yield part
+            finally:
+                await parts.aclose()  # type: ignore[attr-defined]
+                await pieces.aclose()  # type: ignore[attr-defined]
+
+        return every()
+
+    def _prompts(self, given: str | list[Any]) -> list[list[int]]:
+        texts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+        if not texts:
+            raise ApiError(400, "there is no prompt", "prompt")
+        prompts = [list(self.tokenizer(text).input_ids) if isinstance(text, str) else list(text) for text in texts]
+        for ids in prompts:
+            self._check(ids, "prompt")
+        return prompts
+
+    def _talk(self, request: ChatRequest) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise ApiError(400, f"{self.model} has no chat template; use /v1/completions", "messages")
+        if request.tools or (request.response_format not in (None,) and request.response_format.type != "text"):
+            raise ApiError(
+                400, "tools and response_format are not supported yet", "tools" if request.tools else "response_format"
+            )
+        messages = [
+            {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
+            for message in request.messages
+        ]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ApiError(400, f"the chat template refuses: {first_line(error)}", "messages") from error
+        ids = self.tokenizer(str(text), add_special_tokens=False).input_ids
+        self._check(ids, "messages")
+        return ids
+
+    def _check(self, ids: list[int], param: str) -> None:
+        vocabulary = self.worker.scheduler.engine.target.vocab_size
+        if not ids:
+            raise ApiError(400, "the prompt is empty", param)
+        if (bad := next((token for token in ids if token >= vocabulary), None)) is not None:
+            raise ApiError(400, f"token id {bad} is out of range: there are {vocabulary} ids", param)
+        if len(ids) >= self.context:
+            raise ApiError(
+                400,
+                f"the prompt has {len(ids)} tokens, and a text may come to {self.context}: shorten it",
+                param,
+                "context_length_exceeded",
+            )
+
+    def _settings(self, request: AnyRequest, logprobs: int | None) -> Settings:
+        """As asked for; else as the model's own generation config has it; else as OpenAI has it."""
+        engine = self.worker.scheduler.engine
+        own = engine.model.generation_config
+
+        def pick(name: str, neutral: Any, key: str | None = None) -> Any:
+            asked = getattr(request, name)
+            said = getattr(own, key or name, None)
+            return asked if asked is not None else neutral if said is None else said
+
+        greedy = 0.0 if engine.do_sample is False else 1.0
+        if request.structured_outputs is not None:
+            raise ApiError(400, "structured_outputs is not supported yet", "structured_outputs")
+        return Settings(
+            temperature=request.temperature if request.temperature is not None else own.temperature or greedy,
+            top_k=max(pick("top_k", 0), 0),
+            top_p=pick("top_p", 1.0),
+            min_p=pick("min_p", 0.0),
+            repetition_penalty=pick("repetition_penalty", 1.0),
+            frequency_penalty=request.frequency_penalty or 0.0,
+            presence_penalty=request.presence_penalty or 0.0,
+            logit_bias=self._bias(request.logit_bias),
+            min_new_tokens=request.min_tokens or 0,
+            ends=frozenset() if request.ignore_eos else self._ends | frozenset(request.stop_token_ids or ()),
+            seed=secrets.randbits(61) if request.seed is None else request.seed,
+            logprobs=logprobs,
+        )
+
+    def _bias(self, given: dict[str, float] | None) -> dict[int, float]:
+        vocabulary = self.worker.scheduler.engine.target.vocab_size
+        found = {}
+        for token, value in (given or {}).items():
+            if not token.isdigit() or not int(token) < vocabulary:
+                raise ApiError(
+                    400, f"logit_bias names {token!r}, which is no token id below {vocabulary}", "logit_bias"
+                )
+            found[int(token)] = value
+        return found
+
+    @property
+    def _ends(self) -> frozenset[int]:
+        """The generation config's, and the tokenizer's, with which a chat model may end its turns."""
+        said = self.worker.scheduler.engine.model.generation_config.eos_token_id
+        found = {*(said if isinstance(said, list) else [said]), self.tokenizer.eos_token_id}
+        return frozenset(end for end in found if isinstance(end, int))

@@ -1,0 +1,89 @@
+"""The thread in which the engine works, and how an asyncio server listens to it."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from redrafter.serve.job import Job, Piece, Settings
+from redrafter.serve.scheduler import Scheduler
+
+__all__ = ["Stopped", "Worker"]
+
+
+class Stopped(Exception):
+    """The server takes nothing new any more."""
+
+
+class Worker:
+    """Rounds of a scheduler as long as there is work. told: of every piece, in the engine's thread."""
+
+    def __init__(self, scheduler: Scheduler, told: Callable[[Job, Piece], object] = lambda job, piece: None):
+        self.scheduler, self._told = scheduler, told
+        self._work = threading.Event()
+        self._draining = self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="redrafter-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are served."""
+        return self._thread.is_alive() and not self._draining
+
+    def drain(self) -> None:
+        """Take nothing new; what was taken goes on."""
+        self._draining = True
+
+    def stop(self) -> None:
+        """Drop what is left and end."""
+        self._draining = self._stopping = True
+        self._work.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    async def pieces(
+        self, prompts: Sequence[Sequence[int]], room: int, settings: Settings, stops: Callable[[], Callable | None]
+    ) -> AsyncIterator[tuple[int, Job, Piece]]:
+        """Serve some prompts, prompt i under seed + i. Yields pieces with the numbers of their prompts, until all have
+        ended. Whoever leaves this iterator early cancels the rest.
+
+        stops: makes what watches one text. Raises `Stopped`, and as `Scheduler.submit` does, before the first piece.
+        """
+        if not self.alive:
+            raise Stopped
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[tuple[int, Job, Piece]] = asyncio.Queue()
+
+        def sink(number: int) -> Callable[[Job, Piece], None]:
+            def tell(job: Job, piece: Piece) -> None:
+                self._told(job, piece)
+                loop.call_soon_threadsafe(queue.put_nowait, (number, job, piece))
+
+            return tell
+
+        jobs = [
+            Job(prompt, room, replace(settings, seed=settings.seed + number), sink(number), stops())
+            for number, prompt in enumerate(prompts)
+        ]
+        left = len(jobs)
+        try:
+            self.scheduler.submit(*jobs)
+            self._work.set()
+            while left:
+                number, job, piece = await queue.get()
+                left -= piece.finish is not None
+                yield number, job, piece
+        finally:
+            for job in jobs:
+                self.scheduler.cancel(job)  # of one that has ended, that says nothing
+            self._work.set()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            if self.scheduler.idle:
+                self._work.wait()
+                self._work.clear()
+            else:
+                self.scheduler.round()

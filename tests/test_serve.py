@@ -1,0 +1,292 @@
+"""The server as clients see it: the real `openai` client against the running program, on the boxed pair."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+from redrafter import ReDrafter, boxed_pair  # noqa: E402
+
+PROMPTS = ["Once upon a time", "The old man looked at the sea and", "def add(a, b):", "She said"]
+
+
+class Program:
+    """`redrafter serve` in a process of its own."""
+
+    def __init__(self, *more: str):
+        words = [sys.executable, "-m", "redrafter", "serve", "--port", "0", *more]
+        self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if found := re.search(r"http://[\d.]+:\d+", line):
+                self.url = found.group()
+            if "curl" in line:
+                break
+        else:
+            raise AssertionError("it did not start")
+        while not self.healthy:
+            time.sleep(0.05)
+
+    @property
+    def healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    found = Program("--max-batch-size", "64")
+    yield found
+    assert found.end() == 0
+
+
+@pytest.fixture(scope="module")
+def client(program) -> "openai.OpenAI":
+    return openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple:
+    os.environ.pop("REDRAFTER_HOME", None)
+    return ReDrafter.from_pretrained(boxed_pair()), AutoTokenizer.from_pretrained(boxed_pair())
+
+
+def offline(pair: tuple, prompt: str, count: int, **arguments: object) -> list[int]:
+    engine, tokenizer = pair
+    ids = torch.tensor([tokenizer(prompt).input_ids])
+    arguments.setdefault("do_sample", True)
+    if arguments["do_sample"]:
+        arguments.setdefault("top_k", 0)
+    return engine.generate(ids, max_new_tokens=count, speculate=False, **arguments)[0, ids.shape[1] :].tolist()
+
+
+def text_of(pair: tuple, ids: list[int]) -> str:
+    return pair[1].decode(ids, skip_special_tokens=True)
+
+
+def test_a_completion_is_what_generate_writes(client, pair):
+    found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=30, temperature=0)
+    assert found.choices[0].text == text_of(pair, offline(pair, PROMPTS[0], 30, do_sample=False))
+    assert found.usage.completion_tokens == 30 and found.choices[0].finish_reason == "length"
+    spec = found.model_extra["metrics"]["speculative_decoding"]
+    assert spec["num_spec_steps"] == sum(spec["acceptance_histogram"]) and spec["mean_acceptance_length"] > 1.5
+
+
+def test_seeds_and_settings_are_those_of_generate(client, pair):
+    for settings, own in (
+        ({"temperature": 0.8}, {}),
+        ({"temperature": 1.2, "top_p": 0.7}, {}),
+        ({"presence_penalty": 1.0, "frequency_penalty": 0.5}, {}),
+        ({"logit_bias": {"300": 5, "12": -100}}, {"logit_bias": {300: 5.0, 12: -100.0}}),
+    ):
+        extra = {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.1}
+        found = client.completions.create(
+            model="boxed", prompt=PROMPTS[1], max_tokens=24, seed=7, extra_body=extra, **settings
+        )
+        expected = offline(pair, PROMPTS[1], 24, seed=7, **({"temperature": 1.0} | settings | extra | own))
+        assert found.choices[0].text == text_of(pair, expected)
+
+
+def test_several_prompts_and_several_texts_of_each(client, pair):
+    prompts = PROMPTS[:2]
+    found = client.completions.create(model="boxed", prompt=prompts, n=2, max_tokens=12, seed=5, temperature=0.9)
+    for index, choice in enumerate(found.choices):
+        assert choice.index == index
+        expected = offline(pair, prompts[index // 2], 12, seed=5 + index, temperature=0.9)
+        assert choice.text == text_of(pair, expected)
+    ids = [pair[1](prompt).input_ids for prompt in prompts]
+    again = client.completions.create(model="boxed", prompt=ids, n=2, max_tokens=12, seed=5, temperature=0.9)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in found.choices]
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_a_stream_joins_to_the_whole(client, kind):
+    talk = {"messages": [{"role": "user", "content": "Tell me of the sea"}]}
+    where = client.completions if kind == "completion" else client.chat.completions
+    given = {"prompt": PROMPTS[0]} if kind == "completion" else talk
+    settings = {"model": "boxed", "max_tokens": 40, "seed": 3, "n": 2, **given}
+    whole = where.create(**settings)
+    texts, ended, usage = ["", ""], [None, None], None
+    for part in where.create(**settings, stream=True, stream_options={"include_usage": True}):
+        usage = part.usage or usage
+        for choice in part.choices:
+            texts[choice.index] += (choice.text if kind == "completion" else choice.delta.content) or ""
+            ended[choice.index] = choice.finish_reason or ended[choice.index]
+    assert texts == [c.text if kind == "completion" else c.message.content for c in whole.choices]
+    assert ended == [choice.finish_reason for choice in whole.choices]
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_stream_ends_with_done(program):
+    body = {"prompt": "a", "max_tokens": 3, "stream": True}
+    lines = [line for line in httpx.post(f"{program.url}/v1/completions", json=body).text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    assert all(json.loads(line[6:])["choices"] for line in lines[:-1])
+
+
+def test_nothing_of_a_stop_string_is_shown(client, pair):
+    whole = text_of(pair, offline(pair, PROMPTS[0], 60, do_sample=False))
+    words = whole.split()
+    stop = f"{words[6]} {words[7][:2]}"  # begins in one token and ends in another
+    settings = {
+        "model": "boxed",
+        "prompt": PROMPTS[0],
+        "max_tokens": 60,
+        "temperature": 0,
+        "stop": [stop, "never this"],
+    }
+    found = client.completions.create(**settings)
+    assert found.choices[0].text == whole[: whole.index(stop)] and found.choices[0].finish_reason == "stop"
+    streamed = [part.choices[0].text for part in client.completions.create(**settings, stream=True)]
+    assert "".join(streamed) == found.choices[0].text
+    tokens = offline(pair, PROMPTS[0], 60, do_sample=False, stop_strings=[stop], tokenizer=pair[1])
+    assert found.usage.completion_tokens == len(tokens)
+
+
+def test_log_probabilities(client):
+    found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=8, temperature=0, logprobs=3)
+    told = found.choices[0].logprobs
+    assert len(told.tokens) == 8 and "".join(told.tokens) == found.choices[0].text
+    assert all(max(top.values()) == own for top, own in zip(told.top_logprobs, told.token_logprobs, strict=True))
+    talk = [{"role": "user", "content": "Hello"}]
+    settings = {"model": "boxed", "messages": talk, "max_tokens": 5, "seed": 1, "logprobs": True, "top_logprobs": 2}
+    found = client.chat.completions.create(**settings)
+    entries = found.choices[0].logprobs.content
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+    assert "".join(entry.token for entry in entries) == found.choices[0].message.content
+    parts = [part.choices[0] for part in client.chat.completions.create(**settings, stream=True) if part.choices]
+    streamed = [entry for choice in parts if choice.logprobs for entry in choice.logprobs.content]
+    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
+
+
+def test_echo_and_the_model_list(client):
+    found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=3, temperature=0, echo=True)
+    assert found.choices[0].text.startswith(PROMPTS[0])
+    [model] = client.models.list().data
+    assert model.id == "boxed" and model.model_extra["max_model_len"] > 500
+
+
+def test_a_beginning_that_was_read_is_found(client, program):
+    system = "You are a patient storyteller who knows the sea, its ships and its weather. " * 4
+    talks = [[{"role": "system", "content": system}, {"role": "user", "content": each}] for each in ("Hello", "Who?")]
+    settings = {"model": "boxed", "max_tokens": 5, "temperature": 0}
+    client.chat.completions.create(messages=talks[0], **settings)
+    found = client.chat.completions.create(messages=talks[1], **settings)
+    assert found.usage.prompt_tokens_details.cached_tokens > 0.5 * found.usage.prompt_tokens
+    assert re.search(
+        r"^vllm:prefix_cache_hits_total\{.*\} [1-9]", httpx.get(f"{program.url}/metrics").text, re.MULTILINE
+    )
+
+
+def test_what_is_wrong_is_said_in_the_shape_of_openai(client, program):
+    talk = [{"role": "user", "content": "Hello"}]
+    for status, kind, body in (
+        (400, openai.BadRequestError, {"prompt": "a", "extra_body": {"nonsense": 1}}),
+        (400, openai.BadRequestError, {"prompt": "a", "suffix": "b"}),
+        (400, openai.BadRequestError, {"prompt": [[10**9]]}),
+        (400, openai.BadRequestError, {"prompt": "word " * 4000}),
+        (400, openai.BadRequestError, {"prompt": []}),
+        (400, openai.BadRequestError, {"prompt": "a", "logit_bias": {"99999999": 1}}),
+        (404, openai.NotFoundError, {"prompt": "a", "model": "another"}),
+        (422, openai.UnprocessableEntityError, {"prompt": "a", "temperature": -1}),
+        (422, openai.UnprocessableEntityError, {"prompt": "a", "max_tokens": "many"}),
+        (422, openai.UnprocessableEntityError, {"prompt": "a", "stop": [""]}),
+    ):
+        with pytest.raises(kind) as found:
+            client.completions.create(**({"model": "boxed"} | body))
+        assert found.value.status_code == status and found.value.body["message"]
+    with pytest.raises(openai.BadRequestError) as found:
+        client.chat.completions.create(model="boxed", messages=talk, audio={"voice": "x", "format": "wav"})
+    assert found.value.param == "audio" and "not supported" in found.value.message
+    for raw in (b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000):
+        answer = httpx.post(f"{program.url}/v1/completions", content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code in (400, 422) and answer.json()["error"]["message"]
+    assert httpx.post(f"{program.url}/v1/completions", content=b"x" * (17 << 20)).status_code == 413
+    assert httpx.get(f"{program.url}/nowhere").json()["error"]["type"] == "not_found_error"
+
+
+def test_sixty_four_at_once_write_what_each_does_alone(client, pair, program):
+    made = random.Random(0)
+    jobs = []
+    for number in range(64):
+        settings = {"seed": number, "max_tokens": made.randrange(4, 40), "temperature": made.choice([0, 0.7, 1.0, 1.3])}
+        if made.random() < 0.3:
+            settings["top_p"] = 0.8
+        if made.random() < 0.3:
+            settings["frequency_penalty"] = 0.5
+        jobs.append((made.choice(PROMPTS) + " " * made.randrange(3), settings, made.random() < 0.2))
+
+    def ask(job: tuple) -> str | None:
+        prompt, settings, leaves = job
+        stream = client.completions.create(model="boxed", prompt=prompt, stream=True, **settings)
+        text = ""
+        for part in stream:
+            text += part.choices[0].text
+            if leaves:
+                stream.close()
+                return None
+        return text
+
+    with ThreadPoolExecutor(64) as pool:
+        found = list(pool.map(ask, jobs))
+    for (prompt, settings, _), text in zip(jobs, found, strict=True):
+        if text is None:
+            continue
+        own = {name: value for name, value in settings.items() if name != "max_tokens"}
+        if settings["temperature"] == 0:
+            own = {"do_sample": False, "frequency_penalty": settings.get("frequency_penalty")}
+        assert text == text_of(pair, offline(pair, prompt, settings["max_tokens"], **own))
+    for _ in range(100):
+        lines = httpx.get(f"{program.url}/metrics").text
+        idle = re.search(r"^vllm:kv_cache_usage_perc\{.*\} 0\.0$", lines, re.MULTILINE)
+        if idle:
+            break
+        time.sleep(0.05)
+    assert idle, "blocks are still held"
+
+
+def test_a_key_is_asked_for_and_stopping_lets_texts_end():
+    program = Program("--api-key", "secret", "--served-model-name", "mine")
+    body = {"prompt": "The sea", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
+    assert httpx.post(f"{program.url}/v1/completions", json=body).status_code == 401
+    assert httpx.get(f"{program.url}/health").status_code == 200
+    key = {"Authorization": "Bearer secret"}
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, headers=key, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        program.process.send_signal(signal.SIGTERM)
+        while program.healthy:
+            time.sleep(0.02)
+        late = httpx.post(f"{program.url}/v1/completions", json=body, headers=key)
+        assert late.status_code == 503 and "Retry-After" in late.headers
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert program.process.wait(timeout=30) == 0
+
+
+def test_a_port_that_is_taken_is_one_line(program):
+    port = program.url.rsplit(":", 1)[1]
+    words = [sys.executable, "-m", "redrafter", "serve", "--port", port]
+    run = subprocess.run(words, capture_output=True, text=True)
+    assert run.returncode == 2 and re.fullmatch(
+        r"redrafter: error: cannot listen on .*choose another --port\n", run.stderr
+    )
