@@ -1,13 +1,15 @@
 """`redrafter serve`: an OpenAI-compatible server."""
 
+import argparse
 import asyncio
+import json
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from redrafter.cli.engines import shape
@@ -18,7 +20,7 @@ from redrafter.cli.program import guarded
 from redrafter.draft_target import DraftTarget
 from redrafter.errors import ArgumentError
 from redrafter.flags import add_options, own_name, read_options
-from redrafter.serve.config import ServeOptions
+from redrafter.serve.config import ServeOptions, read_config
 
 __all__ = ["Server", "main"]
 
@@ -135,6 +137,14 @@ def _parser() -> Parser:
         "  redrafter serve my-70b --draft-model my-1b --device cuda",
     )
     parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="options as JSON or JSON5, also the keys of TensorRT-LLM's runtime.json; flags win (may be repeated)",
+    )
+    parser.add_argument("--print-config", action="store_true", help="print all options as JSON and do nothing")
+    parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="hub id or directory of the model, or merged checkpoint"
     )
     add_options(parser, ServeOptions, "serving")
@@ -148,10 +158,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         args = _parser().parse_args(argv)
+        said = read_config(args.config, (ServeOptions, LoadOptions, DraftOptions))
+        given = {name: value for name, value in vars(args).items() if not (name == "model" and value is None)}
+        args = argparse.Namespace(**said | given)
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
+        draft = read_options(DraftOptions, args)
+        if args.print_config:
+            print(json.dumps(asdict(options) | asdict(load) | asdict(draft), indent=2))
+            return 0
         _needs_extra()
         with listen(options) as listening:
-            server = Server(Pair.load(load, read_options(DraftOptions, args)), options, load)
+            server = Server(Pair.load(load, draft), options, load)
             for line in server.summary(listening):
                 print(line, file=sys.stderr, flush=True)
             server.run(listening)

@@ -1,12 +1,38 @@
 """The options of `redrafter serve`, and the keys of TensorRT-LLM's server that they stand for."""
 
-from dataclasses import dataclass
+import difflib
+import json
+import types
+import warnings
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from redrafter.errors import ArgumentError
 from redrafter.flags import flag, option
 from redrafter.serve.scheduler import Limits
 
-__all__ = ["ServeOptions"]
+__all__ = ["ServeOptions", "read_config"]
+
+# Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, by the option that says the same here.
+_RUNTIME = {
+    "enable_chunked_context": "chunked_context",
+    "enable_kv_cache_reuse": "kv_cache_reuse",
+    "kv_cache_free_gpu_mem_fraction": "kv_cache_free_gpu_memory_fraction",
+}
+_NO_MEANING = frozenset(
+    {
+        "cross_kv_cache_fraction",
+        "enable_batch_size_tuning",
+        "enable_max_num_tokens_tuning",
+        "event_buffer_max_size",
+        "kv_cache_host_memory_megabytes",
+        "kv_cache_onboard_blocks",
+        "secondary_offload_min_priority",
+    }
+)
+_PARTS = frozenset({"llguidance", "py", "tokenizer"})  # of llgtrt.json5, about what is elsewhere here
 
 
 @dataclass(frozen=True)
@@ -48,3 +74,63 @@ class ServeOptions:
             chunked=self.chunked_context,
             reuse=self.kv_cache_reuse,
         )
+
+
+def read_config(files: Sequence[str], options: Sequence[type]) -> dict[str, Any]:
+    """Options by name, from JSON or JSON5 files, later ones over earlier ones. options: the dataclasses they belong to.
+
+    Keys are the flags' names, with dashes or underscores, or those of `runtime.json`, at the top or under `runtime`.
+    Raises `ArgumentError` naming file and key; warns of keys that mean nothing here.
+    """
+    known = {each.name: (each, get_type_hints(kind)[each.name]) for kind in options for each in fields(kind)}
+    found: dict[str, Any] = {}
+    for file in files:
+        for key, value in _entries(file):
+            name = _RUNTIME.get(key, key)
+            if key in _NO_MEANING or key in _PARTS:
+                warnings.warn(f"{file}: {key} means nothing here", stacklevel=2)
+            elif name not in known:
+                near = difflib.get_close_matches(name, [*known, *_RUNTIME], n=1)
+                raise ArgumentError(f"{file}: {key} is not known" + (f"; did you mean {near[0]}?" if near else ""))
+            elif value is not None:
+                found[name] = _typed(file, key, value, *known[name])
+    return found
+
+
+def _entries(file: str) -> list[tuple[str, Any]]:
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = _json5(file, text)
+    if not isinstance(said, dict) or not isinstance(said.get("runtime", {}), dict):
+        raise ArgumentError(f"--config {file} must hold an object")
+    runtime = said.pop("runtime", {})
+    return [(key.replace("-", "_"), value) for key, value in (*said.items(), *runtime.items())]
+
+
+def _json5(file: str, text: str) -> Any:
+    try:
+        import json5
+    except ImportError:
+        raise ArgumentError(f"--config {file} is not JSON; for JSON5: pip install json5") from None
+    try:
+        return json5.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"--config {file} is neither JSON nor JSON5: {error}") from error
+
+
+def _typed(file: str, key: str, value: Any, item: Field[Any], hint: Any) -> Any:
+    arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = tuple(arm for arm in arms if arm in (bool, int, float, str))
+    fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    choices = item.metadata.get("choices")
+    if not fits or (choices and value not in choices):
+        wanted = f"one of {', '.join(choices)}" if choices else " or ".join(kind.__name__ for kind in kinds)
+        raise ArgumentError(f"{file}: {key} must be {wanted}, got {json.dumps(value)}")
+    return value

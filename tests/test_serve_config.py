@@ -1,0 +1,89 @@
+"""Files of options for a server."""
+
+import json
+import warnings
+
+import pytest
+
+from redrafter.cli import main
+from redrafter.errors import ArgumentError
+from redrafter.serve.config import ServeOptions, read_config
+
+RUNTIME = {
+    "guaranteed_no_evict": True,
+    "max_batch_size": 12,
+    "max_num_tokens": 4096,
+    "max_queue_size": 0,
+    "enable_chunked_context": False,
+    "enable_kv_cache_reuse": True,
+    "kv_cache_free_gpu_mem_fraction": 0.6,
+    "kv_cache_host_memory_megabytes": 0,
+    "kv_cache_onboard_blocks": True,
+    "cross_kv_cache_fraction": None,
+}
+
+
+def printed(capsys, *words: str) -> dict:
+    assert main(["serve", "--print-config", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("under", [False, True], ids=["flat", "under runtime"])
+def test_a_runtime_json_is_taken_as_it_is(under, capsys, tmp_path):
+    file = tmp_path / "runtime.json"
+    file.write_text(json.dumps({"runtime": RUNTIME} if under else RUNTIME))
+    assert main(["serve", "--print-config", "--config", str(file)]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["guaranteed_no_evict"], found["max_batch_size"], found["max_num_tokens"]) == (True, 12, 4096)
+    assert found["chunked_context"] is False and found["kv_cache_free_gpu_memory_fraction"] == 0.6
+    assert "kv_cache_host_memory_megabytes means nothing here" in err and "kv_cache_onboard_blocks" in err
+
+
+def test_flags_win_over_files_and_later_files_over_earlier(capsys, tmp_path):
+    for name, text in (
+        ("a.json5", "{max_batch_size: 3, port: 9, model: 'mine', // a note\n}"),
+        ("b.json", '{"port": 10}'),
+    ):
+        (tmp_path / name).write_text(text)
+    files = ["--config", str(tmp_path / "a.json5"), "--config", str(tmp_path / "b.json")]
+    found = printed(capsys, *files)
+    assert (found["max_batch_size"], found["port"], found["model"]) == (3, 10, "mine")
+    assert printed(capsys, *files, "--max-batch-size", "5", "other")["max_batch_size"] == 5
+    assert printed(capsys, *files, "other")["model"] == "other"
+
+
+def test_every_option_may_stand_in_a_file(capsys, tmp_path):
+    whole = printed(capsys)
+    (tmp_path / "all.json").write_text(json.dumps(whole))
+    assert printed(capsys, "--config", str(tmp_path / "all.json")) == whole
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("[]", "must hold an object"),
+        ("{", "neither JSON nor JSON5"),
+        ('{"max_batch_sise": 3}', "did you mean max_batch_size?"),
+        ('{"max_batch_size": "3"}', 'must be int, got "3"'),
+        ('{"max_batch_size": true}', "must be int, got true"),
+        ('{"dtype": "int8"}', "must be one of auto, float32"),
+        ('{"max_batch_size": 0}', "--max-batch-size must be from 1"),
+        ('{"port": 70000}', "--port must be from 0"),
+    ],
+)
+def test_mistakes_name_the_file_or_the_flag(text, says, capsys, tmp_path):
+    (tmp_path / "c.json").write_text(text)
+    assert main(["serve", "--print-config", "--config", str(tmp_path / "c.json")]) == 2
+    assert says in capsys.readouterr().err
+    assert main(["serve", "--config", str(tmp_path / "none.json")]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err
+
+
+def test_nothing_is_said_of_a_file_that_is_right(tmp_path):
+    (tmp_path / "c.json").write_text('{"host": "0.0.0.0", "max-queue-size": 7}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_config([str(tmp_path / "c.json")], (ServeOptions,)) == {"host": "0.0.0.0", "max_queue_size": 7}
+    with pytest.raises(ArgumentError):
+        read_config([str(tmp_path)], (ServeOptions,))
