@@ -5,24 +5,20 @@ list `lm_heads`, with `input_projs` beside it, or `0`. The embedding table is th
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from redrafter.convert.tensors import Stored
 from redrafter.drafter import DrafterConfig
 from redrafter.errors import CheckpointError, UnsupportedError
+from redrafter.headers import APPLE
 
-__all__ = ["MODEL_TYPE", "check", "config_of", "is_apple", "ours", "their_config", "theirs"]
+__all__ = ["check", "check_form", "config_of", "ours", "their_config", "theirs"]
 
-MODEL_TYPE = "recurrent_drafting_drafter"
 LISTS = ("lm_head", "lm_heads", "0")  # the list of residual layers and head, by generation
 SIZES = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers", "rnn")
-_THEIRS = {"model_type": MODEL_TYPE, "architectures": ["Drafter"], "num_lookback_tokens": -1, "emb_norm": False}
-
-
-def is_apple(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") == MODEL_TYPE or ("num_draft_layers" in config and "model_type" not in config)
+_THEIRS = {"model_type": APPLE, "architectures": ["Drafter"], "num_lookback_tokens": -1, "emb_norm": False}
 
 
 def ours(name: str, layers: int) -> str:
@@ -56,33 +52,41 @@ def config_of(config: Mapping[str, Any], tensors: Mapping[str, Stored], place: P
     layers, vocabulary = config["num_draft_layers"], config.get("vocab_size", -1)
     head = next((x for name, x in tensors.items() if ours(name, layers) == "lm_head.weight"), None)
     if not isinstance(vocabulary, int) or vocabulary < 1:
-        vocabulary = head.length if head else 0
+        if head is None:
+            raise CheckpointError(f"{place} has no tensor lm_head.{layers}.weight, which its config asks for")
+        vocabulary = head.length
     return DrafterConfig(
         vocab_size=vocabulary,
         hidden_size=config["hidden_size"],
         exit_dim=config["exit_dim"],
         num_draft_layers=layers,
-        rnn=bool(config.get("rnn", "rnn_u.weight" in tensors)),
+        rnn=config.get("rnn", "rnn_u.weight" in tensors),
         source_config={key: value for key, value in config.items() if key not in SIZES},
     )
 
 
 def check(config: DrafterConfig) -> None:
     """Raise `UnsupportedError` naming what Apple's format has no place for."""
+    check_form(config, "Apple's format", ("apple",))
+
+
+def check_form(config: DrafterConfig, format: str, recurrences: Sequence[str]) -> None:
+    """Raise `UnsupportedError` naming what a format for drafters of the published form has no place for."""
     lacking = {
-        "recurrence": config.rnn and config.recurrence != "apple",
+        "recurrence": config.rnn and config.recurrence not in recurrences,
         "target_layers": bool(config.target_layers),
         "head_rank": config.head_rank is not None,
         "draft_vocab_size": config.draft_vocab_size is not None,
     }
     for name, lacks in lacking.items():
         if lacks:
-            raise UnsupportedError(f"Apple's format cannot hold {name}={getattr(config, name)!r}")
+            raise UnsupportedError(f"{format} cannot hold {name}={getattr(config, name)!r}")
 
 
 def their_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     """Their config from ours, with what `config_of` kept. dtype: of the tensors, such as float32."""
-    found = dict(getattr(config, "source_config", None) or _THEIRS)
+    kept = getattr(config, "source_config", None)
+    found = dict(kept if isinstance(kept, dict) and kept else _THEIRS)
     for key in ("dtype", "torch_dtype"):
         if key in found:
             found[key] = dtype

@@ -1,22 +1,22 @@
 """A base in either of the forms that it may come in: Hugging Face's, or a TensorRT-LLM checkpoint of Llama or Qwen2."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from redrafter.checkpoint import NORM_ROWS, SHAPE_FILE, embedding_norms
+from redrafter.checkpoint import NORM_ROWS, SHAPE_FILE, check_match
 from redrafter.convert import trtllm, trtllm_base
 from redrafter.convert.tensors import Stored, of_file
 from redrafter.drafter import DrafterConfig
-from redrafter.errors import MismatchError
-from redrafter.headers import check_pair, kind_of, read_base, read_json
+from redrafter.headers import kind_of, read_base
 
 __all__ = ["Base", "read"]
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The one folder of a model directory that belongs to the model: `save_pretrained` keeps further chat templates there.
 FOLDERS = ("additional_chat_templates",)
 # Files of a tokenizer, and what goes with it.
@@ -58,40 +58,50 @@ class Base:
                 }
         return found
 
-    def norms(self) -> list[float] | None:
-        """Of a few rows of its embedding table, by which a drafter knows it; None where that table is not found."""
-        table = self.tensors.get("model.embed_tokens.weight")
-        if table is None:
-            return None
-        picked = torch.linspace(0, table.length - 1, NORM_ROWS).long().tolist()
-        rows = torch.cat([table.read(row, row + 1) for row in picked])
-        return embedding_norms(torch.nn.Embedding.from_pretrained(rows.float()))
+    def norms(self) -> dict[str, list[float]]:
+        """Of a few rows of each table that may be its embedding, by which a drafter knows it. Which table that is only
+        the model's code knows; the head is the one other of its shape."""
+        config = self.config.get_text_config(decoder=True)
+        shape = (getattr(config, "vocab_size", 0), getattr(config, "hidden_size", 0))
+        tables = {name: x for name, x in self.tensors.items() if x.shape == shape and x.dtype in FLOATS}
+        picked = torch.linspace(0, max(shape[0] - 1, 0), NORM_ROWS).long().tolist()
+        return {name: [x.read(row, row + 1).float().norm().item() for row in picked] for name, x in tables.items()}
 
     def check(self, drafter: DrafterConfig) -> None:
         """Raise `MismatchError`, with both values, when a drafter was made for another base."""
-        if self.said is None:
-            check_pair(drafter, self.config, read_base(self.place)[1], str(self.place))
-            return
-        for name in ("hidden_size", "vocab_size"):
-            if self.said.get(name) != getattr(drafter, name):
-                raise MismatchError(
-                    f"the drafter was made for {name} {getattr(drafter, name)}, but {self.place} has "
-                    f"{self.said.get(name)}; its base is {drafter.base_model or 'not recorded'}"
-                )
+        config = self.config.get_text_config(decoder=True)
+        hidden, vocabulary = (
+            (config.hidden_size, config.vocab_size)
+            if self.said is None
+            else (self.said["hidden_size"], self.said["vocab_size"])
+        )
+        check_match(drafter, hidden, vocabulary, list(self.norms().values()), str(self.place))
+
+    @property
+    def quantised(self) -> str | None:
+        """By what, if it is."""
+        if self.said is not None:
+            said = self.said.get("quantization") or {}
+            return said.get("quant_algo") or said.get("kv_cache_quant_algo")
+        own = getattr(self.config, "quantization_config", None)
+        own = own if isinstance(own, dict) or own is None else own.to_dict()
+        return None if own is None else str(own.get("quant_method"))
 
 
 def read(place: Path) -> Base:
-    """The base in a directory. Nothing but headers is read."""
+    """The base in a directory, from its headers."""
     kind = kind_of(place)
     if not kind.startswith("TensorRT-LLM"):
         config, headers = read_base(place)
         tensors = {name: of_file(each.file, name, each.shape, each.dtype) for name, each in headers.items()}
         return Base(place, kind, config, tensors)
-    said = read_json(place / "config.json")
-    ranks = trtllm.read_ranks(place, trtllm.tp_of(said, place))
+    said = trtllm.read_config(place)
+    ranks = trtllm.read_ranks(place, trtllm.tp_of(said))
     own = [{name: x for name, x in rank.items() if not name.startswith(trtllm.PREFIX)} for rank in ranks]
-    if (said.get("quantization") or {}).get("quant_algo"):
-        return Base(place, kind, PretrainedConfig(), {}, said, own)
+    found = Base(place, kind, PretrainedConfig(), {}, said, own)
+    if found.quantised:
+        return found
     tensors = trtllm_base.whole_base(own, said, place)
     config = trtllm_base.hf_config(said, trtllm_base.HEAD not in tensors, place)
-    return Base(place, kind, config, tensors, said, own)
+    trtllm_base.check_whole(config, {name: x.shape for name, x in tensors.items()}, place)
+    return replace(found, config=config, tensors=tensors)

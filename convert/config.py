@@ -1,7 +1,7 @@
 """The options of `redrafter convert`, named as in TensorRT-LLM's ReDrafter script."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from redrafter.checkpoint import Defaults, TreeShape
 from redrafter.cli.parser import Parser
@@ -12,6 +12,16 @@ from redrafter.flags import add_options, flag, option, read_options
 __all__ = ["ConvertConfig", "parse"]
 
 FORMATS = ("redrafter", "trtllm", "apple", "drafter")
+_MEANT_FOR = {  # where not for all
+    "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter"),
+    "copy": ("redrafter",),
+    "node_budget": ("redrafter",),
+    "redrafter_draft_len_per_beam": ("redrafter", "trtllm", "drafter"),
+    "redrafter_no_greedy_search": ("redrafter", "trtllm"),
+    "redrafter_num_beams": ("redrafter", "trtllm", "drafter"),
+    "tokenizer_dir": ("redrafter",),
+    "tp_size": ("trtllm",),
+}
 
 
 @dataclass(frozen=True)
@@ -70,10 +80,12 @@ class ConvertConfig:
         for name in ("tp_size", "workers"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= 4096:
                 raise ArgumentError(f"{flag(name)} must be from 1 to 4096, got {value}")
-        if self.tp_size is not None and self.to != "trtllm":
-            raise ArgumentError("--tp-size is for --to trtllm; ranks that are read are counted from the checkpoint")
-        if self.tokenizer_dir is not None and self.to != "redrafter":
-            raise ArgumentError("--tokenizer-dir is for --to redrafter")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value == "":
+                raise ArgumentError(f"{flag(each.name)} needs a value, got an empty one")
+            if value != each.default and self.to not in _MEANT_FOR.get(each.name, FORMATS):
+                raise ArgumentError(f"{flag(each.name)} is for --to {' or '.join(_MEANT_FOR[each.name])}: leave it out")
 
     @property
     def defaults(self) -> Defaults:

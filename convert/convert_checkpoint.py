@@ -7,6 +7,7 @@ hard links if the file system allows it, so a merged checkpoint costs the drafte
 weight files of either directory. Tensors are read a few rows at a time; a checkpoint appears whole or not at all.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -71,8 +72,7 @@ def plan(config: ConvertConfig) -> Plan:
     tokenizer = None if config.tokenizer_dir is None else Path(config.tokenizer_dir)
     if tokenizer is not None and not (tokenizer / "tokenizer_config.json").is_file():
         raise ArgumentError(f"--tokenizer-dir {tokenizer} has no tokenizer_config.json")
-    wants_base = base is not None and config.to != "apple"
-    source = Source(drafter, bases.read(base) if base is not None and wants_base else None, tokenizer)
+    source = Source(drafter, None if base is None or config.to == "apple" else bases.read(base), tokenizer)
     made = TARGETS[config.to](source, Wish(config.defaults, config.dtype, config.tp_size))
     return Plan(made.weights, made.copies, made.texts, made.notes, config.copy)
 
@@ -84,8 +84,6 @@ def convert(config: ConvertConfig, log: Callable[[str], object] = lambda line: N
         if source is not None:
             _check_apart(output, Path(source))
     made = plan(config)
-    for note in made.notes:
-        log(note)
     what = WRITES[config.to]
     check_folder(output, config.overwrite, flag="--output-dir", what=what, replaceable=lambda path: _is(path, what))
     made.check_space(output)
@@ -97,10 +95,12 @@ def convert(config: ConvertConfig, log: Callable[[str], object] = lambda line: N
                 bar.update(count)
 
         write_folder(output, lambda folder: made.fill(folder, progress, config.workers))
+    for note in made.notes:
+        log(note)
 
 
 def _check_apart(output: Path, source: Path) -> None:
-    mine, theirs = output.resolve(), source.resolve()
+    mine, theirs = (Path(os.path.realpath(each)) for each in (output, source))
     if mine == theirs or mine in theirs.parents or theirs in mine.parents:
         raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
 
@@ -124,7 +124,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         config = parse(argv, None if __name__ == "__main__" else "redrafter convert")
         if config.dry_run:
-            _print_map(plan(config))
+            made = plan(config)
+            _print_map(made)
+            for note in made.notes:
+                report("note", note)
             return 0
         convert(config, log=lambda line: report("note", line), shown=True)
         print(config.output_dir)

@@ -4,12 +4,14 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 
 from redrafter.checkpoint import DRAFTER_FOLDER, SHAPE_FILE, Defaults
 from redrafter.convert import apple, trtllm
-from redrafter.convert.tensors import Stored, held, of_file
+from redrafter.convert.base import FLOATS
+from redrafter.convert.tensors import CODES, Stored, held, of_file
 from redrafter.drafter import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.headers import (
@@ -59,11 +61,11 @@ def read(place: Path, recurrence: str | None = None) -> Drafter:
     if kind == "drafter":
         config, headers = read_drafter(place)
         tensors = {name: of_file(each.file, name, each.shape, each.dtype) for name, each in headers.items()}
-        return Drafter(place, kind, config, tensors)
+        return _checked(Drafter(place, kind, config, tensors))
     if kind == "Apple drafter":
-        return _apple(place, kind)
+        return _checked(_apple(place, kind))
     if kind == "TensorRT-LLM ReDrafter checkpoint":
-        return _trtllm(place, kind, recurrence)
+        return _checked(_trtllm(place, kind, recurrence))
     raise CheckpointError(f"{place} is a {kind}, not a drafter, and holds none")
 
 
@@ -77,26 +79,37 @@ def _apple(place: Path, kind: str) -> Drafter:
             raise CheckpointError(f"{place} has {tensors[own].name} and {name}, which are the same tensor's names")
         tensors[own] = tensor
     names = {own: tensor.name for own, tensor in tensors.items()}
-    expected = {names.get(own, apple.theirs(own, layers)): shape for own, shape in _shapes(config, place).items()}
+    expected = {
+        names.get(own, apple.theirs(own, layers)): shape for own, shape in drafter_shapes(config, place).items()
+    }
     check_tensors(expected, {name: tensor.shape for name, tensor in found.items()}, place)
     return Drafter(place, kind, config, tensors)
 
 
 def _trtllm(place: Path, kind: str, recurrence: str | None) -> Drafter:
-    said = read_json(place / "config.json")
+    said = trtllm.read_config(place)
     config = trtllm.drafter_config(said, recurrence, place)
-    tensors = trtllm.whole_drafter(trtllm.read_ranks(place, trtllm.tp_of(said, place)), config.vocab_size)
-    expected = {trtllm.PREFIX + name: shape for name, shape in _shapes(config, place).items()}
+    tensors = trtllm.whole_drafter(trtllm.read_ranks(place, trtllm.tp_of(said)), config.vocab_size)
+    expected = {trtllm.PREFIX + name: shape for name, shape in drafter_shapes(config, place).items()}
     shapes = {trtllm.PREFIX + name: tensor.shape for name, tensor in tensors.items()}
     check_tensors(expected, {name: shape for name, shape in shapes.items() if name != "drafter.emb_norm.weight"}, place)
-    return Drafter(place, kind, config, tensors, Defaults(trtllm.shape_of(said), said.get("redrafter_greedy_search")))
+    return Drafter(place, kind, config, tensors, trtllm.defaults_of(said))
 
 
-def _shapes(config: DrafterConfig, place: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        return drafter_shapes(config)
-    except ArgumentError as error:
-        raise CheckpointError(f"{place / 'config.json'}: {error}") from error
+def _checked(found: Drafter) -> Drafter:
+    """The same, its numbers of formats that a drafter can have."""
+    for name, tensor in found.tensors.items():
+        wanted = (torch.int64,) if name == "draft_ids" else FLOATS
+        if tensor.dtype not in wanted and name != "emb_norm.weight":
+            short = str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{found.place} has {tensor.name} as {short}, which a drafter cannot be computed in")
+    if (ids := found.tensors.get("draft_ids")) is not None:
+        held_ids = ids.read(0, ids.length)
+        if int(held_ids.min()) < 0 or int(held_ids.max()) >= found.config.vocab_size:
+            raise CheckpointError(
+                f"{found.place} has draft_ids outside of the {found.config.vocab_size} ids of its base"
+            )
+    return found
 
 
 def _files(place: Path) -> dict[str, Stored]:
@@ -110,7 +123,7 @@ def _files(place: Path) -> dict[str, Stored]:
 def _unpickled(file: Path) -> Mapping[str, torch.Tensor]:
     """A flat state dict. Code in it is not run."""
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file} holds more than tensors, and code in it would be run, so it is not loaded; save the state dict of "
@@ -118,6 +131,13 @@ def _unpickled(file: Path) -> Mapping[str, torch.Tensor]:
         ) from error
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
-    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+    if not isinstance(found, Mapping) or not all(isinstance(each, str) and _plain(found[each]) for each in found):
         raise CheckpointError(f"{file} is no flat state dict of tensors by name")
     return found
+
+
+def _plain(value: object) -> bool:
+    """Whether it is a tensor that a safetensors file can hold."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        return False
+    return value.dtype in CODES

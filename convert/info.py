@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -75,30 +76,25 @@ def _locate(name: str) -> Path:
 
 
 def _model(base: Base) -> dict[str, Any]:
-    text = base.config.get_text_config(decoder=True)
+    config: Any = base.config.get_text_config(decoder=True) if base.said is None else SimpleNamespace(**base.said)
+    names = getattr(config, "architectures", None) or base.config.architectures
+    if base.said is not None:
+        names = [base.said.get("base_model_architecture", base.said["architecture"])]
+    tensors = base.tensors or {f"{n} {name}": x for n, rank in enumerate(base.ranks) for name, x in rank.items()}
     found = {
-        "architecture": ", ".join(text.architectures or base.config.architectures or [text.model_type]),
-        "parameters": _count(base.tensors),
-        "stored_as": _formats(base.tensors),
-        "hidden_size": getattr(text, "hidden_size", None),
-        "layers": getattr(text, "num_hidden_layers", None),
-        "vocabulary": getattr(text, "vocab_size", None),
-        "context": getattr(text, "max_position_embeddings", None),
+        "architecture": ", ".join(names) if isinstance(names, list) else config.model_type,
+        "parameters": _count(tensors),
+        "stored_as": _formats(tensors),
+        "hidden_size": getattr(config, "hidden_size", None),
+        "layers": getattr(config, "num_hidden_layers", None),
+        "vocabulary": getattr(config, "vocab_size", None),
+        "context": getattr(config, "max_position_embeddings", None),
     }
     if base.said is not None:
         found["ranks"] = len(base.ranks)
-    if (quantized := quantization_of(base)) is not None:
-        found["quantised"] = quantized
+    if base.quantised is not None:
+        found["quantised"] = base.quantised
     return found
-
-
-def quantization_of(base: Base) -> str | None:
-    """By what a base is quantised."""
-    if base.said is not None:
-        return (base.said.get("quantization") or {}).get("quant_algo")
-    said = getattr(base.config, "quantization_config", None)
-    said = said if isinstance(said, dict) or said is None else said.to_dict()
-    return None if said is None else str(said.get("quant_method"))
 
 
 def _drafter(drafter: Drafter) -> dict[str, Any]:

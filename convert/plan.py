@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from redrafter.convert.tensors import Stored, size, write
@@ -49,16 +50,32 @@ class Plan:
         """Write everything into a folder that is not there yet. workers: files of tensors written at once."""
         for name in (*self.weights, *self.copies, *self.texts):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        late = [name for name in self.copies if name == "config.json"]
-        for name in (*(name for name in self.copies if name not in late), *late):
+        late = {"config.json"} & self.copies.keys()
+        for name in self.copies.keys() - late:
             self._take(self.copies[name], folder / name, progress)
-        with ThreadPoolExecutor(workers) as pool:
-            for done in [
-                pool.submit(write, folder / name, tensors, progress) for name, tensors in self.weights.items()
-            ]:
-                done.result()
+        self._write(folder, progress, workers)
+        for name in late:
+            self._take(self.copies[name], folder / name, progress)
         for name, text in self.texts.items():
             (folder / name).write_text(json.dumps(text, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _write(self, folder: Path, progress: Callable[[int], object], workers: int) -> None:
+        stopped = Event()
+
+        def told(count: int) -> None:
+            if stopped.is_set():
+                raise InterruptedError("stopped")
+            progress(count)
+
+        with ThreadPoolExecutor(workers) as pool:
+            writing = [pool.submit(write, folder / name, tensors, told) for name, tensors in self.weights.items()]
+            try:
+                for each in writing:
+                    each.result()
+            except BaseException:
+                stopped.set()  # those that are being written, too
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def key_map(self) -> Iterator[tuple[str, str, str, str]]:
         """Of each tensor its name there, its name here, its shape and its dtype, and first what is taken as it is."""

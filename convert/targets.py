@@ -50,6 +50,7 @@ class Wish:
 
 def drafter(source: Source, wish: Wish) -> Plan:
     """This project's drafter."""
+    check_beams(source.drafter.config, wish.over(source.drafter).shape.num_beams)
     return _drafter(source, wish.dtype, wish.over(source.drafter).shape)
 
 
@@ -100,7 +101,10 @@ def merged(source: Source, wish: Wish) -> Plan:
         texts |= {INDEX: index} if index else {}
         texts |= {"config.json": _dict(base.config)}
         if source.tokenizer is None:
-            notes += (f"{base.place} has no tokenizer; add one with --tokenizer-dir, or by hand",)
+            notes += (
+                f"{base.place} has no tokenizer and does not say what ends a text; give the directory of a model that "
+                "has them with --tokenizer-dir",
+            )
     if source.tokenizer is not None:
         copies |= {name: source.tokenizer / name for name in TOKENIZER if (source.tokenizer / name).is_file()}
     said = asdict(defaults.shape) | {"greedy_search": defaults.greedy_search}
@@ -110,9 +114,9 @@ def merged(source: Source, wish: Wish) -> Plan:
 def to_trtllm(source: Source, wish: Wish) -> Plan:
     """A TensorRT-LLM ReDrafter checkpoint."""
     base, found = _needs_base(source, "trtllm"), source.drafter
+    trtllm.check_drafter(found.config)
+    base.check(found.config)
     config, defaults = found.config, wish.over(found)
-    trtllm.check_drafter(config)
-    base.check(config)
     check_beams(config, defaults.shape.num_beams)
     if base.said is not None:
         tp, dtype, said = len(base.ranks), str(base.said.get("dtype")), base.said
@@ -122,14 +126,15 @@ def to_trtllm(source: Source, wish: Wish) -> Plan:
     else:
         tp = wish.tp or 1
         dtype = wish.dtype or _name(_stored(base))
-        trtllm_base.check_base(base.config, list(base.tensors), tp, base.place)
+        if base.quantised:
+            raise UnsupportedError(f"{base.place} is quantised; convert what it was made from, and quantise it there")
+        trtllm_base.check_base(base.config, base.tensors, tp, base.place)
         said = trtllm_base.base_config(base.config, dtype, tp)
         ranks = [_cast(trtllm_base.base_part(base.tensors, base.config, rank, tp), dtype) for rank in range(tp)]
     trtllm.check_tp(tp, {"exit_dim": config.exit_dim, "hidden_size": config.hidden_size})
     own = _cast(found.tensors, dtype)
     files = {f"rank{r}.safetensors": rank | trtllm.drafter_part(own, config, r, tp) for r, rank in enumerate(ranks)}
-    greedy = defaults.greedy_search is not False  # as their script
-    text = trtllm.their_drafter_config(config, defaults.shape, greedy, said, base.place)
+    text = trtllm.their_drafter_config(config, defaults, said, base.place)
     notes = _recurrence(found)
     if found.dtype != DTYPES.get(dtype):
         notes += (f"the drafter goes from {_name(found.dtype)} to {dtype}, the base's; --dtype chooses another",)
@@ -170,9 +175,19 @@ def _bound(config: DrafterConfig, base: Base | None) -> DrafterConfig:
     if base is not None:
         base.check(config)
         if config.base_embedding_norms is None:
-            config.base_embedding_norms = base.norms()
-        config.base_model = config.base_model or base.place.resolve().name
+            tables = base.norms()
+            named = [name for name in tables if "embed" in name] or list(tables)
+            config.base_embedding_norms = tables[named[0]] if len(named) == 1 else None
+        config.base_model = config.base_model or _name_of(base.place)
     return config
+
+
+def _name_of(place: Path) -> str:
+    """A directory's name; of a snapshot in the hub's cache, the hub id."""
+    place = place.resolve()
+    if place.parent.name == "snapshots" and (repository := place.parent.parent.name).startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return place.name
 
 
 def _unchanged(found: Drafter, plan: Plan) -> bool:

@@ -1,7 +1,7 @@
 """Tensors in files, read a few rows at a time, so that a checkpoint of any size is converted in little memory."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.headers import WEIGHTS
 
 __all__ = [
@@ -59,6 +59,7 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]
+    fetched: int = 1  # rows' worth that is in memory for each row of it
 
     @property
     def length(self) -> int:
@@ -66,15 +67,16 @@ class Stored:
 
 
 def of_file(file: Path, name: str, shape: tuple[int, ...], code: str) -> Stored:
-    """A tensor of a safetensors file. Raises `ArgumentError` for a number format that is not known."""
+    """A tensor of a safetensors file. Reading raises `UnsupportedError` for a number format that is not known."""
 
     def read(first: int, last: int) -> Tensor:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_slice(name)[first:last] if shape else tensors.get_tensor(name)
 
-    if code not in DTYPES:
-        raise ArgumentError(f"{file}: {name} is stored as {code}, which is not known here")
-    return Stored(name, shape, DTYPES[code], read)
+    def unknown(first: int, last: int) -> Tensor:
+        raise UnsupportedError(f"{file}: {name} is stored as {code}, which is not known here")
+
+    return Stored(name, shape, DTYPES.get(code, torch.uint8), read if code in DTYPES else unknown)
 
 
 def held(name: str, tensor: Tensor) -> Stored:
@@ -90,9 +92,8 @@ def cast(tensor: Stored, dtype: torch.dtype) -> Stored:
         after = before.to(dtype)
         if after.isfinite().sum() < before.isfinite().sum():
             short = str(dtype).removeprefix("torch.")
-            raise ArgumentError(
-                f"{tensor.name} holds {before.abs().max():g}, too much for {short}: choose another --dtype"
-            )
+            worst = before[before.isfinite()].abs().max()
+            raise ArgumentError(f"{tensor.name} holds {worst:g}, too much for {short}: choose another --dtype")
         return after
 
     return tensor if tensor.dtype == dtype else replace(tensor, dtype=dtype, read=read)
@@ -105,7 +106,12 @@ def rows(tensor: Stored, first: int, last: int) -> Stored:
 
 def columns(tensor: Stored, first: int, last: int) -> Stored:
     """`[:, first:last]`."""
-    return replace(tensor, shape=(tensor.length, last - first), read=lambda a, b: tensor.read(a, b)[:, first:last])
+    return replace(
+        tensor,
+        shape=(tensor.length, last - first),
+        read=lambda a, b: tensor.read(a, b)[:, first:last],
+        fetched=-(-tensor.shape[1] // max(last - first, 1)),
+    )
 
 
 def joined(parts: Sequence[Stored]) -> Stored:
@@ -118,17 +124,25 @@ def joined(parts: Sequence[Stored]) -> Stored:
             if a < b:
                 found.append(part.read(a, b))
             start += part.length
-        return torch.cat(found)
+        return torch.cat(found) if found else parts[0].read(0, 0)
 
+    _check_alike(parts, {(part.dtype, part.shape[1:]) for part in parts})
     whole = (sum(part.length for part in parts), *parts[0].shape[1:])
     return parts[0] if len(parts) == 1 else Stored(_names(parts), whole, parts[0].dtype, read)
 
 
 def beside(parts: Sequence[Stored]) -> Stored:
     """One to the right of the other."""
+    _check_alike(parts, {(part.dtype, part.length, len(part.shape)) for part in parts})
     whole = (parts[0].length, sum(part.shape[1] for part in parts))
     read = lambda a, b: torch.cat([part.read(a, b) for part in parts], dim=1)  # noqa: E731
     return parts[0] if len(parts) == 1 else Stored(_names(parts), whole, parts[0].dtype, read)
+
+
+def _check_alike(parts: Sequence[Stored], kinds: Collection[object]) -> None:
+    if len(kinds) > 1:
+        shown = ", ".join(f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}" for part in parts)
+        raise CheckpointError(f"{_names(parts)} cannot be put together: {shown}")
 
 
 def padded(tensor: Stored, length: int) -> Stored:
@@ -160,9 +174,18 @@ def write(file: Path, tensors: Mapping[str, Stored], progress: Callable[[int], o
         out.write(len(head).to_bytes(8, "little") + head)
         for name in order:
             tensor = tensors[name]
-            step = max(BLOCK * tensor.length // max(size(tensor), 1), 1)
+            step = max(BLOCK * tensor.length // max(size(tensor) * tensor.fetched, 1), 1)
             for first in range(0, tensor.length, step):
-                block = tensor.read(first, min(first + step, tensor.length)).contiguous()
+                last = min(first + step, tensor.length)
+                block = tensor.read(first, last).contiguous()
+                if block.dtype != tensor.dtype or tuple(block.shape) not in (
+                    (last - first, *tensor.shape[1:]),
+                    tensor.shape,
+                ):
+                    raise CheckpointError(
+                        f"{tensor.name} holds {list(block.shape)} {block.dtype} where its header says "
+                        f"{list(tensor.shape)} {tensor.dtype}"
+                    )
                 progress(out.write(block.reshape(-1).view(torch.uint8).numpy().data))
 
 

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from redrafter.convert.tensors import Stored, beside, columns, joined, padded, rows
-from redrafter.convert.trtllm import PREFIX, check_tp, rounded
-from redrafter.errors import CheckpointError, UnsupportedError, first_line
+from redrafter.convert.trtllm import check_tp, rounded
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
+from redrafter.headers import check_tensors
 
-__all__ = ["base_config", "base_part", "check_base", "hf_config", "whole_base"]
+__all__ = ["HEAD", "base_config", "base_part", "check_base", "check_whole", "hf_config", "whole_base"]
 
 OWN = "redrafter_base_config"  # Hugging Face's config, whole, for the way back
 MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -58,26 +60,35 @@ def _pairs(layers: int) -> dict[str, tuple[tuple[str, ...], str]]:
     return found | {HEAD: ((HEAD,), "head")}
 
 
-def check_base(config: PretrainedConfig, names: Sequence[str], tp: int, place: Path) -> None:
-    """Raise `UnsupportedError` for a base that their format cannot hold, `ArgumentError` for a tp that does not
-    divide it. names: of its tensors."""
+def check_base(config: PretrainedConfig, tensors: Mapping[str, Stored], tp: int, place: Path) -> None:
+    """Raise `UnsupportedError` for a base that their format cannot hold, `CheckpointError` for one that is not whole,
+    and `ArgumentError` for a tp that does not divide it."""
     if config.model_type not in MODEL_TYPES:
         raise UnsupportedError(
             f"{place} is a {config.model_type}; a TensorRT-LLM checkpoint can be written for {', '.join(MODEL_TYPES)}"
         )
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedError(f"{place} is quantised; convert the base it was made from, and quantise it there")
     if getattr(config, "use_sliding_window", False):
         raise UnsupportedError(f"{place} has use_sliding_window, which TensorRT-LLM's Qwen2 does not")
-    known = {name for ours, _ in _pairs(config.num_hidden_layers).values() for name in ours}
-    if unknown := [name for name in names if name not in known and not name.endswith("rotary_emb.inv_freq")]:
-        raise UnsupportedError(f"{place} has {unknown[0]}, which a TensorRT-LLM checkpoint has no name for")
+    check_whole(
+        config, {name: x.shape for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}, place
+    )
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
     check_tp(tp, {"num_attention_heads": heads, "intermediate_size": config.intermediate_size})
-    if tp > key_heads:
-        check_tp(key_heads, {"tp_size (there are fewer num_key_value_heads)": tp})
-    else:
-        check_tp(tp, {"num_key_value_heads": key_heads})
+    if key_heads % tp and tp % key_heads:
+        raise ArgumentError(f"--tp-size {tp} neither divides num_key_value_heads={key_heads} nor is a multiple of it")
+
+
+def check_whole(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
+    """Raise `CheckpointError` unless a Llama's or Qwen2's tensors are those that its config asks for."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise CheckpointError(f"{place / 'config.json'} describes no model: {first_line(error)}") from error
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings and HEAD not in shapes:
+        expected.pop(HEAD, None)
+    check_tensors(expected, shapes, place)
 
 
 def base_part(tensors: Mapping[str, Stored], config: PretrainedConfig, rank: int, tp: int) -> dict[str, Stored]:
@@ -105,21 +116,18 @@ def base_part(tensors: Mapping[str, Stored], config: PretrainedConfig, rank: int
 
 def whole_base(ranks: Sequence[Mapping[str, Stored]], config: Mapping[str, Any], place: Path) -> dict[str, Stored]:
     """The base's tensors by Hugging Face's names, put together."""
-    if (config.get("quantization") or {}).get("quant_algo"):
-        raise UnsupportedError(
-            f"{place} is quantised in TensorRT-LLM's way; give the Hugging Face base with --base-model-checkpoint-dir"
-        )
     found: dict[str, Stored] = {}
     pairs, heads = _pairs(config["num_hidden_layers"]), config["num_attention_heads"]
-    key_heads = config.get("num_key_value_heads") or heads
-    unknown = [name for name in ranks[0] if name not in pairs and not name.startswith(PREFIX)]
-    if unknown:
+    key_heads, tp = config.get("num_key_value_heads") or heads, len(ranks)
+    if heads % tp or (key_heads % tp and tp % key_heads):
+        raise CheckpointError(f"{place} has {heads} heads and {key_heads} key heads, which {tp} ranks cannot share")
+    if config.get("embedding_sharding_dim", 0) not in (0, 1):
+        raise CheckpointError(f"{place}: embedding_sharding_dim is 0 or 1, not {config['embedding_sharding_dim']!r}")
+    if unknown := [name for name in ranks[0] if name not in pairs]:
         raise UnsupportedError(f"{place} has {unknown[0]}, which is no tensor of a Llama or Qwen2")
     for theirs, (ours, how) in pairs.items():
         if theirs not in ranks[0]:
             continue
-        if lacking := next((rank for rank, each in enumerate(ranks) if theirs not in each), None):
-            raise CheckpointError(f"{place / f'rank{lacking}.safetensors'} has no tensor {theirs}")
         parts = [each[theirs] for each in ranks]
         if how == "qkv":
             found |= dict(zip(ours, _split(parts, heads, key_heads), strict=True))
@@ -129,7 +137,7 @@ def whole_base(ranks: Sequence[Mapping[str, Stored]], config: Mapping[str, Any],
             found[ours[0]] = joined(parts)
         else:
             found[ours[0]] = parts[0]
-        if how in ("head", "embedding"):
+        if how in ("head", "embedding") and found[ours[0]].length == rounded(config["vocab_size"], tp):
             found[ours[0]] = rows(found[ours[0]], 0, config["vocab_size"])
     return found
 
@@ -189,7 +197,7 @@ def base_config(config: PretrainedConfig, dtype: str, tp: int) -> dict[str, Any]
         "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp, "gpus_per_node": 8, "cp_size": 1, "tp_size": tp, "pp_size": 1},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": None},
-        OWN: config.to_dict(),
+        OWN: {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")},
     }
 
 
@@ -214,6 +222,9 @@ def hf_config(config: Mapping[str, Any], tied: bool, place: Path) -> PretrainedC
             model_type,
             **{key: config[key] for key in same},
             num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            hidden_act=config.get("hidden_act", "silu"),
+            bos_token_id=None,
+            eos_token_id=None,
             max_position_embeddings=config.get("max_position_embeddings") or 2048,
             rms_norm_eps=config.get("norm_epsilon", 1e-5),
             rope_parameters=rope,
@@ -223,5 +234,7 @@ def hf_config(config: Mapping[str, Any], tied: bool, place: Path) -> PretrainedC
             **(biases if model_type == "llama" else {}),
             **({"head_dim": width} if width and width * config["num_attention_heads"] != config["hidden_size"] else {}),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except UnsupportedError:
+        raise
+    except Exception as error:  # transformers checks some of it, with errors of its own
         raise CheckpointError(f"{place / 'config.json'} does not describe a base: {first_line(error)}") from error

@@ -77,23 +77,24 @@ class Defaults:
     shape: TreeShape = TreeShape()
     greedy_search: bool | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.greedy_search, bool | None):
+            raise ArgumentError(f"greedy_search must be true, false or null, got {self.greedy_search!r}")
+
     @classmethod
     def read(cls, path: Path) -> "Defaults":
+        """From a file. Raises `CheckpointError` naming it."""
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
+            known = [*(field.name for field in fields(TreeShape)), "greedy_search"]
+            if not isinstance(said, dict) or set(said) - set(known):
+                raise CheckpointError(f"{path} is not a JSON object of {', '.join(known)}")
             greedy = said.pop("greedy_search", None)
-            if not isinstance(greedy, bool | None):
-                raise ArgumentError(f"{path}: greedy_search must be true, false or null, got {greedy!r}")
             return cls(TreeShape(**said), greedy)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            if isinstance(error, ArgumentError):
-                raise
-            known = ", ".join(field.name for field in fields(TreeShape))
-            raise CheckpointError(f"{path} is not a JSON object of {known}, greedy_search: {error}") from error
-
-    def write(self, path: Path) -> None:
-        said = asdict(self.shape) | {"greedy_search": self.greedy_search}
-        path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        except ArgumentError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def boxed_pair() -> Path:

@@ -22,6 +22,7 @@ from redrafter.product import product
 __all__ = ["DrafterConfig", "RecurrentDrafter"]
 
 RECURRENCES = ("apple", "trtllm", "gated")
+MOST, MOST_LAYERS = 2**31 - 1, 1024  # of a size; of residual layers
 
 
 class DrafterConfig(PretrainedConfig):
@@ -68,7 +69,7 @@ class DrafterConfig(PretrainedConfig):
         self.num_draft_layers = num_draft_layers
         self.rnn = rnn
         self.recurrence = recurrence
-        self.target_layers = list(target_layers)
+        self.target_layers = list(target_layers) if isinstance(target_layers, Sequence) else [target_layers]
         self.head_rank = head_rank
         self.draft_vocab_size = draft_vocab_size
         self.draft_beams = draft_beams
@@ -81,22 +82,32 @@ class DrafterConfig(PretrainedConfig):
     def check(self) -> None:
         """Raise `ArgumentError` for values that make no drafter."""
         for name in ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ArgumentError(f"DrafterConfig.{name} must be a positive integer, got {getattr(self, name)!r}")
-        if not isinstance(self.num_draft_layers, int) or self.num_draft_layers < 0:
-            raise ArgumentError(f"DrafterConfig.num_draft_layers must be 0 or more, got {self.num_draft_layers!r}")
+            self._check_size(name)
+        for name in ("head_rank", "trained_draft_len", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                self._check_size(name)
+        self._check_size("num_draft_layers", 0, MOST_LAYERS)
+        if not isinstance(self.rnn, bool):
+            raise ArgumentError(f"DrafterConfig.rnn must be true or false, got {self.rnn!r}")
         if self.recurrence not in RECURRENCES:
             raise ArgumentError(f"DrafterConfig.recurrence is one of {RECURRENCES}, got {self.recurrence!r}")
-        if self.head_rank is not None and not (isinstance(self.head_rank, int) and self.head_rank > 0):
-            raise ArgumentError(f"DrafterConfig.head_rank must be a positive integer or None, got {self.head_rank!r}")
-        layers = self.target_layers
-        if not all(isinstance(layer, int) and layer >= 0 for layer in layers) or layers != sorted(set(layers)):
+        layers, norms = self.target_layers, self.base_embedding_norms
+        if not all(type(layer) is int and layer >= 0 for layer in layers) or layers != sorted(set(layers)):
             raise ArgumentError(f"DrafterConfig.target_layers must be layer numbers that ascend, got {layers!r}")
-        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+        if norms is not None and not (
+            isinstance(norms, list) and norms and all(isinstance(norm, int | float) for norm in norms)
+        ):
+            raise ArgumentError(f"DrafterConfig.base_embedding_norms must be numbers or None, got {norms!r}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
             raise ArgumentError(
                 f"DrafterConfig.draft_vocab_size must be from 1 to vocab_size={self.vocab_size}, "
                 f"got {self.draft_vocab_size!r}"
             )
+
+    def _check_size(self, name: str, least: int = 1, most: int = MOST) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or not least <= value <= most:
+            raise ArgumentError(f"DrafterConfig.{name} must be an integer from {least} to {most}, got {value!r}")
 
 
 class _Residual(nn.Module):

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -27,66 +27,74 @@ def check_folder(folder: Path, overwrite: bool, *, flag: str, what: str, replace
     """
     if not folder.absolute().name or "\0" in str(folder) or len(os.fsencode(folder.name)) > LONGEST:
         raise ArgumentError(f"{flag} needs a directory's name of at most {LONGEST} bytes, got {str(folder)[:80]!r}")
-    clean(folder)
-    above = next(each for each in folder.absolute().parents if each.exists())
+    place = Path(os.path.realpath(folder))
+    above = next(each for each in place.parents if each.exists())
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         raise ArgumentError(f"{flag} {folder}: {above} is no directory that can be written to; name another place")
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    clean(folder)
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
     if not overwrite:
         raise ArgumentError(f"{flag} {folder} is there already and not empty; name another, or pass --overwrite")
-    if not replaceable(folder):
+    if not replaceable(place):
         raise ArgumentError(f"{flag} {folder} holds something that is no {what}, which is never overwritten")
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` make the files in a folder of another name, see them on the disk, and rename it then, over the one
-    that is there if need be. Killed at any moment, `clean` finds the old folder or the new one.
+    that is there if need be; a link is followed. Killed at any moment, `clean` finds the old folder or the new one.
 
     Raises `CheckpointError` naming the folder when it cannot be written, `ArgumentError` while another process writes
     it, and leaves nothing behind then.
     """
-    folder = folder.absolute()
-    partial, old = _beside(folder)
+    place = Path(os.path.realpath(folder))
+    partial, old = _beside(place)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        clean(folder)
-        if partial.exists():
-            raise ArgumentError(f"another process is writing {folder}; wait for it, or name another place")
-        try:
-            partial.mkdir()
-            with _locked(partial):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        clean(place)
+        with ExitStack() as lock:
+            try:
+                partial.mkdir()
+                lock.enter_context(_locked(partial))
+            except (FileExistsError, BlockingIOError, FileNotFoundError) as error:
+                raise ArgumentError(f"another process is writing {folder}; wait, or name another place") from error
+            try:
                 fill(partial)
                 for file in (*partial.rglob("*"), partial):
                     _sync(file)
-                if folder.exists():
-                    folder.rename(old)
-                partial.rename(folder)
-                _sync(folder.parent)
-        finally:
-            clean(folder)
+                if place.exists():
+                    place.rename(old)
+                partial.rename(place)
+                _sync(place.parent)
+            finally:
+                lock.close()
+                clean(place)
     except (OSError, RuntimeError, SafetensorError) as error:  # each library that writes has its own for a full disk
-        raise CheckpointError(
-            f"cannot write {folder}: {getattr(error, 'strerror', None) or first_line(error)}; free some space or name "
-            "another place"
-        ) from error
+        said = getattr(error, "strerror", None) or first_line(error)
+        full = any(word in said for word in ("space", "quota", "too large"))
+        hint = "; free some space or name another place" if full else ""
+        raise CheckpointError(f"cannot write {folder}: {said}{hint}") from error
 
 
 def clean(folder: Path) -> None:
     """Remove what `write_folder` left when it was killed or failed; the folder is whole before and after, if it is.
     While another process writes it, that is left alone."""
-    partial, old = _beside(folder.absolute())
+    place = Path(os.path.realpath(folder))
+    partial, old = _beside(place)
     if partial.exists():
         with suppress(OSError), _locked(partial):
             shutil.rmtree(partial)
-    if old.exists() and not folder.exists() and not partial.exists():
-        old.rename(folder)
-    if not partial.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if partial.exists():
+        return
+    if old.exists() and not place.exists():
+        with suppress(OSError):
+            old.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:
-    return folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
+    """Names that nobody else gives."""
+    return folder.with_name(f".{folder.name}.redrafter-partial"), folder.with_name(f".{folder.name}.redrafter-old")
 
 
 @contextmanager

@@ -11,15 +11,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from redrafter.checkpoint import DRAFTER_FOLDER, NORM_ROWS, SHAPE_FILE, check_match
+from redrafter.checkpoint import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
-from redrafter.errors import CheckpointError, first_line
+from redrafter.errors import ArgumentError, CheckpointError, first_line
 
 __all__ = [
+    "APPLE",
     "INDEX",
     "WEIGHTS",
     "Header",
-    "check_pair",
     "check_tensors",
     "drafter_shapes",
     "kind_of",
@@ -76,14 +76,21 @@ def read_drafter(directory: Path) -> tuple[DrafterConfig, dict[str, Header]]:
     if kind != "drafter":
         hint = f"; its drafter is {directory / DRAFTER_FOLDER}" if kind == "merged checkpoint" else ""
         raise CheckpointError(f"{directory} is a {kind}, not a drafter{hint}")
-    config = DrafterConfig.from_pretrained(directory)
+    try:
+        config = DrafterConfig.from_pretrained(directory)
+    except Exception as error:
+        raise CheckpointError(f"cannot read {directory / 'config.json'}: {first_line(error)}") from error
     found = read_headers(directory)
-    check_tensors(drafter_shapes(config), {name: each.shape for name, each in found.items()}, directory)
+    check_tensors(drafter_shapes(config, directory), {name: each.shape for name, each in found.items()}, directory)
     return config, found
 
 
-def drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a drafter's tensors."""
+def drafter_shapes(config: DrafterConfig, place: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a drafter's tensors. Raises `CheckpointError` naming the place, for a config of none."""
+    try:
+        config.check()
+    except ArgumentError as error:
+        raise CheckpointError(f"{place / 'config.json'}: {error}") from error
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in RecurrentDrafter(config).state_dict().items()}
 
@@ -103,31 +110,16 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, t
         raise CheckpointError(f"{place} has a tensor {extra[0]}, which its config does not ask for")
 
 
-def check_pair(drafter: DrafterConfig, base: PretrainedConfig, headers: dict[str, Header], name: str) -> None:
-    """Raise `MismatchError`, with both values, when the drafter was made for another base.
-
-    headers: the base's; of its embedding table a few rows are read, for the norms that the drafter remembers.
-    """
-    config = base.get_text_config(decoder=True)
-    # Which tensor is the embedding only the model's code knows; the head is the one other of its shape.
-    shape = (config.vocab_size, config.hidden_size)
-    tables = [key for key, each in headers.items() if each.shape == shape and each.dtype in ("F32", "F16", "BF16")]
-    norms = [_row_norms(headers[key].file, key) for key in tables]
-    check_match(drafter, config.hidden_size, config.vocab_size, norms, name)
-
-
-def _row_norms(file: Path, key: str) -> list[float]:
-    with safe_open(file, framework="pt") as tensors:
-        rows = tensors.get_slice(key)
-        picked = torch.linspace(0, rows.get_shape()[0] - 1, NORM_ROWS).long().tolist()
-        return [rows[row].float().norm().item() for row in picked]
-
-
 def read_headers(directory: Path) -> dict[str, Header]:
     """The tensors of a directory with one file of weights, or several and an index."""
     wanted: set[str] = set()
     if (directory / INDEX).is_file():
-        weight_map = read_json(directory / INDEX).get("weight_map", {})
+        weight_map = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{directory / INDEX} has no weight_map")
+        for name in weight_map.values():
+            if not isinstance(name, str) or Path(name).name != name:
+                raise CheckpointError(f"{directory / INDEX} names {name!r}, which is no file of that directory")
         wanted, files = set(weight_map), sorted(set(weight_map.values()))
     elif (directory / WEIGHTS).is_file():
         files = [WEIGHTS]
@@ -159,7 +151,7 @@ def read_json(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{file} is not a JSON object")

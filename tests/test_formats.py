@@ -380,8 +380,9 @@ def test_what_a_format_cannot_hold_is_named(bases, tmp_path, capsys):
         drafter = tmp_path / says
         tiny_drafter(**change).save_pretrained(drafter)
         for to in ("apple", "trtllm"):
-            pair = ["--drafter-model-dir", str(drafter), "--base-model-checkpoint-dir", str(bases / "llama")]
-            assert main([*pair, "--to", to, "--output-dir", str(tmp_path / "out")]) == 2
+            base = ["--base-model-checkpoint-dir", str(bases / "llama")] if to == "trtllm" else []
+            words = [*base, "--drafter-model-dir", str(drafter), "--to", to, "--output-dir", str(tmp_path / "out")]
+            assert main(words) == 2
             assert f"cannot hold {says}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -498,6 +499,188 @@ def test_a_dry_run_shows_the_map_and_writes_nothing(bases, tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def changed(place: Path, **changes: object) -> None:
+    """Edit a config.json; `...` takes a key away."""
+    said = config(place) | changes
+    (place / "config.json").write_text(json.dumps({key: value for key, value in said.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": True},
+        {"exit_dim": 10**19},
+        {"vocab_size": "97"},
+        {"num_draft_layers": 10**6},
+        {"num_draft_layers": -1},
+        {"rnn": "false"},
+        {"target_layers": None},
+        {"target_layers": 3},
+        {"draft_vocab_size": [1]},
+        {"trained_draft_len": "2"},
+        {"base_embedding_norms": []},
+        {"base_embedding_norms": ["a"] * 8},
+        {"dtype": "x"},
+    ],
+    ids=str,
+)
+def test_a_drafters_config_that_cannot_be_is_refused(change, tmp_path, capsys):
+    tiny_drafter().save_pretrained(tmp_path / "ours")
+    changed(tmp_path / "ours", **change)
+    err = refused(capsys, "--drafter-model-dir", tmp_path / "ours", "--to", "apple", "--output-dir", tmp_path / "out")
+    assert str(tmp_path / "ours") in err
+    assert [each.name for each in tmp_path.iterdir()] == ["ours"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mapping": [2]},
+        {"mapping": {"tp_size": "2"}},
+        {"mapping": {"tp_size": 10**9}},
+        {"mapping": {"tp_size": 2, "pp_size": 2}},
+        {"quantization": "x"},
+        {"vocab_size": ...},
+        {"dtype": 5},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 8},
+        {"num_key_value_heads": 4},
+        {"num_hidden_layers": 4},
+        {"intermediate_size": 40},
+        {"embedding_sharding_dim": 5, "use_parallel_embedding": True},
+        {"redrafter_drafter_config": [1]},
+        {"redrafter_greedy_search": "yes"},
+        {"redrafter_is_rnn": "false"},
+        {"redrafter_num_layers": 3},
+        {"base_model_architecture": []},
+        {"base_model_architecture": "FalconForCausalLM"},
+    ],
+    ids=str,
+)
+def test_a_config_of_tensorrt_llm_that_cannot_be_is_refused(change, bases, tmp_path, capsys):
+    pair = {"base_model_checkpoint_dir": bases / "llama", "drafter_model_dir": apple_dir(tmp_path / "apple")}
+    trtllm = convert(tmp_path / "trtllm", **pair, to="trtllm", tp_size=2)
+    changed(trtllm, redrafter_base_config=..., **change)
+    capsys.readouterr()
+    refused(capsys, "--base-model-checkpoint-dir", trtllm, "--output-dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_ranks_do_not_share_are_named(bases, tmp_path, capsys):
+    pair = {"base_model_checkpoint_dir": bases / "llama", "drafter_model_dir": apple_dir(tmp_path / "apple")}
+    trtllm = convert(tmp_path / "trtllm", **pair, to="trtllm", tp_size=2)
+    whole = load_file(trtllm / "rank0.safetensors")
+    for change, says in (
+        ({"drafter.rnn_w.weight": whole["drafter.rnn_w.weight"].half()}, "cannot be put together"),
+        ({"drafter.rnn_w.weight": None}, "rank0.safetensors has no tensor drafter.rnn_w.weight"),
+        ({"zzz": torch.ones(1)}, "rank1.safetensors has no tensor zzz"),
+        ({"transformer.ln_f.weight": torch.ones(HIDDEN - 1)}, "of shape (31,) instead of (32,)"),
+        ({"transformer.vocab_embedding.weight": torch.ones(VOCAB - 1, HIDDEN)}, "instead of (97, 32)"),
+        ({"transformer.layers.0.attention.dense.weight": torch.ones(9)}, "cannot be put together"),
+    ):
+        tensors = {name: each for name, each in (whole | change).items() if each is not None}
+        save_file(tensors, trtllm / "rank0.safetensors")
+        capsys.readouterr()
+        assert says in refused(capsys, "--base-model-checkpoint-dir", trtllm, "--output-dir", tmp_path / "out")
+    save_file(whole, trtllm / "rank2.safetensors")
+    assert "has a rank2.safetensors" in refused(capsys, "--drafter-model-dir", trtllm, "--to", "drafter", "--dry-run")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_is_not_whole_is_refused(bases, tmp_path, capsys):
+    apple, base = apple_dir(tmp_path / "apple"), tmp_path / "base"
+    shutil.copytree(bases / "llama", base)
+    whole = load_file(base / "model.safetensors")
+    pair = ["--base-model-checkpoint-dir", base, "--drafter-model-dir", apple]
+    for change, says in (
+        ({"model.norm.weight": None}, "no tensor model.norm.weight"),
+        ({"model.layers.0.self_attn.k_proj.weight": None}, "no tensor model.layers.0.self_attn.k_proj.weight"),
+        ({"model.layers.0.self_attn.o_proj.weight": torch.ones(9)}, "instead of (32, 32)"),
+        ({"model.layers.7.mlp.up_proj.weight": torch.ones(9)}, "which its config does not ask for"),
+    ):
+        tensors = {name: each for name, each in (whole | change).items() if each is not None}
+        save_file(tensors, base / "model.safetensors")
+        assert says in refused(capsys, *pair, "--to", "trtllm", "--output-dir", tmp_path / "out")
+    for index in ({}, {"weight_map": None}, {"weight_map": {"a": "../b.safetensors"}}, {"weight_map": {"a": 1}}):
+        (base / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert "index.json" in refused(capsys, *pair, "--output-dir", tmp_path / "out")
+    (base / "config.json").write_text("[" * 100_000)
+    assert "is not JSON" in refused(capsys, *pair, "--output-dir", tmp_path / "out")
+
+
+def test_a_drafter_in_numbers_that_nothing_computes_in_is_refused(tmp_path, capsys):
+    for number, dtype in enumerate((torch.int64, torch.bool, torch.float8_e4m3fn)):
+        tensors = apple_tensors() | {"lm_head.2.weight": torch.ones(VOCAB, 64).to(dtype)}
+        apple = apple_dir(tmp_path / f"apple{number}", tensors)
+        assert "lm_head.2.weight as" in refused(capsys, "--drafter-model-dir", apple, "--to", "drafter", "--dry-run")
+    ours = tmp_path / "ours"
+    tiny_drafter(draft_vocab_size=20).save_pretrained(ours)
+    tensors = load_file(ours / "model.safetensors") | {"draft_ids": torch.arange(20) + VOCAB - 10}
+    save_file(tensors, ours / "model.safetensors")
+    assert "draft_ids outside" in refused(capsys, "--drafter-model-dir", ours, "--to", "drafter", "--dry-run")
+
+
+def test_a_drafter_of_another_base_is_refused_in_every_format(bases, tmp_path, capsys):
+    apple = apple_dir(tmp_path / "apple")
+    bound = convert(tmp_path / "bound", base_model_checkpoint_dir=bases / "qwen2", drafter_model_dir=apple)
+    other = convert(tmp_path / "other", base_model_checkpoint_dir=bases / "llama", drafter_model_dir=apple, to="trtllm")
+    capsys.readouterr()
+    for to in ("redrafter", "trtllm", "drafter"):
+        pair = ["--base-model-checkpoint-dir", other, "--drafter-model-dir", bound]
+        assert "made for another base" in refused(capsys, *pair, "--to", to, "--output-dir", tmp_path / "out")
+
+
+def test_state_dicts_in_the_old_form_are_read_and_odd_ones_refused(tmp_path, capsys):
+    apple = apple_dir(tmp_path / "apple")
+    expected = convert(tmp_path / "expected", drafter_model_dir=apple, to="drafter")
+    (apple / "model.safetensors").unlink()
+    torch.save(apple_tensors(), apple / "model.pt", _use_new_zipfile_serialization=False)
+    ours = convert(tmp_path / "ours", drafter_model_dir=apple, to="drafter")
+    assert same(load_file(ours / "model.safetensors"), load_file(expected / "model.safetensors"))
+    capsys.readouterr()
+    for odd in ({1: torch.ones(1)}, {"a": {"b": torch.ones(1)}}, {"a": torch.ones(2, 2).to_sparse()}, [torch.ones(1)]):
+        torch.save(odd, apple / "model.pt")
+        assert "no flat state dict" in refused(capsys, "--drafter-model-dir", apple, "--to", "drafter", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    "to, flag",
+    [
+        ("apple", ["--redrafter-num-beams", "3"]),
+        ("apple", ["--copy"]),
+        ("apple", ["--base-model-checkpoint-dir", "x"]),
+        ("drafter", ["--node-budget", "9"]),
+        ("drafter", ["--redrafter-no-greedy-search"]),
+        ("trtllm", ["--copy"]),
+        ("redrafter", ["--tp-size", "2"]),
+        ("drafter", ["--tokenizer-dir", "x"]),
+    ],
+)
+def test_no_option_is_passed_over(to, flag, tmp_path, capsys):
+    apple = apple_dir(tmp_path / "apple")
+    err = refused(capsys, "--drafter-model-dir", apple, "--to", to, "--output-dir", tmp_path / "out", *flag)
+    assert f"{flag[0]} is for --to" in err
+
+
+def test_neighbours_with_odd_names_are_left_alone(tmp_path, capsys):
+    apple, names = apple_dir(tmp_path / "apple"), (".mine.old", ".mine.partial", "mine")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    words = ["--drafter-model-dir", apple, "--to", "drafter", "--output-dir", tmp_path / "mine"]
+    assert "is there already" in refused(capsys, *words)
+    assert all((tmp_path / name / "precious").exists() for name in names)
+
+
+def test_a_link_is_followed(tmp_path):
+    apple = apple_dir(tmp_path / "apple")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for more in ({}, {"overwrite": True}, {"overwrite": True}):
+        convert(tmp_path / "link", drafter_model_dir=apple, to="drafter", **more)
+        RecurrentDrafter.from_pretrained(tmp_path / "real")
+    assert (tmp_path / "link").is_symlink() and len(list(tmp_path.iterdir())) == 3
+
+
 # Large ones
 
 
@@ -533,7 +716,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(to, large, tmp_path):
     outlived = 0
     for delay in (0.0, 0.05, 0.1, 0.2, 0.4):
         process = start(words(large, tmp_path / "out", *more), tmp_path / "said")
-        while process.is_alive() and not (tmp_path / ".out.partial").exists():
+        while process.is_alive() and not (tmp_path / ".out.redrafter-partial").exists():
             time.sleep(0.005)
         process.join(delay)
         process.kill()
@@ -541,7 +724,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(to, large, tmp_path):
         outlived += process.exitcode == 0
         for place in tmp_path.iterdir():
             if place.is_dir() and process.exitcode != 0:
-                assert place.name == ".out.partial"
+                assert place.name == ".out.redrafter-partial"
                 assert not (place / "config.json").exists() and not (place / "redrafter.json").exists()
         if process.exitcode == 0:
             shutil.rmtree(tmp_path / "out")

@@ -33,6 +33,11 @@ def guarded(command: Callable[[], int]) -> int:
         # Whoever read our output has left; without this the interpreter complains while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.filename is None:
+            raise
+        report("error", f"{error.filename}: {error.strerror}")
+        return 2
 
 
 def report(kind: str, message: object) -> None:
