@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -263,6 +264,17 @@ def test_sixty_four_at_once_write_what_each_does_alone(client, pair, program):
             break
         time.sleep(0.05)
     assert idle, "blocks are still held"
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "server"
+SAYS = {"completion.py": "tokens per step", "streaming.py": "["}
+
+
+@pytest.mark.parametrize("script", SAYS)
+def test_the_example_runs(script, program):
+    run = subprocess.run([sys.executable, str(EXAMPLES / script), program.url], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert SAYS[script] in run.stdout and {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
 
 
 def test_a_key_is_asked_for_and_stopping_lets_texts_end():

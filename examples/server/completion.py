@@ -1,0 +1,15 @@
+"""OpenAI's client against `redrafter serve` (pip install openai): a text, and how speculation went.
+
+python examples/server/completion.py http://127.0.0.1:8000
+"""
+
+import sys
+
+from openai import OpenAI
+
+client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
+[model] = client.models.list().data
+found = client.completions.create(model=model.id, prompt="It was a dark night, and", max_tokens=40, seed=1)
+speculation = found.model_extra["metrics"]["speculative_decoding"]
+print(found.choices[0].text)
+print(f"{speculation['mean_acceptance_length']:.2f} tokens per step")

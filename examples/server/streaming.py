@@ -1,0 +1,21 @@
+"""A chat, streamed, with log-probabilities and the seed that makes it come out the same again.
+
+python examples/server/streaming.py http://127.0.0.1:8000
+"""
+
+import sys
+
+from openai import OpenAI
+
+client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
+[model] = client.models.list().data
+talk = [{"role": "user", "content": "How do I list the files of a folder?"}]
+stream = client.chat.completions.create(
+    model=model.id, messages=talk, max_tokens=40, seed=7, temperature=0.7, stream=True, logprobs=True
+)
+for part in stream:
+    for choice in part.choices:
+        print(choice.delta.content or "", end="", flush=True)
+        for entry in choice.logprobs.content if choice.logprobs else ():
+            print(f" [{entry.logprob:.2f}]", end="")
+print()
