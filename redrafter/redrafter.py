@@ -101,15 +101,17 @@ class ReDrafter(Engine):
         return engine
 
     def proposer_for(self, rows: int) -> Proposer:
-        """By the tuning, if there is one; else, on a GPU, by what a forward over so many nodes costs there, unless a
-        node budget was asked for."""
+        """By the tuning, if there is one; else by what a forward over so many nodes costs on the device, unless a node
+        budget was asked for."""
         shape: TreeShape | None = self.shape
         if self.tuning is not None:
             shape = self.tuning.shape_for(rows)
-        elif self.shape.node_budget is None and self.target.device.type == "cuda":
+        elif self.shape.node_budget is None:
             beams, depth = self.shape.num_beams, self.shape.draft_len_per_beam
             assert beams is not None and depth is not None
-            shape = default_shape(rows, beams, depth)
+            shape = default_shape(rows, beams, depth, self.target.device.type)
+            if shape is not None and (shape.node_budget or 0) >= self.proposer.nodes:
+                shape = self.shape
         return self.plain if shape is None else self._propose(self.target, shape)
 
     def _propose(self, target: Target, shape: TreeShape) -> RecurrentProposer:

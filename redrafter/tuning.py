@@ -24,8 +24,6 @@ from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.target import Target
 
 __all__ = [
-    "FREE_TOKENS",
-    "MOST_TOKENS",
     "Tuning",
     "default_shape",
     "device_name",
@@ -37,18 +35,20 @@ __all__ = [
 
 HOME = "REDRAFTER_HOME"  # environment variable: the directory that tunings are kept in
 
-# Of the default on a GPU that nobody has tuned for. The matrix products of a bf16 8B model on an H200 take, for
-# 1/26/64/128/208/256 tokens at once, 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128 tokens.
-FREE_TOKENS = 128
-MOST_TOKENS = 256  # past it a forward costs twice a plain one, and a tree that small seldom writes two tokens a step
+# Of the default where nobody has tuned: tokens of a step that cost little, tokens past which speculation loses, and the
+# smallest tree worth a search. The matrix products of a bf16 8B model on an H200 take, for 1/26/64/128/208/256 tokens,
+# 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128. On two cores the boxed pair writes 1.5 times
+# plain decoding's tokens with trees of 6 nodes in 8 rows, 1.2 with 4 nodes in 16, and no more in 32 rows.
+_DEFAULTS = {"cuda": (128, 256, 2), "cpu": (64, 64, 3)}
 
 
-def default_shape(rows: int, beams: int, depth: int) -> TreeShape | None:
-    """The tree for `rows` rows on a GPU, where nothing was measured, of a drafter that is searched `beams` x `depth`;
-    None: speculation would lose, decode plainly. A small tree is a short one: deep nodes are what the budget drops."""
+def default_shape(rows: int, beams: int, depth: int, device: str = "cuda") -> TreeShape | None:
+    """The tree for `rows` rows where nothing was measured, of a drafter that is searched `beams` x `depth`; None:
+    speculation would lose, decode plainly. A small tree is a short one: deep nodes are what the budget drops."""
+    free, most, least = _DEFAULTS.get(device, _DEFAULTS["cuda"])
     rows, lattice = bucket(rows), 1 + beams * depth
-    nodes = min(lattice, max(FREE_TOKENS // rows, 2))
-    if rows * nodes > MOST_TOKENS:
+    nodes = min(lattice, max(free // rows, least))
+    if rows * nodes > most:
         return None
     if nodes < lattice:
         beams, depth = min(beams, nodes - 1), min(depth, nodes.bit_length() - 1)

@@ -187,9 +187,13 @@ def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
     assert ReDrafter(gpu, tiny_drafter(), TreeShape(node_budget=20)).proposer_for(500).nodes == 20
 
 
-def test_an_untuned_cpu_does_at_every_batch_size_what_it_always_did(target):
+def test_an_untuned_cpu_verifies_fewer_nodes_in_larger_batches(target):
     engine = ReDrafter(target, tiny_drafter())
-    assert {engine.proposer_for(rows) for rows in (1, 8, 64, 500)} == {engine.proposer}
+    found = [engine.proposer_for(rows) for rows in (1, 2, 4, 5, 8, 16, 17, 500)]
+    assert [each.nodes for each in found] == [12, 12, 12, 8, 8, 4, 1, 1]
+    assert found[0] is found[2] is engine.proposer and [each.depth for each in found[3:6]] == [3, 3, 2]
+    asked = ReDrafter(target, tiny_drafter(), TreeShape(node_budget=20))
+    assert {asked.proposer_for(rows) for rows in (1, 8, 64, 500)} == {asked.proposer}
 
 
 def test_what_an_engine_may_use_is_passed_on(llama, home):
