@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from redrafter.draft_target import DraftTarget
     from redrafter.drafter import DrafterConfig, RecurrentDrafter
     from redrafter.engine import Engine
+    from redrafter.grammar import Grammar
     from redrafter.lookup import PromptLookup
     from redrafter.outputs import GenerateOutput, GenerateStats, Stats
     from redrafter.redrafter import ReDrafter
@@ -38,6 +39,7 @@ __all__ = [
     "Engine",
     "GenerateOutput",
     "GenerateStats",
+    "Grammar",
     "MismatchError",
     "PromptLookup",
     "ReDrafter",
@@ -57,6 +59,7 @@ _MODULES = {
     "Engine": "engine",
     "GenerateOutput": "outputs",
     "GenerateStats": "outputs",
+    "Grammar": "grammar",
     "PromptLookup": "lookup",
     "ReDrafter": "redrafter",
     "RecurrentDrafter": "drafter",

@@ -19,7 +19,16 @@ from redrafter.draft_length import DraftLength
 from redrafter.errors import ArgumentError
 from redrafter.options import EngineOptions
 from redrafter.outputs import GenerateOutput
-from redrafter.request import Request, Seed, check_arguments, check_inputs, read_request, with_openai_arguments
+from redrafter.request import (
+    Request,
+    Seed,
+    check_arguments,
+    check_inputs,
+    read_request,
+    with_grammar,
+    with_openai_arguments,
+)
+from redrafter.row_grammars import check_grammars
 from redrafter.step import Plain, Proposer
 from redrafter.streaming import ColumnStream, StepStreamer
 from redrafter.target import Target
@@ -127,9 +136,10 @@ class Engine:
 
         input_ids, attention_mask: `[B, P]`, left-padded. generation_kwargs: Hugging Face's names, with its meanings;
         besides, `temperature` may be a list with one value per output row, and `frequency_penalty`, `presence_penalty`
-        and `logit_bias` (a dict from ids) are OpenAI's. seed: an int s gives s, s+1, ... to the
-        output rows (after `num_return_sequences`), a list gives one to each; a row with its seed draws the same tokens
-        alone, in any batch, and with `speculate=False`, which is plain decoding in the same engine.
+        and `logit_bias` (a dict from ids) are OpenAI's; `grammar` is a `Grammar` that the texts follow, or what
+        `Grammar.of` reads, with `tokenizer`, or a list of one or None per output row. seed: an int s gives s, s+1, ...
+        to the output rows (after `num_return_sequences`), a list gives one to each; a row with its seed draws the same
+        tokens alone, in any batch, and with `speculate=False`, which is plain decoding in the same engine.
 
         Returns ids `[B, P + new]` laid out as `model.generate` lays them out, or a `GenerateOutput` with `.stats`.
         Raises `ArgumentError` for arguments that are unknown, out of range or of the wrong shape, and
@@ -137,7 +147,7 @@ class Engine:
         """
         check_arguments(generation_kwargs)
         check_inputs(input_ids, attention_mask, self.target)
-        kwargs = with_openai_arguments(generation_kwargs, input_ids.shape[1])
+        kwargs = with_grammar(with_openai_arguments(generation_kwargs, input_ids.shape[1]), input_ids.shape[1])
         kwargs = _with_stop_strings(kwargs, generation_config)
         if self.do_sample is not None and generation_config is None:
             kwargs.setdefault("do_sample", self.do_sample)
@@ -214,7 +224,9 @@ class Engine:
             whole = request.want_scores or request.want_logits or not request.sampler.simple
             proposer = proposer_for(len(request.lengths))
             batch = self.open_batch(request, proposer, None if whole else proposer_for)
-            return decode(batch, request, input_ids, stream)
+            output = decode(batch, request, input_ids, stream)
+            check_grammars(request.sampler.processors)
+            return output
 
         return custom_generate
 

@@ -6,7 +6,8 @@ and `Prefixes` that gives at every node what the object gives for that node's ow
 counts over a padded prompt (`width`) are counted from the row's own prompt.
 
 Nothing here reads a tensor on the host or has a shape that depends on data, so a step can be captured in a CUDA graph;
-constants go to the device in the first call. The exception is `PerNode`, for processors that we do not know.
+constants go to the device in the first call. The exceptions say so, `on_host`: `PerNode`, for processors that we do
+not know, and grammars.
 """
 
 import math
@@ -21,6 +22,7 @@ from transformers import LogitsProcessor
 
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.prefixes import Prefixes
+from redrafter.row_grammars import GrammarProcessor
 from redrafter.row_processors import RowPenalties, RowTemperature
 
 __all__ = ["PerNode", "Prefixes", "Processor", "RowTemperature", "TokenPenalties", "tree_processors"]
@@ -44,7 +46,7 @@ def tree_processors(processors: Iterable[LogitsProcessor], *, width: int) -> tup
         name = _known(processor)
         if name == "MinLengthLogitsProcessor" and processor.min_length in implied:
             continue
-        builder = _token_penalties if type(processor) is TokenPenalties else _BUILDERS.get(name, _user_made)
+        builder = _OUR_BUILDERS.get(type(processor)) or _BUILDERS.get(name, _user_made)
         built.append(builder(processor, width))
     return built, [p.name for p in built if isinstance(p, PerNode)]
 
@@ -68,6 +70,8 @@ class PerNode:
     A tree may hold texts that the processor itself has forbidden, and a user's grammar need not know how to go on from
     those: an error at a node whose path holds a token of score -inf is not raised, since that node cannot be drawn.
     """
+
+    on_host = True
 
     def __init__(self, name: str, of_row: Callable[[int], Callable[[Tensor, Tensor], Tensor]]) -> None:
         self.name = name
@@ -188,6 +192,10 @@ def _token_penalties(processor: Any, width: int) -> Processor:
     return apply
 
 
+def _grammars(processor: Any, width: int) -> Processor:
+    return processor.begin(len(processor.grammars))
+
+
 def _no_repeat_ngram(processor: Any, width: int) -> Processor:
     """Ban the last token of every n-gram whose beginning is what the text now ends with."""
     size = processor.ngram_size
@@ -278,6 +286,11 @@ def _top_h(processor: Any, width: int) -> Processor:
 
     return apply
 
+
+_OUR_BUILDERS: dict[type, Callable[[Any, int], Processor]] = {
+    TokenPenalties: _token_penalties,
+    GrammarProcessor: _grammars,
+}
 
 _HUGGING_FACE = "transformers.generation.logits_process"
 

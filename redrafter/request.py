@@ -24,19 +24,23 @@ from transformers.generation.stopping_criteria import (
 )
 
 from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.grammar import Grammar
 from redrafter.options import EngineOptions
 from redrafter.processors import Processor, RowTemperature, TokenPenalties, tree_processors
+from redrafter.row_grammars import GrammarProcessor
 from redrafter.sampling import Sampler
 from redrafter.target import Target
 
-__all__ = ["Request", "check_arguments", "check_inputs", "read_request", "with_openai_arguments"]
+__all__ = ["Request", "check_arguments", "check_inputs", "read_request", "with_grammar", "with_openai_arguments"]
 
 Seed = int | Sequence[int] | None
 
 LONGEST = 1 << 31  # tokens; what may be longer than this need not fit into an integer of the machine
 
 # Arguments of `model.generate` that are not in its GenerationConfig and are honoured here.
-CALL_ARGUMENTS = frozenset({"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer"})
+CALL_ARGUMENTS = frozenset(
+    {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer", "grammar"}
+)
 
 # OpenAI's names of what transformers has other ones for, or none.
 OPENAI_ARGUMENTS = ("frequency_penalty", "presence_penalty", "logit_bias")
@@ -123,6 +127,25 @@ def with_openai_arguments(arguments: Mapping[str, Any], width: int) -> dict[str,
     return found
 
 
+def with_grammar(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """`grammar` as a logits processor, the last of the user's own. width: of the padded prompt."""
+    found = {name: value for name, value in arguments.items() if name != "grammar"}
+    given, tokenizer = arguments.get("grammar"), arguments.get("tokenizer")
+    if given is None:
+        return found
+
+    def read(each: Any) -> Grammar | None:
+        if each is None or isinstance(each, Grammar):
+            return each
+        if tokenizer is None:
+            raise ArgumentError("grammar needs the tokenizer: pass tokenizer=tokenizer to generate(), or a Grammar")
+        return Grammar.of(each, tokenizer)
+
+    grammars = [read(each) for each in given] if isinstance(given, list | tuple) else read(given)
+    others = found.get("logits_processor") or []
+    return found | {"logits_processor": LogitsProcessorList([*others, GrammarProcessor(grammars, width)])}
+
+
 def _refuse_mode(name: str, value: Any) -> None:
     if name in _REFUSED and value not in _REFUSED[name]:
         raise UnsupportedError(f"{name}={value!r} cannot be honoured with exact speculation; leave it out")
@@ -189,6 +212,9 @@ def read_request(
             limit = limit.clamp(max=most)
     own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
     seeds = _row_seeds(seed, rows) if config.do_sample else None
+    processors = LogitsProcessorList(
+        each.of_request(rows, eos) if isinstance(each, GrammarProcessor) else each for each in processors
+    )
     functions, slow, divisor = _build(processors, width, temperature, rows, target.device)
     want_scores = bool(config.return_dict_in_generate and config.output_scores)
     return Request(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from redrafter import kernels
 from redrafter.noise import ACCEPT, branch, gumbel, streams
-from redrafter.processors import PerNode, Prefixes, Processor, RowTemperature
+from redrafter.processors import Prefixes, Processor, RowTemperature
 from redrafter.rejection import draw_residual
 from redrafter.tree import Tree
 
@@ -47,7 +47,7 @@ class Sampler:
     @property
     def capturable(self) -> bool:
         """Whether nothing here runs on the host, so that a step may stand in a CUDA graph."""
-        return not any(isinstance(processor, PerNode) for processor in self.processors)
+        return not any(getattr(processor, "on_host", False) for processor in self.processors)
 
     def at(self, rows: Tensor) -> "Sampler":
         """For these rows alone, where `processors` hold nothing of a row; rows: `[B']` int64."""

@@ -18,6 +18,7 @@ def test_public_names_are_exactly_those_listed():
         "Engine",
         "GenerateOutput",
         "GenerateStats",
+        "Grammar",
         "MismatchError",
         "PromptLookup",
         "ReDrafter",

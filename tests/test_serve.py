@@ -266,6 +266,82 @@ def test_sixty_four_at_once_write_what_each_does_alone(client, pair, program):
     assert idle, "blocks are still held"
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_texts_follow_their_grammars(client, pair):
+    for spec, fits in (
+        ({"regex": "[a-f]{3,9}-[0-9]{2}"}, lambda text: re.fullmatch("[a-f]{3,9}-[0-9]{2}", text)),
+        ({"choice": ["yes", "no", "perhaps"]}, lambda text: text in ("yes", "no", "perhaps")),
+        ({"json": SCHEMA}, lambda text: set(json.loads(text)) == {"name", "age"}),
+    ):
+        for temperature in (0, 0.9):
+            settings = {"prompt": "Answer:", "max_tokens": 60, "seed": 4, "temperature": temperature}
+            found = client.completions.create(model="boxed", **settings, extra_body={"structured_outputs": spec})
+            [choice] = found.choices
+            assert choice.finish_reason == "stop" and fits(choice.text), choice.text
+            own = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "seed": 4}
+            grammar = {"json_schema": spec["json"]} if "json" in spec else spec
+            ids = offline(pair, "Answer:", 60, grammar=grammar, tokenizer=pair[1], **own)
+            assert choice.text == text_of(pair, ids)
+
+
+def test_a_response_format_is_kept_to(client):
+    talk = [{"role": "user", "content": "Who are you?"}]
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    found = client.chat.completions.create(model="boxed", messages=talk, response_format=form, max_tokens=60, n=3)
+    assert all(0 <= json.loads(choice.message.content)["age"] <= 99 for choice in found.choices)
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+        client.chat.completions.create(model="boxed", messages=talk, response_format=broken)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tools_are_called(client, streamed):
+    tools = [
+        {"type": "function", "function": {"name": name, "description": name, "parameters": SCHEMA}}
+        for name in ("find_person", "find_dog")
+    ]
+    talk = [{"role": "user", "content": "Find Anna, who is 30."}]
+    for choice, names in (("required", ("find_person", "find_dog")), (tools[1], ("find_dog",))):
+        choice = choice if isinstance(choice, str) else {"type": "function", "function": {"name": "find_dog"}}
+        settings = {"messages": talk, "tools": tools, "tool_choice": choice, "max_tokens": 80, "seed": 2}
+        found = client.chat.completions.create(model="boxed", **settings, stream=streamed)
+        if streamed:
+            parts = [part.choices[0] for part in found]
+            [call] = [call for part in parts for call in part.delta.tool_calls or ()]
+            finish = parts[-1].finish_reason
+        else:
+            [call], finish = found.choices[0].message.tool_calls, found.choices[0].finish_reason
+        assert finish == "tool_calls" and call.function.name in names
+        assert set(json.loads(call.function.arguments)) == {"name", "age"}
+    answered = [
+        *talk,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "a",
+                    "type": "function",
+                    "function": {"name": "find_dog", "arguments": '{"name": "Rex", "age": 3}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "found"},
+    ]
+    with pytest.raises(openai.APIStatusError):
+        client.chat.completions.create(model="boxed", messages=answered, tool_choice="required", max_tokens=5)
+
+
 EXAMPLES = Path(__file__).parent.parent / "examples" / "server"
 SAYS = {"completion.py": "tokens per step", "streaming.py": "["}
 

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.errors import ArgumentError
 from redrafter.outputs import Stats
 from redrafter.serve.job import Job, Piece
-from redrafter.serve.protocol import ApiError
+from redrafter.serve.protocol import ApiError, Tool
 from redrafter.serve.text import TextStream, text_of
+from redrafter.serve.tools import found_calls
 
 __all__ = ["Chat", "Completion", "answer", "stream"]
 
@@ -38,7 +40,8 @@ class Choice:
         """What a piece adds: text, and log-probabilities where they were asked for."""
         self.job = job
         if piece.finish == "error":
-            raise ApiError(500, f"the engine failed: {piece.error}")
+            theirs = isinstance(piece.error, ArgumentError)
+            raise ApiError(400 if theirs else 500, f"{piece.error}" if theirs else f"the engine failed: {piece.error}")
         shown = piece.tokens
         if piece.finish == "stop" and shown and shown[-1] in job.settings.ends:
             shown = shown[:-1]
@@ -106,22 +109,37 @@ class Completion:
 
 
 class Chat:
-    """`/v1/chat/completions`. count: how many of the likeliest tokens are told; None for no log-probabilities."""
+    """`/v1/chat/completions`. count: how many of the likeliest tokens are told; None for no log-probabilities. tools:
+    those that may be called; a text that may be a call is told at its end."""
 
     kind, part_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, count: int | None, tokenizer: PreTrainedTokenizerBase):
-        self._count, self._tokenizer = count, tokenizer
+    def __init__(self, count: int | None, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool] = ()):
+        self._count, self._tokenizer, self._tools = count, tokenizer, list(tools)
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        told = self._told(choice.lines)
-        return {"index": index, "message": message, "logprobs": told, "finish_reason": choice.finish}
+        content, finish = self._content(choice)
+        message = {"role": "assistant", "refusal": None} | content
+        return {"index": index, "message": message, "logprobs": self._told(choice.lines), "finish_reason": finish}
 
     def part(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> dict[str, Any]:
-        delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        finish = choice.finish
+        if not self._tools:
+            delta |= {"content": text} if text or first else {}
+        elif finish is not None:
+            content, finish = self._content(choice)
+            calls = [{"index": place} | call for place, call in enumerate(content.get("tool_calls", ()))]
+            delta |= content | ({"tool_calls": calls} if calls else {})
         told = self._told(lines) if lines else None
-        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": choice.finish}
+        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish}
+
+    def _content(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
+        """Text and calls, and why it ended."""
+        text, calls = found_calls(choice.text, self._tools) if self._tools else (choice.text, [])
+        if not calls:
+            return {"content": text}, choice.finish
+        return {"content": text or None, "tool_calls": calls}, "tool_calls"
 
     def _told(self, lines: list[Line]) -> dict[str, Any] | None:
         if self._count is None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from redrafter.blocks import Lease
+from redrafter.grammar import Grammar
 from redrafter.outputs import Stats
+from redrafter.row_grammars import GrammarState
 
 __all__ = ["Finish", "Job", "Piece", "Settings"]
 
@@ -18,7 +20,7 @@ class Settings:
     """How a row draws, in the names of `generate`. As they stand here, all but `seed` leave their processor off.
 
     temperature: 0 for greedy. ends: ids that end the text. logprobs: how many of the likeliest tokens are wanted beside
-    the drawn one at each place; None for no log-probabilities.
+    the drawn one at each place; None for no log-probabilities. grammar: what the text must follow.
     """
 
     temperature: float = 1.0
@@ -33,6 +35,7 @@ class Settings:
     ends: frozenset[int] = frozenset()
     seed: int = 0
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -43,7 +46,8 @@ class Settings:
         """Whether a temperature is all that stands between logits and draw."""
         cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-        return not penalised and not self.logit_bias and not self.min_new_tokens and (self.greedy or not cut)
+        plain = not penalised and not self.logit_bias and not self.min_new_tokens and self.grammar is None
+        return plain and (self.greedy or not cut)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Job:
 
     def __post_init__(self) -> None:
         self.text = list(self.prompt)
+        grammar = self.settings.grammar
+        self.guide = None if grammar is None else GrammarState(grammar, self.settings.ends)
 
     @property
     def written(self) -> int:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from redrafter.errors import ReDrafterError
 
-__all__ = ["ApiError", "ChatRequest", "CompletionRequest", "Message", "error_body"]
+__all__ = ["ApiError", "ChatRequest", "CompletionRequest", "Message", "Tool", "ToolCall", "ToolChoice", "error_body"]
 
 MOST_CHOICES = 128
 Bias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
@@ -203,4 +203,15 @@ class ChatRequest(_Request):
             raise ValueError("give max_tokens or max_completion_tokens, not both")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice needs tools")
+        if isinstance(self.tool_choice, ToolChoice):
+            names = [tool.function.name for tool in self.tools or ()]
+            if self.tool_choice.function.name not in names:
+                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; the tools are {names}")
+        asked = [
+            self.structured_outputs,
+            self.response_format,
+            None if self.tool_choice == "auto" else self.tool_choice,
+        ]
+        if sum(each not in (None, "none") for each in asked) > 1:
+            raise ValueError("give one of response_format, structured_outputs and tool_choice")
         return self

@@ -15,6 +15,7 @@ from redrafter.captured import CapturedStep, StepGraphs, bucket, new_state
 from redrafter.engine import Engine
 from redrafter.paged import PagedCache
 from redrafter.processors import Processor
+from redrafter.row_grammars import RowGrammars
 from redrafter.row_processors import (
     RowBias,
     RowMinimum,
@@ -75,9 +76,9 @@ class RowSettings:
             )
         return self._wide
 
-    def sampler(self, rows: int, simple: bool) -> Sampler:
-        """Of the first rows, over these buffers. simple: whether a temperature is all that any of them needs. The
-        order of the processors is transformers'."""
+    def sampler(self, rows: int, simple: bool, guides: RowGrammars | None = None) -> Sampler:
+        """Of the first rows, over these buffers. simple: whether a temperature is all that any of them needs. guides:
+        the rows' grammars, if any has one. The order of the processors is transformers'."""
         first = slice(rows)
         temperature = RowTemperature(self.temperature[first])
         processors: tuple[Processor, ...] = (temperature,)
@@ -88,6 +89,7 @@ class RowSettings:
                 RowRepetition(self.repetition[first]),
                 RowMinimum(self.minimum[first], ends[first]),
                 RowPenalties(self.frequency[first], self.presence[first]),
+                *([] if guides is None else [guides]),
                 temperature,
                 RowTopK(self.top_k[first]),
                 RowTopP(self.top_p[first]),
@@ -135,7 +137,8 @@ class Rows:
         self.jobs: list[Job] = []
         self._width = 0
         self._buffers: _Buffers | None = None
-        self._kept: dict[tuple[int, bool, int], CapturedStep] = {}
+        self._kept: dict[tuple[int, bool, bool], CapturedStep] = {}
+        self._guides = RowGrammars([])
 
     def _proposer(self, rows: int) -> Proposer:
         return self.engine.proposer_for(rows) if self.speculate else self.engine.plain
@@ -182,9 +185,10 @@ class Rows:
         """One step of all rows. The report is by place: a row's tokens and, last, how many drafts were accepted."""
         rows = bucket(len(self.jobs))
         simple = all(job.settings.simple for job in self.jobs)
-        key = (rows, simple, self._width)
+        self._guides.states[:] = [job.guide for job in self.jobs]
+        key = (rows, simple, any(self._guides.states))
         if key not in self._kept:
-            self._kept[key] = self._new(rows, simple)
+            self._kept[key] = self._new(*key)
         step = self._kept[key]
         step.replay()
         return step.drawn, step.read()
@@ -194,7 +198,9 @@ class Rows:
         own = RowSettings(len(jobs), self.engine.target.vocab_size, self.engine.target.device)
         for row, job in enumerate(jobs):
             own.write(row, job.settings, len(job.prompt), job.limit)
-        return own.sampler(len(jobs), all(job.settings.simple for job in jobs))
+        guides = [job.guide for job in jobs]
+        simple = all(job.settings.simple for job in jobs)
+        return own.sampler(len(jobs), simple, RowGrammars(guides) if any(guides) else None)
 
     @property
     def nodes(self) -> int:
@@ -206,11 +212,12 @@ class Rows:
         assert self._buffers is not None
         return self._buffers
 
-    def _new(self, rows: int, simple: bool) -> CapturedStep:
+    def _new(self, rows: int, simple: bool, guided: bool) -> CapturedStep:
         state, first = self._own.state, slice(rows)
         own = State(state.tokens[first], state.length[first], state.hidden[first], state.active[first])
         cache = PagedCache(self.graphs.store, self._own.table[first])
-        step = self.graphs.step_over(own, self._proposers[rows], cache, self.settings.sampler(rows, simple))
+        sampler = self.settings.sampler(rows, simple, self._guides if guided else None)
+        step = self.graphs.step_over(own, self._proposers[rows], cache, sampler)
         if step.done is not None:
             active = own.active.clone()
             own.active.zero_()  # what is run to be captured must change nothing

@@ -246,6 +246,9 @@ class Scheduler:
         accepted = min(accepted, len(new))
         if drafted is not None:
             job.stats.count(drafted, accepted, len(new))
+        if job.guide is not None and job.guide.error is not None:
+            self._end(job, Piece(new, accepted, finish="error", error=ArgumentError(job.guide.error)))
+            return
         piece = Piece(new, accepted, None if logits is None else _logprobs(logits, new, job.settings.logprobs), finish)
         if finish is None:
             job.sink(job, piece)

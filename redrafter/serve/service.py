@@ -1,7 +1,10 @@
 """From an OpenAI request to texts of the engine."""
 
+import asyncio
+import json
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +13,18 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.errors import first_line
+from redrafter.grammar import Grammar
 from redrafter.serve.answers import Chat, Choice, Completion, answer, stream
 from redrafter.serve.job import Settings
 from redrafter.serve.metrics import Metrics
-from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest, Message, ToolCall
 from redrafter.serve.text import StopStrings, text_of
+from redrafter.serve.tools import described, schema_of, templated
 from redrafter.serve.worker import Worker
 
 __all__ = ["Service"]
 
+GRAMMARS = 64  # that are kept compiled
 COMPLETION = 16  # tokens that a completion without max_tokens comes to, as OpenAI has it
 MOST_PROMPTS = 1024  # of one request, choices counted
 
@@ -34,6 +40,7 @@ class Service:
     model: str
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
+    _grammars: OrderedDict[str, Grammar] = field(default_factory=OrderedDict)
 
     @property
     def context(self) -> int:
@@ -49,7 +56,7 @@ class Service:
             raise ApiError(400, "echo with logprobs is not supported: the prompt has no log-probabilities", "echo")
         prompts = self._prompts(request.prompt)
         echo = [text_of(self.tokenizer, ids, True) for ids in prompts] if request.echo else None
-        settings = self._settings(request, request.logprobs)
+        settings = self._settings(request, request.logprobs, await self._grammar(_spec(request)))
         copies = request.n or 1
         every = [ids for ids in prompts for _ in range(copies)]
         told = None if echo is None else [text for text in echo for _ in range(copies)]
@@ -60,9 +67,10 @@ class Service:
         self.check_model(request.model)
         ids = self._talk(request)
         count = (request.top_logprobs or 0) if request.logprobs else None
-        settings = self._settings(request, count)
+        settings = self._settings(request, count, await self._grammar(_spec(request)))
+        tools = [] if request.tool_choice == "none" else request.tools or []
         room = request.max_completion_tokens or request.max_tokens or self.context
-        return await self._serve(request, [ids] * (request.n or 1), room, settings, Chat(count, self.tokenizer))
+        return await self._serve(request, [ids] * (request.n or 1), room, settings, Chat(count, self.tokenizer, tools))
 
     async def _serve(
         self, request: AnyRequest, prompts: Sequence[list[int]], room: int, settings: Settings, form: Completion | Chat
@@ -102,21 +110,24 @@ class Service:
     def _talk(self, request: ChatRequest) -> list[int]:
         if not self.tokenizer.chat_template:
             raise ApiError(400, f"{self.model} has no chat template; use /v1/completions", "messages")
-        if request.tools or (request.response_format not in (None,) and request.response_format.type != "text"):
-            raise ApiError(
-                400, "tools and response_format are not supported yet", "tools" if request.tools else "response_format"
-            )
-        messages = [
-            {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
-            for message in request.messages
-        ]
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise ApiError(400, f"the chat template refuses: {first_line(error)}", "messages") from error
-        ids = self.tokenizer(str(text), add_special_tokens=False).input_ids
+        messages = [_templated(message) for message in request.messages]
+        text = self._render(messages, None)
+        if request.tools and request.tool_choice != "none":
+            tools = templated(request.tools)
+            told = self._render(messages, tools)
+            if told == text:  # this template knows nothing of tools
+                told = self._render([{"role": "system", "content": described(tools)}, *messages], None)
+            text = told
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
         self._check(ids, "messages")
         return ids
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ApiError(400, f"the chat template refuses: {first_line(error)}", "messages") from error
+        return str(text)
 
     def _check(self, ids: list[int], param: str) -> None:
         vocabulary = self.worker.scheduler.engine.target.vocab_size
@@ -132,7 +143,7 @@ class Service:
                 "context_length_exceeded",
             )
 
-    def _settings(self, request: AnyRequest, logprobs: int | None) -> Settings:
+    def _settings(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> Settings:
         """As asked for; else as the model's own generation config has it; else as OpenAI has it."""
         engine = self.worker.scheduler.engine
         own = engine.model.generation_config
@@ -143,8 +154,8 @@ class Service:
             return asked if asked is not None else neutral if said is None else said
 
         greedy = 0.0 if engine.do_sample is False else 1.0
-        if request.structured_outputs is not None:
-            raise ApiError(400, "structured_outputs is not supported yet", "structured_outputs")
+        if grammar is not None and request.ignore_eos:
+            raise ApiError(400, "a text that follows a grammar ends with it: leave out ignore_eos", "ignore_eos")
         return Settings(
             temperature=request.temperature if request.temperature is not None else own.temperature or greedy,
             top_k=max(pick("top_k", 0), 0),
@@ -158,7 +169,20 @@ class Service:
             ends=frozenset() if request.ignore_eos else self._ends | frozenset(request.stop_token_ids or ()),
             seed=secrets.randbits(61) if request.seed is None else request.seed,
             logprobs=logprobs,
+            grammar=grammar,
         )
+
+    async def _grammar(self, spec: dict[str, Any] | None) -> Grammar | None:
+        """Compiled, which may take a while, beside what is being served. The last ones are kept."""
+        if spec is None:
+            return None
+        key = json.dumps(spec, sort_keys=True)
+        if key not in self._grammars:
+            made = await asyncio.to_thread(Grammar.of, spec, self.tokenizer)
+            while len(self._grammars) >= GRAMMARS:
+                self._grammars.popitem(last=False)
+            self._grammars[key] = made
+        return self._grammars[key]
 
     def _bias(self, given: dict[str, float] | None) -> dict[int, float]:
         vocabulary = self.worker.scheduler.engine.target.vocab_size
@@ -177,3 +201,39 @@ class Service:
         said = self.worker.scheduler.engine.model.generation_config.eos_token_id
         found = {*(said if isinstance(said, list) else [said]), self.tokenizer.eos_token_id}
         return frozenset(end for end in found if isinstance(end, int))
+
+
+def _templated(message: Message) -> dict[str, Any]:
+    """As chat templates read it: text alone, arguments of calls as objects."""
+    found: dict[str, Any] = {"role": message.role, "content": message.text}
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            found[name] = value
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _object(call)}}
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _object(call: ToolCall) -> Any:
+    try:
+        return json.loads(call.function.arguments)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the arguments of call {call.id!r} are no JSON: {error}", "messages") from error
+
+
+def _spec(request: AnyRequest) -> dict[str, Any] | None:
+    """What `Grammar.of` reads, where something asks for a grammar."""
+    if request.structured_outputs is not None:
+        found = request.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        return {"json_schema": found["json"]} if "json" in found else found
+    if isinstance(request, CompletionRequest):
+        return None
+    if (schema := schema_of(request)) is not None:
+        return {"json_schema": schema}
+    if request.response_format is None or request.response_format.type == "text":
+        return None
+    asked = request.response_format.json_schema
+    return {"json_object": True} if asked is None else {"json_schema": asked.schema_}
