@@ -271,6 +271,24 @@ def test_what_cannot_be_served_is_refused(engine):
     run(served, [])
 
 
+@pytest.mark.parametrize(
+    "step", ["rows.Rows.add", "rows.Rows.step", "scheduler.first_draw", "scheduler.Scheduler._forward"]
+)
+def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(step, engine, monkeypatch):
+    served, jobs = scheduler(engine), random_jobs(5)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"redrafter.serve.{step}", lambda *_, **__: 1 / 0)
+        for each in jobs:
+            served.submit(each)
+        for _ in range(3):
+            served.round()
+    assert served.idle and all(isinstance(each.sink.pieces[-1].error, ZeroDivisionError) for each in jobs)
+    later = random_jobs(3, seed=4)
+    run(served, later)
+    assert all(each.sink.tokens == alone(engine, each) for each in later)
+    nothing_is_held(served)
+
+
 def test_an_error_ends_the_rows_that_were_in_it_and_no_others(engine, monkeypatch):
     served = scheduler(engine)
     jobs = random_jobs(3, room=20)

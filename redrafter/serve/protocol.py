@@ -12,8 +12,9 @@ from redrafter.errors import ReDrafterError
 __all__ = ["ApiError", "ChatRequest", "CompletionRequest", "Message", "Tool", "ToolCall", "ToolChoice", "error_body"]
 
 MOST_CHOICES = 128
+MOST = 2**31 - 1  # of a count or an id
 Bias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
-Ids = list[Annotated[int, Field(ge=0)]]
+Ids = list[Annotated[int, Field(ge=0, le=MOST)]]
 
 
 class ApiError(ReDrafterError):
@@ -82,7 +83,7 @@ class _Request(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Bias | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
     stop: str | list[str] | None = None
@@ -92,10 +93,10 @@ class _Request(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     user: str | None = None
 
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None
     ignore_eos: bool = False
     stop_token_ids: Ids | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -185,7 +186,7 @@ class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None

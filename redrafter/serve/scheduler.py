@@ -5,6 +5,7 @@ all rows. So a long prompt holds a running text up by a chunk, never by its whol
 room in the next round. What a text becomes does not depend on any of that: draws are keyed by seed and position.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ from redrafter.serve.rows import Rows
 from redrafter.step import first_draw
 from redrafter.stopping import cut
 
-__all__ = ["Limits", "QueueFullError", "Scheduler"]
+__all__ = ["Limits", "QueueFullError", "Scheduler", "cpu_graphs"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class QueueFullError(ReDrafterError):
@@ -98,9 +101,13 @@ class Scheduler:
             raise ArgumentError("the prompt is empty")
         if len(job.prompt) >= self.longest:
             raise ArgumentError(f"the prompt has {len(job.prompt)} tokens, and a text may have {self.longest}")
-        bad = next((token for token in job.prompt if not 0 <= token < self.engine.target.vocab_size), None)
-        if bad is not None:
-            raise ArgumentError(f"token id {bad} is out of range: there are {self.engine.target.vocab_size} ids")
+        settings, known = job.settings, self.engine.target.vocab_size
+        for token in (*job.prompt, *settings.ends, *settings.logit_bias):
+            if not 0 <= token < known:
+                raise ArgumentError(f"token id {token} is out of range: there are {known} ids")
+        for name in ("top_k", "min_new_tokens", "seed"):
+            if not 0 <= getattr(settings, name) < 1 << 62:
+                raise ArgumentError(f"{name} must be from 0 to 2**62 - 1, got {getattr(settings, name)}")
 
     def cancel(self, job: Job) -> None:
         """Stop a job before its next step."""
@@ -112,13 +119,14 @@ class Scheduler:
         for job in (*self.rows.jobs, *self._reading, *tuple(self._waiting)):
             if job.cancelled:
                 self._end(job, Piece((), finish="cancelled"))
-        self._admit()
         try:
+            self._admit()
             self._read()
             if self.rows.jobs:
                 self._make_room()
                 self._step()
         except Exception as error:
+            _LOG.exception("a round failed: %d requests are given up", self.running)
             for job in (*self.rows.jobs, *self._reading):  # none of them can be trusted any more
                 self._end(job, Piece((), finish="error", error=error), keep=False)
 
@@ -177,7 +185,6 @@ class Scheduler:
             job.read += share
         done = [row for row, job in enumerate(jobs) if job.read == job.to_read]
         for row in done:
-            self._reading.remove(jobs[row])
             self._publish(jobs[row], jobs[row].to_read)
         self._begin([jobs[row] for row in done], tokens[done], upto[done], logits[done], hidden[done], cache.window)
 
@@ -196,6 +203,7 @@ class Scheduler:
         for row, job in enumerate(jobs):
             if not job.ended:
                 self.rows.add(job, hidden[row])
+                self._reading.remove(job)
 
     def _make_room(self) -> None:
         """See that each row has blocks for its next step; where there are none, put the newest back."""
