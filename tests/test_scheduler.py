@@ -264,6 +264,13 @@ def test_what_cannot_be_served_is_refused(engine):
     ):
         with pytest.raises(ArgumentError, match=says):
             served.submit(job(prompt, 5, KINDS["greedy"]))
+    for settings in (
+        Settings(min_new_tokens=10**20),
+        Settings(ends=frozenset({VOCAB})),
+        Settings(logit_bias={-1: 1.0}),
+    ):
+        with pytest.raises(ArgumentError, match=r"out of range|must be from"):
+            served.submit(job([5], 5, settings))
     for _ in range(2):
         served.submit(job([5], 5, KINDS["greedy"]))
     with pytest.raises(QueueFullError):
