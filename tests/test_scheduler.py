@@ -10,7 +10,7 @@ from conftest import VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine
 from redrafter.blocks import BLOCK
 from redrafter.captured import StepGraphs
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.paged import PagedStore
 from redrafter.serve.job import Job, Piece, Settings
 from redrafter.serve.scheduler import Limits, QueueFullError, Scheduler
@@ -155,6 +155,13 @@ def test_a_draft_model_serves_too(how):
     for each in jobs:
         assert each.sink.tokens == alone(engine, each)
     nothing_is_held(served)
+
+
+def test_a_draft_model_elsewhere_is_refused(monkeypatch):
+    engine = DraftTarget(Target(tiny_model("llama")), Target(tiny_model("qwen2", num_hidden_layers=1)), draft_len=3)
+    monkeypatch.setattr(engine.draft_model, "device", torch.device("meta"))
+    with pytest.raises(UnsupportedError, match="both on one device"):
+        scheduler(engine)
 
 
 def test_short_of_blocks_the_newest_waits_again_and_writes_the_same(engine):
