@@ -57,14 +57,14 @@ class Scheduler:
     """`submit` and `cancel` from any thread; `round` from one. Nobody else may decode on the same graphs."""
 
     def __init__(self, engine: Engine, graphs: StepGraphs, limits: Limits, speculate: bool = True):
-        reason = engine.target.unpaged or (engine.draft_model and engine.draft_model.unpaged)
-        if reason:
-            raise UnsupportedError(f"{engine.target.name} cannot be served on a paged cache: {reason}")
         if engine.draft_model is not None and engine.draft_model.device != engine.target.device:
             raise UnsupportedError(
                 f"the draft model is on {engine.draft_model.device} and the target on {engine.target.device}; a server "
                 "needs both on one device"
             )
+        reason = engine.target.unpaged or (engine.draft_model and engine.draft_model.unpaged)
+        if reason:
+            raise UnsupportedError(f"{engine.target.name} cannot be served on a paged cache: {reason}")
         self.engine, self.graphs, self.limits = engine, graphs, limits
         self.rows = Rows(engine, graphs, limits.max_batch_size, speculate)
         known = [limits.max_seq_len, engine.target.context, (graphs.store.count - 1) * BLOCK - self.rows.room]
