@@ -1,5 +1,6 @@
 """The server as clients see it: the real `openai` client against the running program, on the boxed pair."""
 
+import asyncio
 import json
 import os
 import random
@@ -8,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -340,6 +342,23 @@ def test_tools_are_called(client, streamed):
     ]
     with pytest.raises(openai.APIStatusError):
         client.chat.completions.create(model="boxed", messages=answered, tool_choice="required", max_tokens=5)
+
+
+def test_a_body_that_never_comes_holds_nobody_up(monkeypatch):
+    from redrafter.serve import app
+
+    monkeypatch.setattr(app, "SLOWEST_BODY", 0.2)
+
+    async def ask() -> list[int]:
+        async def never() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(30)
+
+        transport = httpx.ASGITransport(app.create_app(SimpleNamespace()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return [(await client.post("/v1/completions", content=never())).status_code]
+
+    assert asyncio.run(ask()) == [408]
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "server"

@@ -156,17 +156,17 @@ class _Guard:
             if whole:
                 return await receive()
             left = deadline - asyncio.get_running_loop().time()
-            message = await asyncio.wait_for(receive(), max(left, 0.01))
+            try:
+                message = await asyncio.wait_for(receive(), max(left, 0.01))
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the body did not come within {SLOWEST_BODY:g} s") from None
             read += len(message.get("body", b""))
             whole = not message.get("more_body", False)
             if read > LONGEST_BODY:
                 raise HTTPException(413, f"the body is longer than {LONGEST_BODY} bytes")
             return message
 
-        try:
-            await self.app(scope, limited, send)
-        except TimeoutError:
-            await _refuse(send, 408, "the body did not come in time")
+        await self.app(scope, limited, send)
 
 
 async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
