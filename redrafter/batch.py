@@ -11,13 +11,13 @@ from redrafter.blocks import Lease
 from redrafter.captured import CapturedStep, StepGraphs, bucket
 from redrafter.draft_length import DraftLength
 from redrafter.errors import CacheFullError
-from redrafter.paged import PagedCache
+from redrafter.paged import PagedCache, table_of
 from redrafter.request import Request
 from redrafter.sampling import Sampler
 from redrafter.step import Drawn, Proposer, State, prefill, step
 from redrafter.target import Target
 
-__all__ = ["Batch", "DenseBatch", "PagedBatch"]
+__all__ = ["Batch", "DenseBatch", "PagedBatch", "room"]
 
 
 class Batch(Protocol):
@@ -53,7 +53,7 @@ class DenseBatch:
     def prefill(self) -> tuple[Drawn, list[list[int]]]:
         request, longest = self.request, max(self.request.lengths)
         self._reserve(longest)
-        width = max(request.limits) + _room(self.proposer)
+        width = max(request.limits) + room(self.proposer)
         tokens = pad(request.prompts[:, :longest], (0, width - longest))
         self.state, drawn = prefill(
             tokens,
@@ -115,12 +115,12 @@ class PagedBatch:
         smaller = [1 << power for power in range(bucket(len(self._rows)).bit_length() - 1)] if proposer_for else []
         proposers = [proposer, *(proposer_for(rows) for rows in smaller if proposer_for is not None)]
         self.depth = max(each.depth for each in proposers)
-        self._width = max(request.limits) + max(map(_room, proposers))
+        self._width = max(request.limits) + max(map(room, proposers))
         ids = request.prompts.tolist()
         self._texts = [row[:length] for row, length in zip(ids, request.lengths, strict=True)]
         self.captured: CapturedStep | None = None
         self.leases: list[Lease] = []
-        extra = max(_room(each) + each.scratch for each in proposers)
+        extra = max(room(each) + each.scratch for each in proposers)
         with graphs.lock:
             try:
                 for text, limit in zip(self._texts, request.limits, strict=True):
@@ -131,9 +131,7 @@ class PagedBatch:
 
     def prefill(self) -> tuple[Drawn, list[list[int]]]:
         request, device = self.request, self.graphs.target.device
-        wanted = max(len(lease.blocks) for lease in self.leases)
-        table = torch.tensor([lease.blocks + [0] * (wanted - len(lease.blocks)) for lease in self.leases])
-        table = table.to(device, torch.int32)
+        table = table_of(self.leases, device)
         reused = [lease.reused for lease in self.leases]
         draft_model, draft_store = self.proposer.model, self.graphs.draft_store
         state, drawn = prefill(
@@ -214,7 +212,7 @@ class PagedBatch:
                 self.graphs.blocks.release(lease)
 
 
-def _room(proposer: Proposer) -> int:
+def room(proposer: Proposer) -> int:
     """Positions that a row may touch past its limit: its last step may overshoot by K; standing still, it is then
     drafted for K further."""
     return 2 * proposer.depth + 1

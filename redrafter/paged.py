@@ -7,12 +7,12 @@ from torch import Tensor
 
 from redrafter import kernels
 from redrafter.attention import Plan
-from redrafter.blocks import BLOCK
+from redrafter.blocks import BLOCK, Lease
 from redrafter.cache import LayerShape, grouped
 from redrafter.errors import CacheFullError
 from redrafter.tree import Tree
 
-__all__ = ["PagedCache", "PagedStore"]
+__all__ = ["PagedCache", "PagedStore", "table_of"]
 
 
 class PagedStore:
@@ -83,6 +83,13 @@ class PagedCache:
     def _slots(self, at: Tensor) -> Tensor:
         """Slots `[B, M']` counted along each row, to flat ones of the pools, `[B * M']`."""
         return (self.table.gather(1, at // BLOCK) * BLOCK + at % BLOCK).flatten()
+
+
+def table_of(leases: Sequence[Lease], device: torch.device) -> Tensor:
+    """The blocks of some rows as a cache's table, `[B, M]` int32."""
+    wanted = max(len(lease.blocks) for lease in leases)
+    table = torch.tensor([lease.blocks + [0] * (wanted - len(lease.blocks)) for lease in leases], dtype=torch.int32)
+    return table.to(device)
 
 
 def _spare(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from redrafter.target import Target
 from redrafter.tree import Tree, chain
 from redrafter.verify import Path, accept
 
-__all__ = ["AnyCache", "Drawn", "Plain", "Proposer", "State", "first_draw", "prefill", "step"]
+__all__ = ["AnyCache", "Drawn", "Plain", "Proposer", "State", "first_draw", "prefill", "read", "step"]
 
 AnyCache = RaggedCache | PagedCache
 
@@ -152,18 +152,36 @@ def prefill(
     much of them the cache holds already; new: the most that a row has beyond that. draft_model: what reads them too,
     into draft_cache.
     """
+    logits, hidden = read(
+        tokens, prompt, target, cache, start=start, new=new, draft_model=draft_model, draft_cache=draft_cache
+    )
+    return first_draw(tokens, prompt, logits, hidden, cache.window, sampler)
+
+
+def read(
+    tokens: Tensor,
+    upto: Tensor,
+    target: Target,
+    cache: AnyCache,
+    *,
+    start: Tensor | None = None,
+    new: int,
+    draft_model: Target | None = None,
+    draft_cache: AnyCache | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Read texts up to position `upto` `[B]`; the rest as `prefill`. Returns what the target gave at each row's last
+    token, logits `[B, V]` and hidden `[B, F]`."""
     if draft_model is not None:
         assert draft_cache is not None, "a draft model has a cache"
         to = draft_model.device
         draft_model.prefill(
             draft_model.known(tokens.to(to)),
-            prompt.to(to),
+            upto.to(to),
             draft_cache,
             start=None if start is None else start.to(to),
             new=new,
         )
-    logits, hidden = target.prefill(tokens, prompt, cache, start=start, new=new)  # [B, V], [B, F]
-    return first_draw(tokens, prompt, logits, hidden, cache.window, sampler)
+    return target.prefill(tokens, upto, cache, start=start, new=new)
 
 
 def first_draw(

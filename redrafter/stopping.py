@@ -1,11 +1,21 @@
 """Where a row ends. On the host: the tokens of a step are read once anyway, and few rows end at any step."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
 
-__all__ = ["cut", "first_stop"]
+__all__ = ["cut", "end_tokens", "first_stop"]
+
+
+def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+    """The ids that end a text: the generation config's and, where a tokenizer is given, that one's, with which a chat
+    model may end its turns though its base never did."""
+    ends = model.generation_config.eos_token_id
+    found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id if tokenizer else None}
+    return sorted(end for end in found if isinstance(end, int))
 
 
 def cut(new: Sequence[int], room: int, eos: Collection[int]) -> tuple[list[int], bool]:

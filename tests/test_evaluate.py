@@ -20,13 +20,14 @@ from redrafter.cli.loading import Pair
 from redrafter.proposer import RecurrentProposer
 from redrafter.sampling import Sampler
 from redrafter.step import State
+from redrafter.stopping import end_tokens
 from redrafter.target import Target
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate import walk as walk_module
 from redrafter.train.evaluate.command import EvaluateOptions, evaluate
 from redrafter.train.evaluate.prompts import categories
 from redrafter.train.evaluate.shapes import Shape, judge
-from redrafter.train.evaluate.texts import Texts, repeated, stops, written
+from redrafter.train.evaluate.texts import Texts, repeated, written
 from redrafter.train.evaluate.walk import HeldOut, Walk, walk
 from redrafter.train.teacher import Teacher
 
@@ -294,9 +295,9 @@ def test_a_tokenizer_may_know_another_end_than_its_model():
     model, _ = random_pair()
     tokenizer = load_tokenizer(boxed_pair())
     tokenizer.eos_token = "<|pad|>"
-    assert stops(Target(model)) == [2, 11, 12, 13, 14] and stops(Target(model), tokenizer) == [0, 2, 11, 12, 13, 14]
+    assert end_tokens(model) == [2, 11, 12, 13, 14] and end_tokens(model, tokenizer) == [0, 2, 11, 12, 13, 14]
     model.generation_config.eos_token_id = None
-    assert stops(Target(model)) == []
+    assert end_tokens(model) == []
 
 
 # Prompts

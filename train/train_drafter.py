@@ -24,6 +24,7 @@ from redrafter.cli.program import guarded
 from redrafter.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.flags import flag, own_name
+from redrafter.stopping import end_tokens
 from redrafter.target import Target
 from redrafter.train.card import model_card, shape, sizes
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, Identity
@@ -32,7 +33,6 @@ from redrafter.train.culprit import told
 from redrafter.train.data.documents import documents, prompts, show_sample
 from redrafter.train.data.rows import Row, read_rows
 from redrafter.train.data.windows import Windows
-from redrafter.train.evaluate.texts import stops
 from redrafter.train.evaluate.walk import HeldOut, Walk
 from redrafter.train.loop import Report, new_accelerator, train
 from redrafter.train.new import new_drafter
@@ -213,7 +213,7 @@ class _Session:
                 f"{config.validate or ', '.join(config.data)}: no prompt of 1 to {room} tokens to validate on; give "
                 "--validate other rows and --validate-prompts more than 0, or leave these and --validate-every out"
             )
-        return HeldOut(self.target, begun, config.validate_tokens, stops(self.target, self.tokenizer))
+        return HeldOut(self.target, begun, config.validate_tokens, end_tokens(self.target.model, self.tokenizer))
 
 
 def _rows(config: TrainConfig) -> Iterator[Row]:

@@ -18,6 +18,7 @@ from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.outputs import GenerateOutput, GenerateStats
+from redrafter.stopping import end_tokens
 from redrafter.streaming import StepStreamer
 
 NO_DRAFT = DraftOptions()
@@ -135,10 +136,7 @@ class Template:
         self._tokenizer = pair.tokenizer
         if not self._tokenizer.chat_template:
             raise CheckpointError(f"{pair.name} has no chat template; use `redrafter generate` without --chat-template")
-        ends = pair.engine.model.generation_config.eos_token_id
-        ends = set(ends if isinstance(ends, list) else [ends]) | {self._tokenizer.eos_token_id}
-        # A chat model's turn often ends with another token than its base's texts did, known to the tokenizer alone.
-        self.eos = sorted(end for end in ends if end is not None)
+        self.eos = end_tokens(pair.engine.model, self._tokenizer)
 
     def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a talk, up to where the answer begins."""

@@ -18,9 +18,8 @@ from redrafter.serve.tools import found_calls
 __all__ = ["Chat", "Completion", "answer", "stream"]
 
 Pieces = AsyncIterator[tuple[int, Job, Piece]]
-Line = tuple[
-    str, int, float, Mapping[int, float]
-]  # a token's text, its id, its log-probability and the likeliest ones'
+# A token's text, its id, its log-probability and the likeliest ones'.
+Line = tuple[str, int, float, Mapping[int, float]]
 
 
 class Choice:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from redrafter.batch import room
 from redrafter.blocks import BLOCK
 from redrafter.captured import CapturedStep, StepGraphs, bucket, new_state
 from redrafter.engine import Engine
@@ -123,25 +124,23 @@ class _Buffers:
 class Rows:
     """What steps. jobs: by place, without gaps.
 
-    deepest: the deepest that any proposer may draft; a row may touch `room` positions past its text.
+    depth: the deepest that any proposer may draft. room: positions past its text that a row may touch.
     """
 
     def __init__(self, engine: Engine, graphs: StepGraphs, most: int, speculate: bool = True):
-        self.engine, self.graphs, self.most, self.speculate = engine, graphs, most, speculate
+        self.engine, self.graphs = engine, graphs
         sizes = {bucket(rows) for rows in range(1, most + 1)}
-        self._proposers = {rows: self._proposer(rows) for rows in sizes}
+        self._proposers: dict[int, Proposer] = {
+            rows: engine.proposer_for(rows) if speculate else engine.plain for rows in sizes
+        }
         self.depth = max(each.depth for each in self._proposers.values())
-        # A step may overshoot by K, and drafts are verified behind that.
-        self.room = max(2 * each.depth + 1 + each.scratch for each in self._proposers.values())
+        self.room = max(room(each) + each.scratch for each in self._proposers.values())
         self.settings = RowSettings(max(sizes), engine.target.vocab_size, engine.target.device)
         self.jobs: list[Job] = []
         self._width = 0
         self._buffers: _Buffers | None = None
         self._kept: dict[tuple[int, bool, bool], CapturedStep] = {}
         self._guides = RowGrammars([])
-
-    def _proposer(self, rows: int) -> Proposer:
-        return self.engine.proposer_for(rows) if self.speculate else self.engine.plain
 
     def add(self, job: Job, hidden: Tensor) -> None:
         """A row whose committed tokens are in its blocks. hidden: `[F]`, of the forward that drew the pending token."""
@@ -237,8 +236,7 @@ class Rows:
             old = self._buffers
             wider.state.tokens[:, : old.state.tokens.shape[1]] = old.state.tokens
             wider.table[:, : old.table.shape[1]] = old.table
-            wider = replace(
-                wider, state=replace(old.state, tokens=wider.state.tokens)
-            )  # the others are the same at every width
+            # What else a state holds is the same at every width.
+            wider = replace(wider, state=replace(old.state, tokens=wider.state.tokens))
         self._buffers = wider
         self._kept.clear()

@@ -19,10 +19,10 @@ from redrafter.captured import StepGraphs
 from redrafter.engine import Engine
 from redrafter.errors import ArgumentError, CacheFullError, ReDrafterError, UnsupportedError
 from redrafter.outputs import Stats
-from redrafter.paged import PagedCache, PagedStore
+from redrafter.paged import PagedCache, PagedStore, table_of
 from redrafter.serve.job import Finish, Job, Piece
 from redrafter.serve.rows import Rows
-from redrafter.step import first_draw
+from redrafter.step import first_draw, read
 from redrafter.stopping import cut
 
 __all__ = ["Limits", "QueueFullError", "Scheduler", "cpu_graphs"]
@@ -121,7 +121,9 @@ class Scheduler:
     @torch.inference_mode()
     def round(self) -> None:
         """Admit, read a chunk, step."""
-        for job in (*self.rows.jobs, *self._reading, *tuple(self._waiting)):
+        with self._lock:  # else one that comes now may spoil the look at who waits
+            waiting = tuple(self._waiting)
+        for job in (*self.rows.jobs, *self._reading, *waiting):
             if job.cancelled:
                 self._end(job, Piece((), finish="cancelled"))
         try:
@@ -180,12 +182,19 @@ class Scheduler:
             tokens[row, : job.read + share] = torch.tensor(job.text[: job.read + share])
         start = torch.tensor([job.read for job in jobs], device=device)
         upto = start + torch.tensor([share for _, share in chosen], device=device)
-        cache, tokens = PagedCache(self.graphs.store, self._table(jobs)), tokens.to(device)
-        draft_model, draft_store = self.engine.draft_model, self.graphs.draft_store
-        if draft_model is not None and draft_store is not None:
-            known = draft_model.known(tokens)
-            draft_model.prefill(known, upto, PagedCache(draft_store, cache.table), start=start, new=longest)
-        logits, hidden = target.prefill(tokens, upto, cache, start=start, new=longest)
+        leases = [job.lease for job in jobs if job.lease is not None]
+        cache, tokens = PagedCache(self.graphs.store, table_of(leases, device)), tokens.to(device)
+        draft_store = self.graphs.draft_store
+        logits, hidden = read(
+            tokens,
+            upto,
+            target,
+            cache,
+            start=start,
+            new=longest,
+            draft_model=self.engine.draft_model,
+            draft_cache=None if draft_store is None else PagedCache(draft_store, cache.table),
+        )
         for job, share in chosen:
             job.read += share
         done = [row for row, job in enumerate(jobs) if job.read == job.to_read]
@@ -214,7 +223,7 @@ class Scheduler:
         """See that each row has blocks for its next step; where there are none, put the newest back."""
         for job in tuple(self.rows.jobs):
             while job.lease is not None:
-                needed = min(len(job.text) + self.rows.room, job.limit + self.rows.room)
+                needed = min(len(job.text), job.limit) + self.rows.room
                 if needed <= len(job.lease.blocks) * BLOCK:
                     break
                 try:
@@ -297,12 +306,6 @@ class Scheduler:
         if self.limits.reuse and not (self.graphs.draft_store is not None and self.engine.draft_model is None):
             with self.graphs.lock:
                 self.graphs.blocks.publish(job.lease, job.text[:tokens])
-
-    def _table(self, jobs: Sequence[Job]) -> Tensor:
-        leases = [job.lease.blocks for job in jobs if job.lease is not None]
-        wanted = max(map(len, leases))
-        table = torch.tensor([blocks + [0] * (wanted - len(blocks)) for blocks in leases], dtype=torch.int32)
-        return table.to(self.engine.target.device)
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[tuple[float, dict[int, float]]]:

@@ -21,6 +21,7 @@ from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest, M
 from redrafter.serve.text import StopStrings, text_of
 from redrafter.serve.tools import described, schema_of, templated
 from redrafter.serve.worker import Worker
+from redrafter.stopping import end_tokens
 
 __all__ = ["Service"]
 
@@ -148,9 +149,10 @@ class Service:
         engine = self.worker.scheduler.engine
         own = engine.model.generation_config
 
-        def pick(name: str, neutral: Any, key: str | None = None) -> Any:
-            asked = getattr(request, name)
-            said = getattr(own, key or name, None)
+        ends = frozenset(end_tokens(engine.model, self.tokenizer))
+
+        def pick(name: str, neutral: Any) -> Any:
+            asked, said = getattr(request, name), getattr(own, name, None)
             return asked if asked is not None else neutral if said is None else said
 
         greedy = 0.0 if engine.do_sample is False else 1.0
@@ -166,7 +168,7 @@ class Service:
             presence_penalty=request.presence_penalty or 0.0,
             logit_bias=self._bias(request.logit_bias),
             min_new_tokens=request.min_tokens or 0,
-            ends=frozenset() if request.ignore_eos else self._ends | frozenset(request.stop_token_ids or ()),
+            ends=frozenset() if request.ignore_eos else ends | frozenset(request.stop_token_ids or ()),
             seed=secrets.randbits(61) if request.seed is None else request.seed,
             logprobs=logprobs,
             grammar=grammar,
@@ -194,13 +196,6 @@ class Service:
                 )
             found[int(token)] = value
         return found
-
-    @property
-    def _ends(self) -> frozenset[int]:
-        """The generation config's, and the tokenizer's, with which a chat model may end its turns."""
-        said = self.worker.scheduler.engine.model.generation_config.eos_token_id
-        found = {*(said if isinstance(said, list) else [said]), self.tokenizer.eos_token_id}
-        return frozenset(end for end in found if isinstance(end, int))
 
 
 def _templated(message: Message) -> dict[str, Any]:

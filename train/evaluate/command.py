@@ -26,11 +26,12 @@ from redrafter.errors import ArgumentError
 from redrafter.flags import add_options, flag, floats, integers, option, read_options, shown
 from redrafter.proposer import RecurrentProposer
 from redrafter.redrafter import ReDrafter
+from redrafter.stopping import end_tokens
 from redrafter.train.evaluate.plot import plot
 from redrafter.train.evaluate.prompts import categories
 from redrafter.train.evaluate.report import Result, lines, report
 from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.evaluate.texts import stops, written
+from redrafter.train.evaluate.texts import written
 from redrafter.train.evaluate.walk import walk
 
 __all__ = ["EvaluateOptions", "evaluate", "main"]
@@ -132,7 +133,7 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
             options.new_tokens,
             temperature,
             options.seed,
-            ends=stops(target, pair.tokenizer),
+            ends=end_tokens(target.model, pair.tokenizer),
             rows=options.batch_size,
             options=engine.options,
             report=lambda done, at=temperature: _progress(f"temperature {at:g}: {done} of {len(every)} texts"),

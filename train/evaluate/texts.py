@@ -4,16 +4,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from redrafter.bench.workload import padded
 from redrafter.engine import Engine
 from redrafter.options import EngineOptions
 from redrafter.outputs import GenerateOutput
 from redrafter.step import Plain
+from redrafter.stopping import end_tokens
 from redrafter.target import Target
 
-__all__ = ["Texts", "repeated", "stops", "written"]
+__all__ = ["Texts", "repeated", "written"]
 
 ROWS = 32  # texts written at once
 # What a generation config may ask for beside a temperature, left off: a measurement is of the model's own distribution.
@@ -41,14 +40,6 @@ class Texts:
         return [text[start:] for text, start in zip(self.tokens, self.starts, strict=True)]
 
 
-def stops(target: Target, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
-    """The ids that end a text: the generation config's and, where a tokenizer is given, that one's, with which a chat
-    model may end its turns."""
-    ends = target.model.generation_config.eos_token_id
-    found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id if tokenizer else None}
-    return sorted(end for end in found if isinstance(end, int))
-
-
 def written(
     target: Target,
     prompts: Sequence[list[int]],
@@ -66,7 +57,7 @@ def written(
     Prompt i is written on under seed + i. ends: ids that end a text, the generation config's when None. rows: prompts
     decoded at once. report: told after each batch how many are done.
     """
-    engine, ends = Engine(target, Plain(), options), sorted(stops(target) if ends is None else ends)
+    engine, ends = Engine(target, Plain(), options), sorted(end_tokens(target.model) if ends is None else ends)
     tokens, order = list(map(list, prompts)), sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     settings: dict[str, Any] = _NEUTRAL | ({"eos_token_id": ends} if ends else {}) | {"do_sample": temperature > 0}
     if temperature > 0:

@@ -13,9 +13,9 @@ from redrafter.cli.options import GenerationOptions
 from redrafter.engine import Engine
 from redrafter.errors import CacheFullError, ReDrafterError, first_line
 from redrafter.flags import own_name
+from redrafter.stopping import end_tokens
 from redrafter.train.data.rows import Row, fingerprint
 from redrafter.train.data.windows import Document
-from redrafter.train.evaluate.texts import stops
 from redrafter.train.regenerate.config import RegenerateConfig
 from redrafter.train.regenerate.journal import Journal
 from redrafter.train.regenerate.tasks import Limits, Task, task_of
@@ -189,7 +189,7 @@ def _limits(pair: Pair, config: RegenerateConfig) -> Limits:
     target = pair.engine.target
     most = [config.max_input_len, None if target.context is None else target.context - 1]
     longest = min((tokens for tokens in most if tokens is not None), default=None)
-    return Limits(frozenset(stops(target, pair.tokenizer)), target.vocab_size, longest)
+    return Limits(frozenset(end_tokens(target.model, pair.tokenizer)), target.vocab_size, longest)
 
 
 def base_name(engine: Engine) -> str:
