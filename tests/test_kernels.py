@@ -208,6 +208,19 @@ def test_picking_equals_the_reference():
         assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
 
 
+def test_what_is_no_number_leads_to_no_id_past_the_vocabulary():
+    logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits[0, 0], logits[0, 1, 7:], logits[1, 2, 30] = torch.nan, torch.nan, torch.nan
+    zeros = torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
+    ones, noise = torch.ones(2, device=DEVICE), torch.zeros(2, 1, 50, device=DEVICE)
+    for each in (None, noise):
+        assert torch.equal(kernels.draw(logits, ones, each, zeros), logits.argmax(-1))
+    for ids in (None, torch.arange(100, 150, device=DEVICE)):
+        _, source, token = kernel_pick(logits, torch.zeros(2, 3, device=DEVICE), 5, ids)
+        first = 0 if ids is None else 100
+        assert source.min() >= 0 and source.max() < 3 and token.min() >= first and token.max() < first + 50
+
+
 def test_climbing_equals_squaring():
     generator = torch.Generator().manual_seed(0)
     parents = torch.stack([torch.randint(0, max(i, 1), (2,), generator=generator) for i in range(70)], 1)

@@ -53,6 +53,7 @@ def _scan(
     if NOISY:
         noise = NOISE + (row * depths + tl.load(DEPTH + place)) * vocab
         x = x / tl.load(TEMPERATURE + row) + tl.load(noise + at, held, 0.0)
+    x = tl.where(x == x, x, float("inf"))  # as torch has it; else the index could lie past the vocabulary
     best, where = tl.max(x, 0, return_indices=True)
     tl.store(TOPS + place * chunks + chunk, best)
     tl.store(IDS + place * chunks + chunk, chunk * CHUNK + where)
