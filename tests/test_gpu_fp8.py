@@ -87,9 +87,9 @@ def test_an_fp8_base_writes_its_best_tokens(folders, way, compile):
         ids, mask = (each.cuda() for each in uneven_batch())
         assert largest_gap(engine, ids, mask) < 0.5  # a token that was only guessed is some 2 off
         engine.generate(ids, mask, max_new_tokens=NEW, do_sample=True, top_k=0, seed=3)
-    slower = [str(each.message) for each in said if "slower" in str(each.message)]
+    captured = all(step.graph is not None for step in engine._graphs._kept.values())
     if own:
         assert engine.model.model.layers[0].mlp.up_proj.weight.element_size() == 1
-        assert all(step.graph is not None for step in engine._graphs._kept.values()) and not slower
-    else:  # what compressed-tensors does in place of products in FP8 cannot be captured, which is said
-        assert slower
+        assert captured
+    # What could not be captured, or compiled, was said.
+    assert captured or any("cannot run in a CUDA graph" in str(each.message) for each in said)

@@ -65,6 +65,13 @@ def test_rows_with_and_without_a_grammar_share_steps():
         ids = torch.tensor([list(each.prompt)])
         kinds = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": each.settings.seed}
         found = engine.generate(
-            ids, max_new_tokens=40, eos_token_id=2, speculate=False, grammar=grammar, tokenizer=tokenizer, **kinds
+            ids,
+            torch.ones_like(ids),
+            max_new_tokens=40,
+            eos_token_id=2,
+            speculate=False,
+            grammar=grammar,
+            tokenizer=tokenizer,
+            **kinds,
         )
         assert each.sink.tokens == found[0, 3:].tolist()

@@ -216,9 +216,12 @@ def test_what_is_no_number_leads_to_no_id_past_the_vocabulary():
     for each in (None, noise):
         assert torch.equal(kernels.draw(logits, ones, each, zeros), logits.argmax(-1))
     for ids in (None, torch.arange(100, 150, device=DEVICE)):
-        _, source, token = kernel_pick(logits, torch.zeros(2, 3, device=DEVICE), 5, ids)
+        score, source, token = kernel_pick(logits, torch.zeros(2, 3, device=DEVICE), 5, ids)
         first = 0 if ids is None else 100
         assert source.min() >= 0 and source.max() < 3 and token.min() >= first and token.max() < first + 50
+        pairs = zip(source.tolist(), token.tolist(), strict=True)
+        assert all(len(set(zip(*row, strict=True))) == 5 for row in pairs)  # of twins, both would be accepted
+        assert score.isfinite().all()
 
 
 def test_climbing_equals_squaring():

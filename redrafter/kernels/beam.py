@@ -16,7 +16,7 @@ def _survey(SCORES, VALUES, IDS, TOPS, vocab, chunks, WIDE: tl.constexpr, CHUNK:
     beam, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(SCORES + beam * vocab + at, at < vocab, float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))  # an index among NaNs could lie past the vocabulary
+    x = tl.where(x < float("inf"), x, -3e38)  # what is no number is still some id, and each another one
     top = tl.max(x, 0)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     place = beam * chunks + chunk
@@ -50,7 +50,7 @@ def _choose(
     found = (row * beams + beam)[:, None] * (chunks * WIDE) + each
     held = live[:, None] & (each < chunks * WIDE)
     x = tl.load(VALUES + found, held, float("-inf")) + base[:, None]
-    x = tl.where(held & (x == x), x, float("-inf"))
+    x = tl.where(held, x, float("-inf"))
     flat = tl.reshape(x, [BLOCK_BEAMS * BLOCK_EACH])
     rank = tl.arange(0, BLOCK_WIDE)
     score, chosen = tl.zeros([BLOCK_WIDE], tl.float32), tl.zeros([BLOCK_WIDE], tl.int32)
