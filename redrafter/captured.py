@@ -148,17 +148,21 @@ class StepGraphs:
         self._pool: Any = None
 
     @classmethod
-    def on(cls, target: Target, options: EngineOptions, draft_model: Target | None = None) -> "StepGraphs":
-        """Take memory for keys and values, and compile the models' forwards if that is wished."""
+    def on(
+        cls, target: Target, options: EngineOptions, draft_model: Target | None = None, rows: int = MOST_ROWS
+    ) -> "StepGraphs":
+        """Take memory for keys and values, for at most so many rows of the longest text; on a GPU, compile the models'
+        forwards if that is wished."""
         longest = min(x for x in (target.context, options.max_seq_len, LONGEST) if x is not None)
         models = [target] if draft_model is None else [target, draft_model]
         stores = PagedStore.in_free_memory(
-            [model.shapes for model in models],
+            [model.paged_shapes for model in models],
             fraction=options.kv_cache_free_gpu_memory_fraction,
-            most=MOST_ROWS * -(-(longest + SLACK) // BLOCK),
+            most=rows * -(-(longest + SLACK) // BLOCK),
         )
         for model, store in zip(models, stores, strict=True):
-            if not model.packed.prepared:  # it may be, by another engine; and a model may draft for itself
+            # It may be prepared, by another engine; and a model may draft for itself.
+            if target.device.type == "cuda" and not model.packed.prepared:
                 prepare(model, store, options.compile)
         return cls(target, *stores)
 

@@ -17,6 +17,8 @@ __all__ = ["Grammar", "short"]
 KINDS = ("json_schema", "json_object", "regex", "lark", "ebnf", "choice")
 MOST_TEXT = 1 << 17  # characters of a grammar
 MOST_RULES = 1000  # of an EBNF grammar, whose reader takes time that grows with their square
+MOST_ITEMS = 20_000  # of the parser, for one mask; the time grows with their square, to 0.2 s
+MOST_STATES = 60_000  # of the lexer, about 1 kB each
 # Between the tokens of JSON, unless a schema's own "x-guidance" says otherwise. Bounded, or else a model that likes to
 # indent may do so for ever.
 WHITESPACE = r"( |\r?\n[ \t]{0,40})"
@@ -51,15 +53,17 @@ def _vocabulary(tokenizer: Any) -> Any:
 
 
 class Grammar:
-    """A grammar over one tokenizer's tokens. It never changes, so any number of rows may share it.
+    """A grammar over one tokenizer's tokens. What it allows never changes, so any number of rows may share it.
+
+    age: how often what its matchers share was made anew.
 
     Raises `ArgumentError` where it is made: for what cannot be read, matches nothing, or is too large or too complex.
     """
 
     def __init__(self, source: str, tokenizer: Any) -> None:
         """source: in llguidance's own notation, which the other constructors write."""
-        self.vocabulary = _vocabulary(tokenizer)
-        self._first = _in_deep_thread(lambda: self._compile(source))
+        self.vocabulary, self._source, self.age = _vocabulary(tokenizer), source, 0
+        self._first = _in_deep_thread(self._compile)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, tokenizer: Any) -> "Grammar":
@@ -131,9 +135,17 @@ class Grammar:
         """A matcher of its own, that stands before the first token."""
         return self._first.deep_copy()
 
-    def _compile(self, source: str) -> Any:
+    def renew(self, age: int) -> None:
+        """Forget what matchers of this age have learnt. They share the states of the lexer, which become more with
+        every text until `MOST_STATES` stops them all."""
+        if age == self.age:
+            self._first, self.age = _in_deep_thread(self._compile), age + 1
+
+    def _compile(self) -> Any:
         """With a first token and its masks: what is too large or matches nothing may show there and not before."""
-        first = _llguidance().LLMatcher(self.vocabulary, source, log_level=0)
+        library = _llguidance()
+        limits = library.LLParserLimits(step_max_items=MOST_ITEMS, max_lexer_states=MOST_STATES)
+        first = library.LLMatcher(self.vocabulary, self._source, log_level=0, limits=limits)
         probe = first.deep_copy()
         for _ in range(2):
             mask = int.from_bytes(probe.compute_bitmask(), "little")

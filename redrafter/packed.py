@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from redrafter.attention import ATTENTION_NAME, Plan, tree_attention_forward
+from redrafter.cache import LayerShape
 from redrafter.features import join, tapped
 from redrafter.merge import MergedLinears, linear_calls, same_inputs
 from redrafter.paged import PagedCache
 from redrafter.tree import Tree
 
-__all__ = ["PackedForward"]
+__all__ = ["PackedForward", "attended_shapes"]
 
 ALIGN = 8  # tokens; a forward is padded to a multiple, which matrix products like, and which makes it never one token
 
@@ -25,6 +26,30 @@ OPTIONS: dict[str, Any] = {
 }
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
+SHAPES_NAME = "redrafter_shapes"
+
+
+def _note_shapes(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, seen: dict[int, Any], **_: Any
+) -> tuple[Tensor, None]:
+    """For transformers: attend to nothing, and note what would have been."""
+    seen[module.layer_idx] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+AttentionInterface.register(SHAPES_NAME, _note_shapes)
+
+
+def attended_shapes(model: Any, config: Any, ids: Tensor) -> list[LayerShape]:
+    """What each layer attends to, which is what a paged store holds. Models with latent attention keep something else
+    in transformers' own caches. ids: `[T]`, any text."""
+    before, seen = config._attn_implementation, dict[int, LayerShape]()
+    config._attn_implementation = SHAPES_NAME
+    try:
+        model(input_ids=ids[None], use_cache=False, seen=seen)
+    finally:
+        config._attn_implementation = before
+    return [seen[layer] for layer in range(config.num_hidden_layers)]
 
 
 class PackedForward:

@@ -40,14 +40,13 @@ class PagedStore:
     def in_free_memory(
         cls, models: Sequence[Sequence[LayerShape]], *, fraction: float, most: int
     ) -> list["PagedStore"]:
-        """One for each model, of the same count: at most `most` blocks, in at most `fraction` of the GPU memory that is
-        free now. models: what their layers store."""
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(models[0][0].device)
+        """One for each model, of the same count: at most `most` blocks, in at most `fraction` of their device's memory
+        that is free now. models: what their layers store."""
+        free = _free_memory(models[0][0].device)
         count = min(int(free * fraction) // sum(map(cls.block_bytes, models)), most + 1)
         if count < 2:
             raise CacheFullError(
-                f"{free / 2**30:.2f} GiB of GPU memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
+                f"{free / 2**30:.2f} GiB of memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
                 "it holds not one block of keys and values: raise it, or free memory"
             )
         return [cls(shapes, count) for shapes in models]
@@ -90,6 +89,15 @@ def table_of(leases: Sequence[Lease], device: torch.device) -> Tensor:
     wanted = max(len(lease.blocks) for lease in leases)
     table = torch.tensor([lease.blocks + [0] * (wanted - len(lease.blocks)) for lease in leases], dtype=torch.int32)
     return table.to(device)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available
 
 
 def _spare(x: Tensor) -> Tensor:

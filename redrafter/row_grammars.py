@@ -5,6 +5,7 @@ grammar, whatever was drafted, and is what is drawn without drafts.
 """
 
 import math
+import time
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -17,6 +18,10 @@ from redrafter.prefixes import Prefixes
 from redrafter.tree import chain
 
 __all__ = ["GrammarProcessor", "GrammarState", "RowGrammars", "check_grammars"]
+
+# Seconds of a processor that the masks of one text may take, and as many more for each of its tokens: rows beside it
+# wait for them.
+PATIENCE, EACH = 0.5, 0.05
 
 
 class GrammarState:
@@ -38,6 +43,7 @@ class GrammarState:
         self._behind: list[int]  # what the matcher stands behind: the text up to its end, and drafts
         self.ended: bool
         self.error: str | None
+        self._spent = 0.0  # seconds
         self._restart()
 
     def advance(self, text: Sequence[int]) -> None:
@@ -55,9 +61,9 @@ class GrammarState:
     def masks(self, tokens: Sequence[int], parents: Sequence[int], levels: int) -> dict[int, bytes]:
         """By node what may follow it, a bit for each id, where the grammar lets a text come to.
 
-        tokens, parents: of a tree, parents first, whose root is where the text stands. levels: how many of it are
-        looked at.
+        tokens, parents: of a tree, parents first, whose root is where the text stands. levels: of it, to look at.
         """
+        begun = time.thread_time() - self._spent
         children: list[list[int]] = [[] for _ in tokens]
         for node in range(len(tokens) - 1, 0, -1):
             children[parents[node]].append(node)
@@ -73,6 +79,9 @@ class GrammarState:
                 self._go_back(here + depth - 1)
                 self._take([token])
             found[node] = self._mask()
+            self._spent = time.thread_time() - begun
+            if self._spent > PATIENCE + EACH * len(self._text) and self.error is None:
+                self._give_up(f"its masks took {self._spent:.1f} s")
             if depth + 1 < levels:
                 todo += [(child, depth + 1) for child in children[node]]
         if self.error is None:
@@ -80,7 +89,7 @@ class GrammarState:
         return found
 
     def _restart(self) -> None:
-        self._matcher = self.grammar.start()
+        self._matcher, self._age = self.grammar.start(), self.grammar.age
         self._text, self._behind, self.ended, self.error = [], [], False, None
 
     def _take(self, tokens: list[int]) -> None:
@@ -89,11 +98,16 @@ class GrammarState:
         if self._matcher.try_consume_tokens(tokens) < len(tokens):
             self._renew()
 
-    def _renew(self) -> None:
-        """Some limits count all that a matcher ever did, other drafts included: take one that knows this text alone."""
-        self._matcher = self.grammar.start()
+    def _renew(self, anew: bool = False) -> None:
+        """Some limits count all that a matcher ever did, other drafts included: take one that knows this text alone.
+        anew: some count what the grammar's other texts did too: of that as well."""
+        if anew:
+            self.grammar.renew(self._age)
+        self._matcher, self._age = self.grammar.start(), self.grammar.age
         if self._matcher.try_consume_tokens(self._behind) < len(self._behind):
             self._matcher.compute_bitmask()  # which finds out why
+            if self._matcher.is_error() and not anew:
+                return self._renew(anew=True)
             self._give_up("it does not allow what was written")
 
     def _give_up(self, otherwise: str) -> None:
@@ -110,6 +124,9 @@ class GrammarState:
         mask = self._ask()
         if mask is None:
             self._renew()
+            mask = self._ask()
+        if mask is None and self._matcher.is_error():
+            self._renew(anew=True)
             mask = self._ask()
         if mask is None:
             self._give_up("no token of the vocabulary may follow")

@@ -20,7 +20,7 @@ from redrafter.cache import LayerShape, RaggedCache
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError, first_line
 from redrafter.features import decoder_layers, join, tapped
 from redrafter.mask import AttentionKind, additive, visible
-from redrafter.packed import PackedForward
+from redrafter.packed import PackedForward, attended_shapes
 from redrafter.paged import PagedCache, PagedStore
 from redrafter.quantization import is_quantized, warn_of_shared_scales
 from redrafter.tree import Tree, chain, tree_of
@@ -224,6 +224,12 @@ class Target:
         _compare(torch.cat([logits, after], dim=1), expected, allowed, self.name)
 
     @cached_property
+    def paged_shapes(self) -> list[LayerShape]:
+        """What each layer keeps on a paged cache."""
+        with torch.no_grad():
+            return attended_shapes(self.model, self.config, self._trial[0])
+
+    @cached_property
     def unpaged(self) -> str | None:
         """Why this model can only be decoded on the dense cache; None when the paged one serves too."""
         ids, prompts, length, expected = self._trial
@@ -235,11 +241,11 @@ class Target:
             return "its layers attend within chunks, which the tree attention kernel does not know"
         blocks = -(-(prompts.shape[1] + 8) // BLOCK)
         table = torch.arange(1, 1 + 2 * blocks, dtype=torch.int32, device=self.device).view(2, blocks)
-        cache = PagedCache(PagedStore(self.shapes, 1 + 2 * blocks), table)
         try:
             with torch.no_grad():
+                cache = PagedCache(PagedStore(self.paged_shapes, 1 + 2 * blocks), table)
                 self._try(ids, prompts, length, cache, expected)
-        except UnsupportedError as error:
+        except (UnsupportedError, TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
             return f"its attention cannot be replaced: {error}"
         return None
 

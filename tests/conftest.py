@@ -151,7 +151,7 @@ def with_tree(model: PreTrainedModel, drafter: RecurrentDrafter, beams: int, dep
 def paged(engine: Engine, blocks: int = 200) -> Engine:
     """The engine as it works on a GPU, on a paged cache, with the slow reference of attention."""
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
-    stores = [PagedStore(model.shapes, blocks) for model in models]
+    stores = [PagedStore(model.paged_shapes, blocks) for model in models]
     engine._graphs = StepGraphs(engine.target, *stores)
     with torch.inference_mode():
         for model, store in zip(models, stores, strict=True):

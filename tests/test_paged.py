@@ -30,8 +30,6 @@ from redrafter.target import Target
 from redrafter.tree import tree_of
 
 NEW = 20
-NOT_PACKED = {"deepseek_v3"}  # keeps something else than keys and values; decoded on the dense cache
-PACKED = [name for name in ARCHITECTURES if name not in NOT_PACKED]
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -62,7 +60,7 @@ def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", PACKED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architecture):
     model = tiny_model(architecture)
     target = Target(model)
@@ -77,7 +75,7 @@ def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architectu
         target.prefill(prompts, lengths, dense)
         expected = target.verify(tree, lengths, dense)
         for _ in range(2):
-            cache = PagedCache(PagedStore(target.shapes, 5), table)
+            cache = PagedCache(PagedStore(target.paged_shapes, 5), table)
             target.prefill(prompts, lengths, cache)
             found = target.verify(tree, lengths, cache)
             assert all(torch.allclose(f, e, atol=2e-5) for f, e in zip(found, expected, strict=True))
@@ -87,7 +85,7 @@ def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architectu
     assert not target.head._forward_pre_hooks
 
 
-@pytest.mark.parametrize("architecture", PACKED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_paged_generation_equals_model_generate(architecture):
     model = tiny_model(architecture)
     ids, mask = uneven_batch()

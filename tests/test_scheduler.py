@@ -50,7 +50,7 @@ def job(prompt: list[int], room: int, settings: Settings) -> Job:
 
 def scheduler(engine: Engine, blocks: int = 200, speculate: bool = True, **limits: object) -> Scheduler:
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
-    graphs = StepGraphs(engine.target, *(PagedStore(model.shapes, blocks) for model in models))
+    graphs = StepGraphs(engine.target, *(PagedStore(model.paged_shapes, blocks) for model in models))
     return Scheduler(engine, graphs, Limits(**limits), speculate)
 
 
@@ -133,7 +133,7 @@ def test_requests_of_all_kinds_write_what_each_does_alone(apart, limits, engine)
     nothing_is_held(served)
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3", "mistral", "gpt2", "deepseek_v3"])
 def test_other_architectures(model_type):
     model = tiny_model(model_type)
     model.generation_config.eos_token_id = None

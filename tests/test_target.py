@@ -114,7 +114,7 @@ CHUNKED = {  # its layers attend within chunks
 }
 
 
-NOT_PACKED = {"deepseek_v3", "llama4_text"}
+NOT_PACKED = {"llama4_text"}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, page
     with torch.inference_mode():
         for levels in ([10], [1, 4, 7, 10]):
             if paged:
-                cache = PagedCache(PagedStore(target.shapes, 7), torch.tensor([[3, 1], [4, 2], [6, 5]]).int())
+                cache = PagedCache(PagedStore(target.paged_shapes, 7), torch.tensor([[3, 1], [4, 2], [6, 5]]).int())
             else:
                 cache = target.new_cache(3)
                 cache.reserve(32)

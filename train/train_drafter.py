@@ -6,7 +6,6 @@
 `redrafter train` is the same. `train` is the loop, for programs with a model and batches of their own.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.checkpoint import check_fit, embedding_norms, load_model, load_tokenizer
+from redrafter.cli.loading import limit_threads
 from redrafter.cli.program import guarded
 from redrafter.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError
@@ -64,8 +64,7 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
         return
     check_output(Path(str(config.output)), config.overwrite)
     accelerator = new_accelerator(config, **tracking(config))
-    if accelerator.device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # the host only makes batches; in a container, many threads wait for each other
+    limit_threads(accelerator.device.type)
     main = accelerator.is_main_process
     with Console(log if main else lambda _: None, shown=None if main else False) as console:
         session = _Session(config, accelerator, tokenizer, console)

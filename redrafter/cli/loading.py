@@ -1,8 +1,9 @@
 """From options to a loaded pair and a run of it."""
 
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from redrafter.streaming import StepStreamer
 
 NO_DRAFT = DraftOptions()
 
-__all__ = ["Pair", "Run", "Template", "boxed_model", "check_directory", "checked"]
+__all__ = ["Pair", "Run", "Template", "boxed_model", "check_directory", "checked", "limit_threads"]
 
 
 def boxed_model() -> str:
@@ -65,9 +66,18 @@ def checked(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadOptions
         if name is not None:
             check_directory(name)
     options, draft = with_config(options, draft)
+    if options.device is None:
+        options = replace(options, device="cuda" if torch.cuda.is_available() else "cpu")
     for flag, device in (("device", options.device), ("draft-device", draft.draft_device)):
         _check_device(flag, device)
+    limit_threads(torch.device(options.device or "cpu").type)
     return options.model or boxed_model(), options, draft
+
+
+def limit_threads(device_type: str) -> None:
+    """Beside a GPU the host works on small tensors alone; in a container, many threads for one wait for each other."""
+    if device_type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 @dataclass

@@ -44,7 +44,7 @@ class LoadOptions:
         metavar="FILE|auto|none",
     )
     dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"))
-    device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: cpu)")
+    device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: the GPU, where there is one)")
     trust_remote_code: bool = option(False, "run the modelling code that comes with the model")
     kv_cache_free_gpu_memory_fraction: float = option(
         EngineOptions.kv_cache_free_gpu_memory_fraction,

@@ -146,7 +146,7 @@ def _add_tune(commands: Any) -> None:
         "sizes. Prints the best by batch size, or `off` where plain decoding is faster, and writes it where\n"
         "`from_pretrained` and the other commands find it. It changes how fast a text comes, never the text.",
         epilog="examples:\n"
-        "  redrafter tune --model my-base --drafter my-drafter --device cuda --prompts my-prompts.jsonl\n"
+        "  redrafter tune --model my-base --drafter my-drafter --prompts my-prompts.jsonl\n"
         "  redrafter tune --batch-sizes 1,4 --beams 5 --lengths 5 --seconds 60 --plot tuning.png",
     )
     add_json(parser)
@@ -168,7 +168,7 @@ def _add_bench(commands: Any) -> None:
         "Hugging Face's own generate does. Tables on stdout, one JSON document as its last line; progress on stderr.",
         epilog="examples:\n"
         "  redrafter bench --max-new-tokens 64\n"
-        "  redrafter bench --model my-base --drafter my-drafter --device cuda --dtype bfloat16 \\\n"
+        "  redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \\\n"
         "      --batch-sizes 1,8,64 --against eager,static,assisted --plots plots --json bench.json",
     )
     add_options(parser, LoadOptions, "loading")

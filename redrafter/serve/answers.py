@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.errors import ArgumentError
 from redrafter.outputs import Stats
 from redrafter.serve.job import Job, Piece
-from redrafter.serve.protocol import ApiError, Tool
+from redrafter.serve.protocol import ApiError, StreamOptions, Tool
 from redrafter.serve.text import TextStream, text_of
 from redrafter.serve.tools import found_calls
 
@@ -23,11 +23,12 @@ Line = tuple[str, int, float, Mapping[int, float]]
 
 
 class Choice:
-    """One text of an answer."""
+    """One text of an answer. drafts: whether the parts of a stream tell which of it drafts wrote."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]):
-        self._tokenizer, self._stream = tokenizer, TextStream(tokenizer, stops)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], drafts: bool = False):
+        self._tokenizer, self._stream, self._drafts = tokenizer, TextStream(tokenizer, stops), drafts
         self.job: Job | None = None
+        self.taken = 0  # tokens; the engine may be ahead of that
         self.lines: list[Line] = []
         self.finish: str | None = None
 
@@ -42,6 +43,7 @@ class Choice:
             theirs = isinstance(piece.error, ArgumentError)
             raise ApiError(400 if theirs else 500, f"{piece.error}" if theirs else f"the engine failed: {piece.error}")
         shown = piece.tokens
+        self.taken += len(shown)
         if piece.finish == "stop" and shown and shown[-1] in job.settings.ends:
             shown = shown[:-1]
         lines = [
@@ -50,7 +52,16 @@ class Choice:
         ]
         self.lines += lines
         self.finish = piece.finish or self.finish
-        return self._stream.push(shown, last=piece.finish is not None), lines
+        accepted = piece.accepted if self._drafts else 0
+        return self._stream.push(shown, last=piece.finish is not None, accepted=accepted), lines
+
+    def runs(self, before: str = "") -> dict[str, Any]:
+        """What a part says of the text since the last one that told; nothing unless asked for. before: the prompt,
+        where it stands before the text."""
+        if not self._drafts:
+            return {}
+        runs = [(before, False), *self._stream.runs()]
+        return {"drafts": [{"text": text, "accepted": accepted} for text, accepted in runs if text]}
 
 
 class Form(Protocol):
@@ -82,8 +93,9 @@ class Completion:
         return {"index": index, "text": text, "logprobs": told, "finish_reason": choice.finish}
 
     def part(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> dict[str, Any]:
-        text = (self._prompt(index) if first else "") + text
-        return {"index": index, "text": text, "logprobs": self._told(index, lines), "finish_reason": choice.finish}
+        before = self._prompt(index) if first else ""
+        told, finish = self._told(index, lines), choice.finish
+        return {"index": index, "text": before + text, "logprobs": told, "finish_reason": finish} | choice.runs(before)
 
     def _prompt(self, index: int) -> str:
         return self._echo[index] if self._echo is not None else ""
@@ -123,15 +135,17 @@ class Chat:
 
     def part(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        finish = choice.finish
+        finish, runs = choice.finish, {}
         if not self._tools:
             delta |= {"content": text} if text or first else {}
+            runs = choice.runs()
         elif finish is not None:
             content, finish = self._content(choice)
             calls = [{"index": place} | call for place, call in enumerate(content.get("tool_calls", ()))]
             delta |= content | ({"tool_calls": calls} if calls else {})
+            runs = {} if calls else choice.runs()
         told = self._told(lines) if lines else None
-        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish}
+        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish} | runs
 
     def _content(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
         """Text and calls, and why it ended."""
@@ -167,19 +181,20 @@ async def answer(pieces: Pieces, choices: list[Choice], form: Form, model: str) 
 
 
 async def stream(
-    pieces: Pieces, choices: list[Choice], form: Form, model: str, include_usage: bool
+    pieces: Pieces, choices: list[Choice], form: Form, model: str, asked: StreamOptions
 ) -> AsyncIterator[dict[str, Any]]:
     """The answer in parts, the last one without choices and with what `include_usage` asks for."""
     head = _head(form.part_kind, form.prefix, model)
-    usage = {"usage": None} if include_usage else {}
     begun: set[int] = set()
     async for index, job, piece in pieces:
         choice = choices[index]
         text, lines = choice.take(job, piece)
         if text or lines or choice.finish or index not in begun:
+            own = _usage([choice], [job]) if asked.continuous_usage_stats else None
+            usage = {"usage": own} if asked.include_usage else {}
             yield head | {"choices": [form.part(index, text, lines, choice, index not in begun)]} | usage
             begun.add(index)
-    if include_usage:
+    if asked.include_usage:
         yield head | {"choices": [], **_tail(choices)}
 
 
@@ -190,30 +205,30 @@ def _head(kind: str, prefix: str, model: str) -> dict[str, Any]:
 def _tail(choices: Sequence[Choice]) -> dict[str, Any]:
     """Tokens, and how speculation went. A prompt counts once, however many texts follow it."""
     jobs = [choice.job for choice in choices if choice.job is not None]
-    prompts = {tuple(job.prompt): job for job in jobs}
-    read, written = sum(map(len, prompts)), sum(job.written for job in jobs)
-    reused = sum(job.reused for job in prompts.values())
-    stats = [job.stats for job in jobs]
+    usage = _usage(choices, {tuple(job.prompt): job for job in jobs}.values())
+    return {"usage": usage, "metrics": {"speculative_decoding": speculation([job.stats for job in jobs])}}
+
+
+def _usage(choices: Iterable[Choice], prompts: Collection[Job]) -> dict[str, Any]:
+    """Tokens so far. prompts: the jobs whose prompts count."""
+    read, written = sum(len(job.prompt) for job in prompts), sum(choice.taken for choice in choices)
     return {
-        "usage": {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-            "prompt_tokens_details": {"cached_tokens": reused},
-        },
-        "metrics": {"speculative_decoding": speculation(stats)},
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": sum(job.reused for job in prompts)},
     }
 
 
 def speculation(stats: Sequence[Stats]) -> dict[str, Any]:
     """In vLLM's words (vllm-project/vllm#48915): mean_acceptance_length counts the token that follows the drafts too;
-    entry j of the histogram counts the steps that accepted exactly j drafts. Beside them, of the steps that accepted d
-    drafts, the share that accepted one more."""
+    entry j of the histogram counts the steps that accepted exactly j drafts. A step without drafts is none of these.
+    Beside them, of the steps that accepted d drafts, the share that accepted one more."""
     steps, drafted, accepted = (sum(getattr(each, name) for each in stats) for name in ("steps", "drafted", "accepted"))
     depth = max((len(each.accepted_by_depth) for each in stats), default=0)
     reached = [steps, *(sum(each.accepted_by_depth[d] for each in stats) for d in range(depth))]
     return {
-        "mean_acceptance_length": 1 + accepted / steps if steps else 0.0,
+        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
         "acceptance_histogram": [a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)],
         "num_spec_steps": steps,

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's, health, metrics."""
+"""The routes: OpenAI's, health, metrics, a page to try them on."""
 
 import asyncio
 import hmac
@@ -8,11 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.errors import ArgumentError
+from redrafter.serve.documented import ChatAnswer, CompletionAnswer, ModelHealth, Models, answers, errors
+from redrafter.serve.page import page
 from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest, error_body
 from redrafter.serve.scheduler import QueueFullError
 from redrafter.serve.service import Service
@@ -31,32 +33,43 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     app.add_middleware(_Guard, api_key=api_key)
     _handle_errors(app)
 
-    @app.get("/health")
-    @app.get("/v1/health/ready")
-    @app.get("/v1/health/live")
+    own_page = page()
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return own_page
+
+    stopping: dict[str, Any] = {
+        "response_class": Response,
+        "responses": {503: {"description": "the server is stopping"}},
+    }
+
+    @app.get("/health", **stopping)
+    @app.get("/v1/health/ready", **stopping)
+    @app.get("/v1/health/live", **stopping)
     async def health() -> Response:
         return Response(status_code=200 if service.worker.alive else 503)
 
-    @app.get("/v1/health/model")
+    @app.get("/v1/health/model", response_model=ModelHealth, responses=errors(503))
     async def model_health() -> dict[str, Any]:
         if not service.worker.alive:
             raise ApiError(503, "the server is stopping")
         return {"model": service.model, "running": service.worker.scheduler.running}
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", response_model=Models, responses=errors(401))
     async def models() -> dict[str, Any]:
         own = {"id": service.model, "object": "model", "created": service.created, "owned_by": "redrafter"}
         return {"object": "list", "data": [own | {"max_model_len": service.context}]}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=answers(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _respond(service.completion(body), request)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=answers(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _respond(service.chat(body), request)
 
@@ -118,7 +131,11 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        return say(error.status_code, str(error.detail))
+        return say(error.status_code, str(error.detail), **(error.headers or {}))
+
+    @app.exception_handler(RecursionError)
+    async def deep(_: Request, error: RecursionError) -> Response:
+        return say(400, "the body is nested too deeply")
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import signal
@@ -20,6 +21,7 @@ from redrafter.cli.program import guarded
 from redrafter.draft_target import DraftTarget
 from redrafter.errors import ArgumentError
 from redrafter.flags import add_options, own_name, read_options
+from redrafter.options import MOST_ROWS
 from redrafter.serve.config import ServeOptions, read_config
 
 __all__ = ["Server", "main"]
@@ -39,7 +41,7 @@ class Server:
         from redrafter.captured import StepGraphs
         from redrafter.serve.app import create_app
         from redrafter.serve.metrics import Metrics
-        from redrafter.serve.scheduler import Scheduler, cpu_graphs
+        from redrafter.serve.scheduler import Scheduler
         from redrafter.serve.service import Service
         from redrafter.serve.worker import Worker
 
@@ -48,10 +50,9 @@ class Server:
             raise ArgumentError("a server keeps drafts by match, at one length: leave out --acceptance and --adaptive")
         self.name = self.options.served_model_name or own_name(self.pair.name)
         limits = self.options.limits(self.load.max_seq_len)
-        if engine.target.device.type == "cuda":
-            graphs = StepGraphs.on(engine.target, engine.options, engine.draft_model)
-        else:
-            graphs = cpu_graphs(engine, limits, engine.options.kv_cache_free_gpu_memory_fraction)
+        least = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes beside them
+        rows = max(limits.max_batch_size, least)
+        graphs = StepGraphs.on(engine.target, engine.options, engine.draft_model, rows)
         scheduler = Scheduler(engine, graphs, limits, self.options.speculate)
         metrics = Metrics(scheduler, self.name)
         self.worker = Worker(scheduler, metrics.told)
@@ -87,6 +88,8 @@ class Server:
         draining: list[Any] = []
         server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set above
         self.worker.start()
+        gc.collect()
+        gc.freeze()  # what is loaded stays; looking through it again takes 0.3 s, in which no row steps
         try:
             asyncio.run(serve())
         finally:
@@ -112,7 +115,8 @@ class Server:
 def listen(options: ServeOptions) -> socket.socket:
     """A bound socket. Raises `ArgumentError` naming the option that is to blame."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends small packets at once only on a socket that says it is TCP; else a first token may wait 40 ms.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((options.host, options.port))
@@ -133,8 +137,8 @@ def _parser() -> Parser:
         "/health, /metrics, /docs. Without MODEL, the pair in the box.",
         epilog="examples:\n"
         "  redrafter serve my-merged --port 8000\n"
-        "  redrafter serve my-base --drafter my-drafter --device cuda --max-batch-size 64 --api-key secret\n"
-        "  redrafter serve my-70b --draft-model my-1b --device cuda",
+        "  redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key secret\n"
+        "  redrafter serve my-70b --draft-model my-1b",
     )
     parser.add_argument(
         "--config",

@@ -53,13 +53,15 @@ class Settings:
 @dataclass(frozen=True)
 class Piece:
     """What a step added to a text. accepted: how many of the tokens, its first ones, were drafts. logprobs: of each
-    token its own and those of the likeliest, by id; None unless asked for. finish: why the text ends here."""
+    token its own and those of the likeliest, by id; None unless asked for. finish: why the text ends here. drafted: how
+    many drafts were verified; the first token comes without any, and so does what a plain step writes."""
 
     tokens: Sequence[int]
     accepted: int = 0
     logprobs: Sequence[tuple[float, Mapping[int, float]]] | None = None
     finish: Finish | None = None
     error: BaseException | None = None
+    drafted: int = 0
 
 
 @dataclass
@@ -69,7 +71,8 @@ class Job:
     room: the most tokens that may follow. sink: told every piece, in the thread of the engine. stops: told the tokens
     of a step, says after which of them the text ends, or None.
     text: the prompt and what was written. order: of its coming. read: tokens whose keys and values are in its blocks;
-    reused: those that were there already. place: its row. came, first: when it came, and its first token.
+    reused: those that were there already. place: its row. came, first: when it came, and its first token. stats: of
+    the steps that verified drafts.
     """
 
     prompt: Sequence[int]

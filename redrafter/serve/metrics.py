@@ -1,12 +1,13 @@
 """What Prometheus is told, by vLLM's names where the meaning is the same."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from redrafter.serve.job import Job, Piece
+from redrafter.serve.job import Finish, Job, Piece
 from redrafter.serve.scheduler import Scheduler
 
 __all__ = ["Metrics"]
@@ -14,6 +15,8 @@ __all__ = ["Metrics"]
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+_Value = TypeVar("_Value", Finish, int)
+_REASONS: dict[Finish, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
 
 class Metrics:
@@ -22,17 +25,23 @@ class Metrics:
     def __init__(self, scheduler: Scheduler, model: str):
         self.registry, self._scheduler, self._model = CollectorRegistry(), scheduler, model
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, those found in the cache counted")
+        self._sought = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
         self._reused = self._counter("prefix_cache_hits", "Prompt tokens that were found in the cache")
         self._written = self._counter("generation_tokens", "Tokens written")
-        self._ended = self._counter("request_success", "Texts that ended, by why", "finished_reason")
+        self._ended = self._counters("request_success", "Texts that ended, by why", "finished_reason", _REASONS)
         self._drafts = self._counter("spec_decode_num_drafts", "Steps that verified drafts")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
-        self._by_place = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by place", "position"
+        self._by_place = self._counters(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by place",
+            "position",
+            {place: str(place) for place in range(scheduler.rows.depth)},
         )
         self._first = self._histogram("time_to_first_token_seconds", "From coming to the first token", _FIRST)
-        self._each = self._histogram("time_per_output_token_seconds", "Between tokens, after the first", _EACH)
+        self._each = self._histogram(
+            "request_time_per_output_token_seconds", "Each text's mean, after its first", _EACH
+        )
         self._whole = self._histogram("e2e_request_latency_seconds", "From coming to the end", _WHOLE)
         self.registry.register(self)
 
@@ -42,23 +51,20 @@ class Metrics:
         if piece.tokens and job.first is None:
             job.first = now
             self._prompt.inc(len(job.prompt))
+            self._sought.inc(len(job.prompt) * self._scheduler.limits.reuse)
             self._reused.inc(job.reused)
             self._first.observe(now - job.came)
+        if piece.drafted:
+            self._drafts.inc()
+            self._draft_tokens.inc(piece.drafted)
+            self._accepted.inc(piece.accepted)
+            for place in range(piece.accepted):
+                self._by_place[place].inc()
         if piece.finish is not None:
-            self._end(job, piece, now)
-
-    def _end(self, job: Job, piece: Piece, now: float) -> None:
-        stats = job.stats
-        self._ended.labels(self._model, piece.finish).inc()
-        self._whole.observe(now - job.came)
-        if job.first is not None and job.written > 1:
-            self._each.observe((now - job.first) / (job.written - 1))
-        if stats.drafted:
-            self._drafts.inc(stats.steps)
-            self._draft_tokens.inc(stats.drafted)
-            self._accepted.inc(stats.accepted)
-            for place, count in enumerate(stats.accepted_by_depth):
-                self._by_place.labels(self._model, str(place)).inc(count)
+            self._ended[piece.finish].inc()
+            self._whole.observe(now - job.came)
+            if job.first is not None and job.written > 1:
+                self._each.observe((now - job.first) / (job.written - 1))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -66,23 +72,25 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """What is asked for when somebody looks."""
         pool, scheduler = self._scheduler.graphs.blocks, self._scheduler
-        for name, help, value in (
-            ("num_requests_running", "Texts that are read or written", scheduler.running),
-            ("num_requests_waiting", "Requests that wait", scheduler.waiting),
-            (
-                "kv_cache_usage_perc",
-                "Share of the blocks of keys and values that rows hold",
-                1 - pool.free / pool.count,
-            ),
-            ("num_preemptions", "Rows that were put back for want of blocks", scheduler.preempted),
+        held = 1 - pool.free / pool.count
+        for kind, name, help, value in (
+            (GaugeMetricFamily, "num_requests_running", "Texts that are read or written", scheduler.running),
+            (GaugeMetricFamily, "num_requests_waiting", "Requests that wait", scheduler.waiting),
+            (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the blocks of keys and values that rows hold", held),
+            (CounterMetricFamily, "num_preemptions", "Rows put back for want of blocks", scheduler.preempted),
         ):
-            family = GaugeMetricFamily(f"vllm:{name}", help, labels=["model_name"])
+            family = kind(f"vllm:{name}", help, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
 
-    def _counter(self, name: str, help: str, *labels: str):  # type: ignore[no-untyped-def]
-        counter = Counter(f"vllm:{name}", help, ["model_name", *labels], registry=self.registry)
-        return counter if labels else counter.labels(self._model)
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(f"vllm:{name}", help, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _counters(self, name: str, help: str, label: str, values: Mapping[_Value, str]) -> dict[_Value, Counter]:
+        """One for each value. All are there from the beginning: what is first seen at 5 has not risen by 5 to a client
+        that takes differences."""
+        counter = Counter(f"vllm:{name}", help, ["model_name", label], registry=self.registry)
+        return {value: counter.labels(self._model, called) for value, called in values.items()}
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]):  # type: ignore[no-untyped-def]
         return Histogram(f"vllm:{name}", help, ["model_name"], registry=self.registry, buckets=buckets).labels(

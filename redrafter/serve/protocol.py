@@ -5,16 +5,42 @@ https://platform.openai.com/docs/api-reference
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, field_validator, model_validator
 
 from redrafter.errors import ReDrafterError
 
-__all__ = ["ApiError", "ChatRequest", "CompletionRequest", "Message", "Tool", "ToolCall", "ToolChoice", "error_body"]
+__all__ = [
+    "ApiError",
+    "ChatRequest",
+    "CompletionRequest",
+    "Message",
+    "StreamOptions",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "error_body",
+]
 
 MOST_CHOICES = 128
+MOST_PROMPTS = 1024  # of one request, choices counted
+MOST_TOOLS = 128
+MOST_BIASES = 1 << 14
+MOST_PARTS = 4096  # messages of a request, parts of a message, calls in it
+MOST_TEXTS = 1 << 17  # that a choice is among
 MOST = 2**31 - 1  # of a count or an id
-Bias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
-Ids = list[Annotated[int, Field(ge=0, le=MOST)]]
+LONGEST_MESSAGE, LONGEST_NAME = 1000, 100  # characters of what an error says
+
+
+def _few(given: Any) -> Any:
+    """Else each of a million wrong entries would become an error of its own, and errors are large."""
+    if isinstance(given, dict) and len(given) > MOST_BIASES:
+        raise ValueError(f"{len(given)} entries; at most {MOST_BIASES}")
+    return given
+
+
+Bias = Annotated[dict[str, Annotated[float, Field(strict=True, ge=-100, le=100)]], BeforeValidator(_few)]
+# fail_fast, here and below: for the same reason.
+Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0, le=MOST)]], Field(fail_fast=True)]
 
 
 class ApiError(ReDrafterError):
@@ -29,15 +55,29 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     """OpenAI's shape of an error."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    message, param = _plain(message, LONGEST_MESSAGE), param and _plain(param, LONGEST_NAME)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _plain(text: str, longest: int) -> str:
+    """What a client gave may be long, and hold halves of characters, which cannot be sent back."""
+    return text[:longest].encode(errors="replace").decode()
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
+    _known = model_validator(mode="before")(_few)
+
 
 class StreamOptions(_Strict):
-    include_usage: bool = False
+    """continuous_usage_stats: vLLM's. With include_usage, every part tells what its choice has come to. include_drafts:
+    this server's own. Each part's choice then has `drafts`, its text in runs that accepted drafts wrote and others that
+    the target drew itself."""
+
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+    include_drafts: StrictBool = False
     include_obfuscation: Literal[False] = False
 
 
@@ -45,7 +85,7 @@ class JsonSchema(_Strict):
     name: str = "schema"
     description: str | None = None
     schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = None
+    strict: StrictBool | None = None
 
 
 class ResponseFormat(_Strict):
@@ -65,13 +105,13 @@ class StructuredOutputs(_Strict):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True, max_length=MOST_TEXTS)] | None = None
     lark: str | None = None
     ebnf: str | None = None
 
     @model_validator(mode="after")
     def _one(self) -> "StructuredOutputs":
-        if len(self.model_dump(exclude_none=True)) != 1:
+        if sum(value is not None for _, value in self) != 1:
             raise ValueError("give exactly one of json, json_object, regex, choice, lark, ebnf")
         return self
 
@@ -80,24 +120,24 @@ class _Request(_Strict):
     """What both kinds of requests share. Below OpenAI's fields, those of vLLM."""
 
     model: str | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
     logit_bias: Bias | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 62)] | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=1, le=MOST)] | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 62)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     user: str | None = None
 
-    top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None
-    ignore_eos: bool = False
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=MOST)] | None = None
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] | None = None
+    min_tokens: Annotated[int, Field(strict=True, ge=0, le=MOST)] | None = None
+    ignore_eos: StrictBool = False
     stop_token_ids: Ids | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -105,7 +145,7 @@ class _Request(_Strict):
     @classmethod
     def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
         found = [value] if isinstance(value, str) else value or []
-        if len(found) > 16 or not all(0 < len(each) <= 1000 for each in found):
+        if not all(0 < len(each) <= 1000 for each in found):
             raise ValueError("up to 16 stop strings of 1 to 1000 characters")
         return value
 
@@ -123,10 +163,15 @@ class _Request(_Strict):
 class CompletionRequest(_Request):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | Ids | list[Ids]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True, max_length=MOST_PROMPTS)]
+        | Ids
+        | Annotated[list[Ids], Field(fail_fast=True, max_length=MOST_PROMPTS)]
+    )
     best_of: Literal[1] | None = None
-    echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: StrictBool = False
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     suffix: None = None
 
 
@@ -134,7 +179,7 @@ class Function(_Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: StrictBool | None = None
 
 
 class Tool(_Strict):
@@ -169,10 +214,10 @@ class ToolCall(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
     name: str | None = None
     refusal: None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -185,14 +230,14 @@ class Message(_Strict):
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_PARTS)]
+    max_completion_tokens: Annotated[int, Field(strict=True, ge=1, le=MOST)] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 

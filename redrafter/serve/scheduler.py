@@ -19,13 +19,13 @@ from redrafter.captured import StepGraphs
 from redrafter.engine import Engine
 from redrafter.errors import ArgumentError, CacheFullError, ReDrafterError, UnsupportedError
 from redrafter.outputs import Stats
-from redrafter.paged import PagedCache, PagedStore, table_of
+from redrafter.paged import PagedCache, table_of
 from redrafter.serve.job import Finish, Job, Piece
 from redrafter.serve.rows import Rows
 from redrafter.step import first_draw, read
 from redrafter.stopping import cut
 
-__all__ = ["Limits", "QueueFullError", "Scheduler", "cpu_graphs"]
+__all__ = ["Limits", "QueueFullError", "Scheduler"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -254,10 +254,8 @@ class Scheduler:
         for place, (job, (*tokens, accepted)) in enumerate(zip(jobs, report, strict=False)):
             self._take(job, tokens[: accepted + 1], accepted, wanted.get(place), drawn.drafted)
 
-    def _take(
-        self, job: Job, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int | None = None
-    ) -> None:
-        """Write down what was drawn, up to where the text ends. logits: `[count, V]`. drafted: None for no step."""
+    def _take(self, job: Job, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int = 0) -> None:
+        """Write down what was drawn, up to where the text ends. logits: `[count, V]`. drafted: drafts verified."""
         new, ended = cut(tokens, job.room - job.written, job.settings.ends)
         finish: Finish | None = None
         if ended:
@@ -266,12 +264,14 @@ class Scheduler:
             new, finish = new[: stop + 1], "stop"
         job.text += new
         accepted = min(accepted, len(new))
-        if drafted is not None:
+        if drafted:
             job.stats.count(drafted, accepted, len(new))
         if job.guide is not None and job.guide.error is not None:
-            self._end(job, Piece(new, accepted, finish="error", error=ArgumentError(job.guide.error)))
+            error = ArgumentError(job.guide.error)
+            self._end(job, Piece(new, accepted, finish="error", error=error, drafted=drafted))
             return
-        piece = Piece(new, accepted, None if logits is None else _logprobs(logits, new, job.settings.logprobs), finish)
+        told = None if logits is None else _logprobs(logits, new, job.settings.logprobs)
+        piece = Piece(new, accepted, told, finish, drafted=drafted)
         if finish is None:
             job.sink(job, piece)
         else:
@@ -316,16 +316,3 @@ def _logprobs(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     likeliest = [dict(zip(ids, values, strict=True)) if count else {} for ids, values in pairs]
     return list(zip(own, likeliest, strict=True))
-
-
-def cpu_graphs(engine: Engine, limits: Limits, fraction: float) -> StepGraphs:
-    """Memory for keys and values on a CPU: for as many rows of the longest text as step at once, or in a fraction of
-    the memory that is free."""
-    import psutil
-
-    models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
-    longest = min(each for each in (limits.max_seq_len, engine.target.context, 1 << 15) if each is not None)
-    most = limits.max_batch_size * -(-(longest + 256) // BLOCK)
-    bytes_each = sum(PagedStore.block_bytes(model.shapes) for model in models)
-    count = min(most, int(psutil.virtual_memory().available * fraction) // bytes_each) + 1
-    return StepGraphs(engine.target, *(PagedStore(model.shapes, count) for model in models))

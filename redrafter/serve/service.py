@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,15 @@ from redrafter.grammar import Grammar
 from redrafter.serve.answers import Chat, Choice, Completion, answer, stream
 from redrafter.serve.job import Settings
 from redrafter.serve.metrics import Metrics
-from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest, Message, ToolCall
+from redrafter.serve.protocol import (
+    MOST_PROMPTS,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    StreamOptions,
+    ToolCall,
+)
 from redrafter.serve.text import StopStrings, text_of
 from redrafter.serve.tools import described, schema_of, templated
 from redrafter.serve.worker import Worker
@@ -25,9 +34,10 @@ from redrafter.stopping import end_tokens
 
 __all__ = ["Service"]
 
-GRAMMARS = 64  # that are kept compiled
+GRAMMARS = 32  # that are kept compiled
+COMPILERS = 2  # grammars that are read at once; each may take a second and 0.2 GB
+WIDE = 16  # characters of a prompt, by the tokens of the longest text, that are tokenized at once to see its length
 COMPLETION = 16  # tokens that a completion without max_tokens comes to, as OpenAI has it
-MOST_PROMPTS = 1024  # of one request, choices counted
 
 AnyRequest = CompletionRequest | ChatRequest
 
@@ -42,6 +52,7 @@ class Service:
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     _grammars: OrderedDict[str, Grammar] = field(default_factory=OrderedDict)
+    _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(COMPILERS))
 
     @property
     def context(self) -> int:
@@ -55,7 +66,7 @@ class Service:
         self.check_model(request.model)
         if request.echo and request.logprobs is not None:
             raise ApiError(400, "echo with logprobs is not supported: the prompt has no log-probabilities", "echo")
-        prompts = self._prompts(request.prompt)
+        prompts = await asyncio.to_thread(self._prompts, request.prompt)
         echo = [text_of(self.tokenizer, ids, True) for ids in prompts] if request.echo else None
         settings = self._settings(request, request.logprobs, await self._grammar(_spec(request)))
         copies = request.n or 1
@@ -66,7 +77,7 @@ class Service:
 
     async def chat(self, request: ChatRequest) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         self.check_model(request.model)
-        ids = self._talk(request)
+        ids = await asyncio.to_thread(self._talk, request)
         count = (request.top_logprobs or 0) if request.logprobs else None
         settings = self._settings(request, count, await self._grammar(_spec(request)))
         tools = [] if request.tool_choice == "none" else request.tools or []
@@ -80,12 +91,12 @@ class Service:
             raise ApiError(400, f"{len(prompts)} texts in one request; at most {MOST_PROMPTS}", "n")
         stops = request.stops
         make = (lambda: StopStrings(stops, self.tokenizer)) if stops else (lambda: None)
-        choices = [Choice(self.tokenizer, stops) for _ in prompts]
+        asked = request.stream_options or StreamOptions()
+        choices = [Choice(self.tokenizer, stops, asked.include_drafts) for _ in prompts]
         pieces = self.worker.pieces(prompts, room, settings, make)
         if not request.stream:
             return await answer(pieces, choices, form, self.model)
-        usage = request.stream_options is not None and request.stream_options.include_usage
-        parts = stream(pieces, choices, form, self.model, usage)
+        parts = stream(pieces, choices, form, self.model, asked)
         first = await anext(parts)  # what is refused is refused with a status, not within a stream
 
         async def every() -> AsyncIterator[dict[str, Any]]:
@@ -103,14 +114,13 @@ class Service:
         texts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
         if not texts:
             raise ApiError(400, "there is no prompt", "prompt")
-        prompts = [list(self.tokenizer(text).input_ids) if isinstance(text, str) else list(text) for text in texts]
-        for ids in prompts:
-            self._check(ids, "prompt")
-        return prompts
+        return [self._checked(text, "prompt") for text in texts]
 
     def _talk(self, request: ChatRequest) -> list[int]:
         if not self.tokenizer.chat_template:
-            raise ApiError(400, f"{self.model} has no chat template; use /v1/completions", "messages")
+            raise ApiError(
+                400, f"{self.model} has no chat template; use /v1/completions", "messages", "no_chat_template"
+            )
         messages = [_templated(message) for message in request.messages]
         text = self._render(messages, None)
         if request.tools and request.tool_choice != "none":
@@ -119,9 +129,7 @@ class Service:
             if told == text:  # this template knows nothing of tools
                 told = self._render([{"role": "system", "content": described(tools)}, *messages], None)
             text = told
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        self._check(ids, "messages")
-        return ids
+        return self._checked(text, "messages", add_special_tokens=False)
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
         try:
@@ -130,19 +138,36 @@ class Service:
             raise ApiError(400, f"the chat template refuses: {first_line(error)}", "messages") from error
         return str(text)
 
-    def _check(self, ids: list[int], param: str) -> None:
+    def _checked(self, prompt: str | list[int], param: str, **how: bool) -> list[int]:
+        """Its tokens. how: of the tokenizer. Raises `ApiError` for what cannot be written on from."""
+        ids = self._tokens(prompt, param, **how) if isinstance(prompt, str) else prompt
         vocabulary = self.worker.scheduler.engine.target.vocab_size
         if not ids:
             raise ApiError(400, "the prompt is empty", param)
         if (bad := next((token for token in ids if token >= vocabulary), None)) is not None:
             raise ApiError(400, f"token id {bad} is out of range: there are {vocabulary} ids", param)
         if len(ids) >= self.context:
+            raise self._too_long(f"{len(ids)}", param)
+        return ids
+
+    def _tokens(self, text: str, param: str, **how: bool) -> list[int]:
+        """A text that is far too long is read only until that shows."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
             raise ApiError(
-                400,
-                f"the prompt has {len(ids)} tokens, and a text may come to {self.context}: shorten it",
-                param,
-                "context_length_exceeded",
-            )
+                400, f"the prompt holds {error.object[error.start]!a}, half of a character", param
+            ) from error
+        size, count = WIDE * self.context, 0
+        for begin in range(0, len(text), size) if len(text) > size else ():
+            count += len(self.tokenizer(text[begin : begin + size], add_special_tokens=False).input_ids)
+            if count > 2 * self.context:  # not exact: where a piece ends, a token may be cut
+                raise self._too_long(f"more than {self.context}", param)
+        return list(self.tokenizer(text, **how).input_ids)
+
+    def _too_long(self, count: str, param: str) -> ApiError:
+        message = f"the prompt has {count} tokens, and a text may come to {self.context}: shorten it"
+        return ApiError(400, message, param, "context_length_exceeded")
 
     def _settings(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> Settings:
         """As asked for; else as the model's own generation config has it; else as OpenAI has it."""
@@ -180,7 +205,8 @@ class Service:
             return None
         key = json.dumps(spec, sort_keys=True)
         if key not in self._grammars:
-            made = await asyncio.to_thread(Grammar.of, spec, self.tokenizer)
+            loop = asyncio.get_running_loop()
+            made = await loop.run_in_executor(self._compilers, Grammar.of, spec, self.tokenizer)
             while len(self._grammars) >= GRAMMARS:
                 self._grammars.popitem(last=False)
             self._grammars[key] = made
@@ -190,7 +216,7 @@ class Service:
         vocabulary = self.worker.scheduler.engine.target.vocab_size
         found = {}
         for token, value in (given or {}).items():
-            if not token.isdigit() or not int(token) < vocabulary:
+            if not (token.isdecimal() and len(token) < 20 and int(token) < vocabulary):
                 raise ApiError(
                     400, f"logit_bias names {token!r}, which is no token id below {vocabulary}", "logit_bias"
                 )
@@ -222,8 +248,8 @@ def _object(call: ToolCall) -> Any:
 def _spec(request: AnyRequest) -> dict[str, Any] | None:
     """What `Grammar.of` reads, where something asks for a grammar."""
     if request.structured_outputs is not None:
-        found = request.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-        return {"json_schema": found["json"]} if "json" in found else found
+        [(kind, value)] = ((name, each) for name, each in request.structured_outputs if each is not None)
+        return {"json_schema" if kind == "json_" else kind: value}
     if isinstance(request, CompletionRequest):
         return None
     if (schema := schema_of(request)) is not None:

@@ -1,6 +1,8 @@
 """Text of one choice as its tokens come, up to a stop string, of which nothing is shown."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,18 +35,25 @@ class StopStrings:
 
 
 class TextStream:
-    """`push` tokens, get the text that is sure: what may be the beginning of a stop string is held back."""
+    """`push` tokens, get the text that is sure: what may be the beginning of a stop string is held back.
+
+    A character that a draft and the target's own token share is of the one that completes it.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()):
         self._detokenizer, self._stops = Detokenizer(tokenizer), stops
         self._held = ""
+        self._drafted = bytearray()  # of each character of the text and of what is held
+        self._told = 0  # characters that `runs` told
         self.text = ""
 
-    def push(self, tokens: Sequence[int], last: bool = False) -> str:
-        """The new text. last: nothing follows, so that nothing is held back."""
-        self._held += self._detokenizer.push(tokens)
+    def push(self, tokens: Sequence[int], last: bool = False, accepted: int = 0) -> str:
+        """The new text. last: nothing follows, so that nothing is held back. accepted: how many of the tokens, the
+        first ones, were drafts; only `runs` asks for it."""
+        self._hold(self._detokenizer.push(tokens[:accepted]), True)
+        self._hold(self._detokenizer.push(tokens[accepted:]), False)
         if last:
-            self._held += self._detokenizer.finish()
+            self._hold(self._detokenizer.finish(), False)
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             ready, self._held = self._held[: min(found)], ""
@@ -53,6 +62,16 @@ class TextStream:
             ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         self.text += ready
         return ready
+
+    def runs(self) -> list[tuple[str, bool]]:
+        """The text since the last call in runs, and whether drafts wrote them."""
+        start, self._told = self._told, len(self.text)
+        marked = zip(self._drafted[start : self._told], self.text[start:], strict=True)
+        return [("".join(text for _, text in run), bool(own)) for own, run in groupby(marked, key=itemgetter(0))]
+
+    def _hold(self, text: str, drafted: bool) -> None:
+        self._held += text
+        self._drafted += bytes([drafted]) * len(text)
 
     def _beginning(self) -> int:
         """How many characters at the end may begin a stop string."""

@@ -18,7 +18,10 @@ _MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 def templated(tools: list[Tool]) -> list[dict[str, Any]]:
     """As chat templates read them."""
-    return [tool.model_dump(exclude_none=True) for tool in tools]
+    return [
+        {"type": tool.type, "function": {name: value for name, value in tool.function if value is not None}}
+        for tool in tools
+    ]
 
 
 def described(tools: list[dict[str, Any]]) -> str:
@@ -63,9 +66,14 @@ def found_calls(text: str, tools: list[Tool]) -> tuple[str, list[dict[str, Any]]
             if call.get("name") not in names:
                 return text, []
             arguments = call.get("arguments", call.get("parameters", {}))
-            function = {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+            function = {"name": call["name"], "arguments": _sendable(json.dumps(arguments, ensure_ascii=False))}
             calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
     return (rest, calls) if calls else (text, [])
+
+
+def _sendable(text: str) -> str:
+    r"""With halves of characters, which a model may write as "\ud800", escaped as it wrote them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _objects(text: str) -> list[dict[str, Any]]:

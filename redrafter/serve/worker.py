@@ -2,13 +2,19 @@
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from redrafter.serve.job import Job, Piece, Settings
 from redrafter.serve.scheduler import Scheduler
 
 __all__ = ["Stopped", "Worker"]
+
+
+_Item = tuple[int, Job, Piece]
+_Queue = asyncio.Queue[_Item]
 
 
 class Stopped(Exception):
@@ -21,6 +27,7 @@ class Worker:
     def __init__(self, scheduler: Scheduler, told: Callable[[Job, Piece], object] = lambda job, piece: None):
         self.scheduler, self._told = scheduler, told
         self._work = threading.Event()
+        self._out: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Queue, _Item]]] = defaultdict(list)
         self._draining = self._stopping = False
         self._thread = threading.Thread(target=self._run, name="redrafter-engine", daemon=True)
 
@@ -54,12 +61,12 @@ class Worker:
         if not self.alive:
             raise Stopped
         loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[tuple[int, Job, Piece]] = asyncio.Queue()
+        queue: _Queue = asyncio.Queue()
 
         def sink(number: int) -> Callable[[Job, Piece], None]:
             def tell(job: Job, piece: Piece) -> None:
                 self._told(job, piece)
-                loop.call_soon_threadsafe(queue.put_nowait, (number, job, piece))
+                self._out[loop].append((queue, (number, job, piece)))
 
             return tell
 
@@ -87,3 +94,16 @@ class Worker:
                 self._work.clear()
             else:
                 self.scheduler.round()
+                self._deliver()
+
+    def _deliver(self) -> None:
+        """What a round wrote, to whoever listens, in one call: each one wakes its loop up, which costs the engine."""
+
+        def put(items: Sequence[tuple[_Queue, _Item]]) -> None:
+            for queue, item in items:
+                queue.put_nowait(item)
+
+        for loop, items in self._out.items():
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(put, items)
+        self._out.clear()

@@ -1,6 +1,6 @@
 """Let a base answer the prompts of a data set itself: text to train a drafter on that is the base's own.
 
-    redrafter regenerate --model BASE --drafter DRAFTER --data chat.jsonl --output own.jsonl --device cuda
+    redrafter regenerate --model BASE --drafter DRAFTER --data chat.jsonl --output own.jsonl
 
 Conversations are answered turn by turn, texts written on from their beginning. The exact ids are kept. A drafter only
 makes it faster. Killed at any moment, the same command goes on; several processes share a data set with --shard.

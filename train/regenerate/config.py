@@ -21,7 +21,7 @@ class RegenerateConfig:
     model: str | None = option(None, "base model: a hub id or a directory", required=True)
     drafter: str | None = option(None, "its drafter, which makes it faster and changes no token", path=True)
     data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads", required=True)
-    device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: cpu)")
+    device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: the GPU, where there is one)")
     dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"))
     trust_remote_code: bool = option(False, "run model code that comes with the base")
 

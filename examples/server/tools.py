@@ -1,0 +1,37 @@
+"""A tool that the model must call, and an answer to what the call gave.
+
+python examples/server/tools.py http://127.0.0.1:8000
+"""
+
+import json
+import sys
+
+from openai import OpenAI
+
+client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
+[model] = client.models.list().data
+tool = {
+    "type": "function",
+    "function": {
+        "name": "tide",
+        "description": "The height of the sea, in metres.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"enum": ["Dover", "Brest"]},
+                "hour": {"type": "integer", "minimum": 0, "maximum": 23},
+            },
+            "required": ["place", "hour"],
+            "additionalProperties": False,
+        },
+    },
+}
+talk = [{"role": "user", "content": "How high is the sea at Dover at noon?"}]
+same = {"model": model.id, "tools": [tool], "max_tokens": 60, "temperature": 0}
+called = client.chat.completions.create(messages=talk, tool_choice="required", **same).choices[0].message
+for call in called.tool_calls:
+    arguments = json.loads(call.function.arguments)
+    print(f"{call.function.name}({arguments})")
+    height = 6.1 if arguments["place"] == "Dover" else 7.2
+    talk += [called, {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"metres": height})}]
+print(client.chat.completions.create(messages=talk, tool_choice="none", **same).choices[0].message.content)
