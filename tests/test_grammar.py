@@ -389,6 +389,12 @@ def test_hostile_grammars_are_read_or_refused_in_bounded_time(name):
     assert time.perf_counter() - begin < 20  # seconds; two where nothing else runs
 
 
+def test_a_mask_that_would_take_long_is_refused():
+    doubling = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}\n" for i in range(60)) + 'r60: "a" | /./'
+    with pytest.raises(ArgumentError, match=r"Too many items \(limit 20000"):  # of llguidance's own limit, 0.4 s
+        Grammar.lark(doubling, load_tokenizer(boxed_pair()))
+
+
 @pytest.mark.parametrize(
     ("spec", "wrong"),
     [

@@ -174,7 +174,7 @@ class Stub:
     def __init__(self, *runs: tuple[str, bool], error: Exception | None = None):
         self.runs, self.error, self.left = runs, error, threading.Event()
 
-    async def chat(self, body: Any) -> AsyncIterator[dict[str, Any]]:
+    async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         if self.error is not None:
             raise self.error
         return self._parts()

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -31,16 +32,22 @@ class Program:
     def __init__(self, *more: str):
         words = [sys.executable, "-m", "redrafter", "serve", "--port", "0", *more]
         self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        self.log: list[str] = []
+        self._listening = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+        assert self._listening.wait(60) and hasattr(self, "url"), self.log
+        while not self.healthy:
+            time.sleep(0.05)
+
+    def _listen(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
+            self.log.append(line)
             if found := re.search(r"http://[\d.]+:\d+", line):
                 self.url = found.group()
             if "curl" in line:
-                break
-        else:
-            raise AssertionError("it did not start")
-        while not self.healthy:
-            time.sleep(0.05)
+                self._listening.set()
+        self._listening.set()
 
     @property
     def healthy(self) -> bool:
@@ -338,6 +345,26 @@ def test_the_example_runs(script, program):
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert SAYS[script] in run.stdout and {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
+
+
+def test_requests_are_logged():
+    program = Program("--log-format", "json")
+    body = {"prompt": "The sea", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    found = httpx.post(f"{program.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+    assert found.headers["x-request-id"] == "mine"
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=body | {"stream": True, "max_tokens": 5}) as left:
+        list(left.iter_lines())
+    refused = httpx.post(f"{program.url}/v1/chat/comp%0aletions", json=body)
+    assert program.end() == 0
+    lines = [json.loads(line) for line in program.log]
+    first, second, last = [line for line in lines if "status" in line]
+    speculation = found.json()["metrics"]["speculative_decoding"]
+    assert first["id"] == "mine" and first["status"] == 200 and first["completion_tokens"] == 9
+    assert first["tokens_per_step"] == pytest.approx(speculation["mean_acceptance_length"], abs=1e-3)
+    assert 0 < first["first_token_seconds"] < first["seconds"] and first["finish"] == "length"
+    assert second["completion_tokens"] == 5 and second["prompt_tokens"] == first["prompt_tokens"]
+    assert (last["status"], last["path"]) == (404, "/v1/chat/comp%0aletions")
+    assert last["id"] == refused.headers["x-request-id"]
 
 
 def test_a_key_is_asked_for_and_stopping_lets_texts_end():

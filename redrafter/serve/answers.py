@@ -15,9 +15,9 @@ from redrafter.serve.protocol import ApiError, StreamOptions, Tool
 from redrafter.serve.text import TextStream, text_of
 from redrafter.serve.tools import found_calls
 
-__all__ = ["Chat", "Completion", "answer", "stream"]
+__all__ = ["Chat", "Choice", "Completion", "answer", "stream", "told"]
 
-Pieces = AsyncIterator[tuple[int, Job, Piece]]
+Pieces = AsyncIterator[tuple[int, Job, list[Piece]]]
 # A token's text, its id, its log-probability and the likeliest ones'.
 Line = tuple[str, int, float, Mapping[int, float]]
 
@@ -36,9 +36,13 @@ class Choice:
     def text(self) -> str:
         return self._stream.text
 
-    def take(self, job: Job, piece: Piece) -> tuple[str, list[Line]]:
-        """What a piece adds: text, and log-probabilities where they were asked for."""
+    def take(self, job: Job, pieces: Sequence[Piece]) -> tuple[str, list[Line]]:
+        """What pieces add: text, and log-probabilities where they were asked for."""
         self.job = job
+        found = [self._take(job, piece) for piece in pieces]
+        return "".join(text for text, _ in found), [line for _, lines in found for line in lines]
+
+    def _take(self, job: Job, piece: Piece) -> tuple[str, list[Line]]:
         if piece.finish == "error":
             theirs = isinstance(piece.error, ArgumentError)
             raise ApiError(400 if theirs else 500, f"{piece.error}" if theirs else f"the engine failed: {piece.error}")
@@ -172,8 +176,8 @@ class Chat:
 
 async def answer(pieces: Pieces, choices: list[Choice], form: Form, model: str) -> dict[str, Any]:
     """The whole answer."""
-    async for index, job, piece in pieces:
-        choices[index].take(job, piece)
+    async for index, job, found in pieces:
+        choices[index].take(job, found)
     return _head(form.kind, form.prefix, model) | {
         "choices": [form.whole(index, choice) for index, choice in enumerate(choices)],
         **_tail(choices),
@@ -186,9 +190,9 @@ async def stream(
     """The answer in parts, the last one without choices and with what `include_usage` asks for."""
     head = _head(form.part_kind, form.prefix, model)
     begun: set[int] = set()
-    async for index, job, piece in pieces:
+    async for index, job, found in pieces:
         choice = choices[index]
-        text, lines = choice.take(job, piece)
+        text, lines = choice.take(job, found)
         if text or lines or choice.finish or index not in begun:
             own = _usage([choice], [job]) if asked.continuous_usage_stats else None
             usage = {"usage": own} if asked.include_usage else {}
@@ -207,6 +211,23 @@ def _tail(choices: Sequence[Choice]) -> dict[str, Any]:
     jobs = [choice.job for choice in choices if choice.job is not None]
     usage = _usage(choices, {tuple(job.prompt): job for job in jobs}.values())
     return {"usage": usage, "metrics": {"speculative_decoding": speculation([job.stats for job in jobs])}}
+
+
+def told(choices: Sequence[Choice]) -> dict[str, Any]:
+    """What a log says of an answer; of one that nobody waited for, what there was of it."""
+    jobs = [choice.job for choice in choices if choice.job is not None]
+    if not jobs:
+        return {}
+    usage = _usage(choices, {tuple(job.prompt): job for job in jobs}.values())
+    waits = [job.first - job.came for job in jobs if job.first is not None]
+    return {
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "first_token_seconds": round(min(waits), 4) if waits else None,
+        "tokens_per_step": round(speculation([job.stats for job in jobs])["mean_acceptance_length"], 3),
+        "finish": ",".join(choice.finish or "left" for choice in choices),
+    }
 
 
 def _usage(choices: Iterable[Choice], prompts: Collection[Job]) -> dict[str, Any]:

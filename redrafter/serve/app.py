@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.errors import ArgumentError
 from redrafter.serve.documented import ChatAnswer, CompletionAnswer, ModelHealth, Models, answers, errors
+from redrafter.serve.log import Logged
 from redrafter.serve.page import page
 from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest, error_body
 from redrafter.serve.scheduler import QueueFullError
@@ -31,6 +32,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     """An ASGI application. api_key: what `/v1` asks for as a bearer token; None for nothing."""
     app = FastAPI(title="redrafter", version=__version__)
     app.add_middleware(_Guard, api_key=api_key)
+    app.add_middleware(Logged)
     _handle_errors(app)
 
     own_page = page()
@@ -67,11 +69,11 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
 
     @app.post("/v1/completions", responses=answers(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await _respond(service.completion(body), request)
+        return await _respond(service.completion(body, request.scope["facts"]), request)
 
     @app.post("/v1/chat/completions", responses=answers(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _respond(service.chat(body), request)
+        return await _respond(service.chat(body, request.scope["facts"]), request)
 
     return app
 

@@ -172,9 +172,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         _needs_extra()
         with listen(options) as listening:
+            if options.log_format == "json":
+                from redrafter.serve.log import JsonLines
+
+                for handler in logging.getLogger("redrafter").handlers:
+                    handler.setFormatter(JsonLines())
             server = Server(Pair.load(load, draft), options, load)
             for line in server.summary(listening):
-                print(line, file=sys.stderr, flush=True)
+                _LOG.info(line)
             server.run(listening)
         return 0
 

@@ -10,25 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.errors import first_line
 from redrafter.grammar import Grammar
-from redrafter.serve.answers import Chat, Choice, Completion, answer, stream
+from redrafter.serve.answers import Chat, Choice, Completion, answer, stream, told
 from redrafter.serve.job import Settings
 from redrafter.serve.metrics import Metrics
-from redrafter.serve.protocol import (
-    MOST_PROMPTS,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    StreamOptions,
-    ToolCall,
-)
+from redrafter.serve.prompts import Prompts
+from redrafter.serve.protocol import MOST_PROMPTS, ApiError, ChatRequest, CompletionRequest, StreamOptions
 from redrafter.serve.text import StopStrings, text_of
-from redrafter.serve.tools import described, schema_of, templated
+from redrafter.serve.tools import schema_of
 from redrafter.serve.worker import Worker
 from redrafter.stopping import end_tokens
 
@@ -36,10 +27,10 @@ __all__ = ["Service"]
 
 GRAMMARS = 32  # that are kept compiled
 COMPILERS = 2  # grammars that are read at once; each may take a second and 0.2 GB
-WIDE = 16  # characters of a prompt, by the tokens of the longest text, that are tokenized at once to see its length
 COMPLETION = 16  # tokens that a completion without max_tokens comes to, as OpenAI has it
 
 AnyRequest = CompletionRequest | ChatRequest
+Facts = dict[str, Any]  # what a log may say of a request
 
 
 @dataclass
@@ -54,6 +45,10 @@ class Service:
     _grammars: OrderedDict[str, Grammar] = field(default_factory=OrderedDict)
     _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(COMPILERS))
 
+    def __post_init__(self) -> None:
+        vocabulary = self.worker.scheduler.engine.target.vocab_size
+        self._prompts = Prompts(self.tokenizer, self.model, vocabulary, self.context)
+
     @property
     def context(self) -> int:
         return self.worker.scheduler.longest
@@ -62,30 +57,39 @@ class Service:
         if name is not None and name != self.model:
             raise ApiError(404, f"the model {name!r} is not served here; {self.model!r} is", "model", "model_not_found")
 
-    async def completion(self, request: CompletionRequest) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+    async def completion(
+        self, request: CompletionRequest, facts: Facts
+    ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         self.check_model(request.model)
         if request.echo and request.logprobs is not None:
             raise ApiError(400, "echo with logprobs is not supported: the prompt has no log-probabilities", "echo")
-        prompts = await asyncio.to_thread(self._prompts, request.prompt)
+        prompts = await asyncio.to_thread(self._prompts.several, request.prompt)
         echo = [text_of(self.tokenizer, ids, True) for ids in prompts] if request.echo else None
         settings = self._settings(request, request.logprobs, await self._grammar(_spec(request)))
         copies = request.n or 1
         every = [ids for ids in prompts for _ in range(copies)]
-        told = None if echo is None else [text for text in echo for _ in range(copies)]
-        form = Completion(told, request.logprobs is not None, self.tokenizer)
-        return await self._serve(request, every, request.max_tokens or COMPLETION, settings, form)
+        before = None if echo is None else [text for text in echo for _ in range(copies)]
+        form = Completion(before, request.logprobs is not None, self.tokenizer)
+        return await self._serve(request, every, request.max_tokens or COMPLETION, settings, form, facts)
 
-    async def chat(self, request: ChatRequest) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+    async def chat(self, request: ChatRequest, facts: Facts) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         self.check_model(request.model)
-        ids = await asyncio.to_thread(self._talk, request)
+        ids = await asyncio.to_thread(self._prompts.talk, request)
         count = (request.top_logprobs or 0) if request.logprobs else None
         settings = self._settings(request, count, await self._grammar(_spec(request)))
         tools = [] if request.tool_choice == "none" else request.tools or []
         room = request.max_completion_tokens or request.max_tokens or self.context
-        return await self._serve(request, [ids] * (request.n or 1), room, settings, Chat(count, self.tokenizer, tools))
+        form = Chat(count, self.tokenizer, tools)
+        return await self._serve(request, [ids] * (request.n or 1), room, settings, form, facts)
 
     async def _serve(
-        self, request: AnyRequest, prompts: Sequence[list[int]], room: int, settings: Settings, form: Completion | Chat
+        self,
+        request: AnyRequest,
+        prompts: Sequence[list[int]],
+        room: int,
+        settings: Settings,
+        form: Completion | Chat,
+        facts: Facts,
     ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         if len(prompts) > MOST_PROMPTS:
             raise ApiError(400, f"{len(prompts)} texts in one request; at most {MOST_PROMPTS}", "n")
@@ -95,7 +99,9 @@ class Service:
         choices = [Choice(self.tokenizer, stops, asked.include_drafts) for _ in prompts]
         pieces = self.worker.pieces(prompts, room, settings, make)
         if not request.stream:
-            return await answer(pieces, choices, form, self.model)
+            found = await answer(pieces, choices, form, self.model)
+            facts |= told(choices)
+            return found
         parts = stream(pieces, choices, form, self.model, asked)
         first = await anext(parts)  # what is refused is refused with a status, not within a stream
 
@@ -107,67 +113,9 @@ class Service:
             finally:
                 await parts.aclose()  # type: ignore[attr-defined]
                 await pieces.aclose()  # type: ignore[attr-defined]
+                facts.update(told(choices))
 
         return every()
-
-    def _prompts(self, given: str | list[Any]) -> list[list[int]]:
-        texts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-        if not texts:
-            raise ApiError(400, "there is no prompt", "prompt")
-        return [self._checked(text, "prompt") for text in texts]
-
-    def _talk(self, request: ChatRequest) -> list[int]:
-        if not self.tokenizer.chat_template:
-            raise ApiError(
-                400, f"{self.model} has no chat template; use /v1/completions", "messages", "no_chat_template"
-            )
-        messages = [_templated(message) for message in request.messages]
-        text = self._render(messages, None)
-        if request.tools and request.tool_choice != "none":
-            tools = templated(request.tools)
-            told = self._render(messages, tools)
-            if told == text:  # this template knows nothing of tools
-                told = self._render([{"role": "system", "content": described(tools)}, *messages], None)
-            text = told
-        return self._checked(text, "messages", add_special_tokens=False)
-
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise ApiError(400, f"the chat template refuses: {first_line(error)}", "messages") from error
-        return str(text)
-
-    def _checked(self, prompt: str | list[int], param: str, **how: bool) -> list[int]:
-        """Its tokens. how: of the tokenizer. Raises `ApiError` for what cannot be written on from."""
-        ids = self._tokens(prompt, param, **how) if isinstance(prompt, str) else prompt
-        vocabulary = self.worker.scheduler.engine.target.vocab_size
-        if not ids:
-            raise ApiError(400, "the prompt is empty", param)
-        if (bad := next((token for token in ids if token >= vocabulary), None)) is not None:
-            raise ApiError(400, f"token id {bad} is out of range: there are {vocabulary} ids", param)
-        if len(ids) >= self.context:
-            raise self._too_long(f"{len(ids)}", param)
-        return ids
-
-    def _tokens(self, text: str, param: str, **how: bool) -> list[int]:
-        """A text that is far too long is read only until that shows."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ApiError(
-                400, f"the prompt holds {error.object[error.start]!a}, half of a character", param
-            ) from error
-        size, count = WIDE * self.context, 0
-        for begin in range(0, len(text), size) if len(text) > size else ():
-            count += len(self.tokenizer(text[begin : begin + size], add_special_tokens=False).input_ids)
-            if count > 2 * self.context:  # not exact: where a piece ends, a token may be cut
-                raise self._too_long(f"more than {self.context}", param)
-        return list(self.tokenizer(text, **how).input_ids)
-
-    def _too_long(self, count: str, param: str) -> ApiError:
-        message = f"the prompt has {count} tokens, and a text may come to {self.context}: shorten it"
-        return ApiError(400, message, param, "context_length_exceeded")
 
     def _settings(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> Settings:
         """As asked for; else as the model's own generation config has it; else as OpenAI has it."""
@@ -222,27 +170,6 @@ class Service:
                 )
             found[int(token)] = value
         return found
-
-
-def _templated(message: Message) -> dict[str, Any]:
-    """As chat templates read it: text alone, arguments of calls as objects."""
-    found: dict[str, Any] = {"role": message.role, "content": message.text}
-    for name in ("name", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            found[name] = value
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _object(call)}}
-            for call in message.tool_calls
-        ]
-    return found
-
-
-def _object(call: ToolCall) -> Any:
-    try:
-        return json.loads(call.function.arguments)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the arguments of call {call.id!r} are no JSON: {error}", "messages") from error
 
 
 def _spec(request: AnyRequest) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from redrafter.serve.scheduler import Scheduler
 __all__ = ["Stopped", "Worker"]
 
 
-_Item = tuple[int, Job, Piece]
+_Item = tuple[int, Piece]
 _Queue = asyncio.Queue[_Item]
 
 
@@ -52,9 +52,10 @@ class Worker:
 
     async def pieces(
         self, prompts: Sequence[Sequence[int]], room: int, settings: Settings, stops: Callable[[], Callable | None]
-    ) -> AsyncIterator[tuple[int, Job, Piece]]:
-        """Serve some prompts, prompt i under seed + i. Yields pieces with the numbers of their prompts, until all have
-        ended. Whoever leaves this iterator early cancels the rest.
+    ) -> AsyncIterator[tuple[int, Job, list[Piece]]]:
+        """Serve some prompts, prompt i under seed + i. Yields the number of a prompt with what was written since it was
+        yielded last, until all have ended: whoever is slower than the engine gets more at once. Whoever leaves this
+        iterator early cancels the rest.
 
         stops: makes what watches one text. Raises `Stopped`, and as `Scheduler.submit` does, before the first piece.
         """
@@ -66,7 +67,7 @@ class Worker:
         def sink(number: int) -> Callable[[Job, Piece], None]:
             def tell(job: Job, piece: Piece) -> None:
                 self._told(job, piece)
-                self._out[loop].append((queue, (number, job, piece)))
+                self._out[loop].append((queue, (number, piece)))
 
             return tell
 
@@ -79,9 +80,13 @@ class Worker:
             self.scheduler.submit(*jobs)
             self._work.set()
             while left:
-                number, job, piece = await queue.get()
-                left -= piece.finish is not None
-                yield number, job, piece
+                found: defaultdict[int, list[Piece]] = defaultdict(list)
+                first = await queue.get()
+                for number, piece in (first, *(queue.get_nowait() for _ in range(queue.qsize()))):
+                    found[number].append(piece)
+                    left -= piece.finish is not None
+                for number, each in found.items():
+                    yield number, jobs[number], each
         finally:
             for job in jobs:
                 self.scheduler.cancel(job)  # of one that has ended, that says nothing
