@@ -55,11 +55,11 @@ def folders(tmp_path_factory):
     for scheme in ("FP8_DYNAMIC", "FP8", "torchao"):
         folder = tmp_path_factory.mktemp("fp8")
         model = tiny_model("llama").to(torch.bfloat16)
-        norms = embedding_norms(model.get_input_embeddings())
+        table = model.get_input_embeddings()
+        table.weight.data[0] = table.weight.data[1]  # padding is all zeros, by whose largest value torchao divides
+        norms = embedding_norms(table)
         tiny_drafter(draft_beams=3, base_embedding_norms=norms).to(torch.bfloat16).save_pretrained(folder / "drafter")
         if scheme == "torchao":
-            table = model.get_input_embeddings().weight.data
-            table[0] = table[1]  # padding is all zeros, by whose largest value torchao divides
             model.save_pretrained(folder / "base")  # and is quantised as it loads
         else:
             save_compressed(folder / "base", scheme, model)
