@@ -14,6 +14,7 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.paged import PagedStore
 from redrafter.serve.job import Job, Piece, Settings
 from redrafter.serve.scheduler import Limits, QueueFullError, Scheduler
+from redrafter.serve.warm_up import warm_up
 from redrafter.target import Target
 
 KINDS = {
@@ -334,3 +335,17 @@ def test_ten_thousand_blocks_later_nothing_is_lost(engine):
         run(served, [])
         assert all(each.ended for each in jobs)
         nothing_is_held(served)
+
+
+@pytest.mark.parametrize("limits", [{"max_batch_size": 6}, {"max_batch_size": 1, "max_queue_size": 2}], ids=str)
+def test_after_a_warm_up_no_step_is_new_and_nothing_is_left(limits, engine):
+    served = scheduler(engine, **limits)
+    warm_up(served)
+    nothing_is_held(served)
+    kept, jobs = set(served.rows._kept), random_jobs(12)
+    assert {rows for rows, *_ in kept} == set(served.rows.sizes) and served.idle and not served.preempted
+    served.limits = replace(served.limits, max_queue_size=0)
+    run(served, jobs, 1)
+    assert not jobs[0].reused and set(served.rows._kept) == kept
+    for each in jobs:
+        assert each.sink.tokens == alone(engine, each)

@@ -62,6 +62,8 @@ class Server:
         """Serve until SIGINT or SIGTERM: the first lets what was begun end, the second does not."""
         import uvicorn
 
+        from redrafter.serve.warm_up import warm_up
+
         server = uvicorn.Server(
             uvicorn.Config(self.app, log_level="warning", lifespan="off", timeout_keep_alive=30, access_log=False)
         )
@@ -86,6 +88,8 @@ class Server:
             server.should_exit = True
 
         draining: list[Any] = []
+        if self.options.warm_up and self.pair.engine.target.device.type == "cuda":
+            warm_up(self.worker.scheduler)
         server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set above
         self.worker.start()
         gc.collect()

@@ -50,6 +50,7 @@ class ServeOptions:
     chunked_context: bool = option(True, "read a prompt whole, however long texts that are being written wait for it")
     kv_cache_reuse: bool = option(True, "read every prompt from its beginning")
     speculate: bool = option(True, "plain decoding")
+    warm_up: bool = option(True, "on a GPU, let first requests wait until kernels are compiled and steps captured")
     log_format: str = option("text", "how requests are logged on stderr, a line each", choices=("text", "json"))
 
     def __post_init__(self) -> None:

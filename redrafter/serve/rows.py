@@ -202,6 +202,11 @@ class Rows:
         return own.sampler(len(jobs), simple, RowGrammars(guides) if any(guides) else None)
 
     @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows that steps are made for, the smallest first."""
+        return sorted(self._proposers)
+
+    @property
     def nodes(self) -> int:
         """Of each row, in the next step."""
         return self._proposers[bucket(max(len(self.jobs), 1))].nodes

@@ -1,0 +1,37 @@
+"""What only first requests pay for, paid before anybody asks."""
+
+from dataclasses import replace
+
+from redrafter.blocks import BlockPool
+from redrafter.serve.job import Job, Settings
+from redrafter.serve.rows import NARROW
+from redrafter.serve.scheduler import Scheduler
+
+__all__ = ["warm_up"]
+
+LENGTHS = (1, 5, 17, 40, 100, 200, 500, 1000)  # tokens of prompts, for which kernels differ
+PLAIN, CUT = Settings(temperature=0), Settings(top_p=0.9)  # the two kinds of steps
+
+
+def warm_up(scheduler: Scheduler) -> None:
+    """Write texts that nobody reads: prompts of all kinds of lengths, and steps of every number of rows. A text that is
+    longer than those steps have room for still waits for its own. For when nobody is served."""
+    limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
+    longest = min(scheduler.longest, NARROW[scheduler.engine.target.device.type]) - scheduler.rows.room - 2
+    lengths = [length for length in LENGTHS if length < longest]
+    for rows in scheduler.rows.sizes:
+        for settings in (PLAIN, CUT):
+            _write(scheduler, min(rows, limits.max_batch_size), 1, settings)
+    for length in lengths:
+        _write(scheduler, 1, length, PLAIN)
+        _write(scheduler, min(2, limits.max_batch_size), length, PLAIN)
+    scheduler.limits = limits
+    scheduler.graphs.blocks = BlockPool(scheduler.graphs.store.count)  # none of this is to be found again
+
+
+def _write(scheduler: Scheduler, rows: int, length: int, settings: Settings) -> None:
+    """Texts of two tokens: one that follows the prompt, one of a step."""
+    texts = [[1 + row % 7] * length for row in range(rows)]
+    scheduler.submit(*(Job(text, 2, settings, lambda job, piece: None) for text in texts))
+    while not scheduler.idle:
+        scheduler.round()
