@@ -267,6 +267,11 @@ def test_a_response_format_is_kept_to(client):
     same = {"model": "boxed", "messages": talk, "max_tokens": 120, "seed": 1}  # another text may be longer
     found = client.chat.completions.create(response_format=form, n=3, **same)
     assert all(0 <= json.loads(choice.message.content)["age"] <= 99 for choice in found.choices)
+    lark = {"type": "lark_grammar", "lark_grammar": 'start: "(" /[0-9]{2,4}/ ")"'}
+    found = client.chat.completions.create(response_format=lark, **same)
+    assert re.fullmatch(r"\([0-9]{2,4}\)", found.choices[0].message.content)
+    with pytest.raises(openai.APIStatusError, match="only then"):
+        client.chat.completions.create(response_format={"type": "lark_grammar"}, **same)
     with pytest.raises(openai.BadRequestError, match="grammar"):
         broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
         client.chat.completions.create(model="boxed", messages=talk, response_format=broken)

@@ -140,7 +140,8 @@ class ChatAnswer(_Whole):
     choices: list[ChatChoice]
 
 
-_STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "with stream=true: parts, then [DONE]"}}}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string", "description": "a part as JSON; last, [DONE]"}}}
+_STREAM = {"text/event-stream": {"schema": _EVENT}}  # with stream=true
 _WHEN = {
     400: "a field that is not supported, or a request that cannot be served",
     401: "the API key is missing or wrong",

@@ -89,13 +89,17 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    type: Literal["text", "json_object", "json_schema"]
+    """OpenAI's, and llgtrt's grammars in Lark."""
+
+    type: Literal["text", "json_object", "json_schema", "lark_grammar"]
     json_schema: JsonSchema | None = None
+    lark_grammar: str | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is given with type json_schema, and only then")
+        for name in ("json_schema", "lark_grammar"):
+            if (self.type == name) != (getattr(self, name) is not None):
+                raise ValueError(f"{name} is given with type {name}, and only then")
         return self
 
 

@@ -181,7 +181,9 @@ def _spec(request: AnyRequest) -> dict[str, Any] | None:
         return None
     if (schema := schema_of(request)) is not None:
         return {"json_schema": schema}
-    if request.response_format is None or request.response_format.type == "text":
+    asked = request.response_format
+    if asked is None or asked.type == "text":
         return None
-    asked = request.response_format.json_schema
-    return {"json_object": True} if asked is None else {"json_schema": asked.schema_}
+    if asked.json_schema is not None:
+        return {"json_schema": asked.json_schema.schema_}
+    return {"json_object": True} if asked.lark_grammar is None else {"lark": asked.lark_grammar}
