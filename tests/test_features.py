@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from test_drafter import FORMS, random_drafter
-from test_paged import PACKED
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
@@ -131,7 +130,7 @@ def forward_caches(target: Target, rows: int, architecture: str) -> Iterator[obj
     dense = target.new_cache(rows)
     dense.reserve(32)
     yield dense
-    if architecture in PACKED:
+    if architecture in ARCHITECTURES:
         yield PagedCache(PagedStore(target.paged_shapes, 5), torch.tensor([[3, 1], [4, 2]]).int()[:rows])
 
 

@@ -1,6 +1,7 @@
 """Between the engine's thread and whoever listens."""
 
 import asyncio
+import threading
 
 from test_scheduler import alone, job, scheduler
 
@@ -30,3 +31,21 @@ def test_a_slow_listener_gets_more_at_once():
             assert written == alone(engine, job(prompt, 30, settings))
     assert len(found) < 20  # of 60 tokens, one a step
     worker.stop()
+
+
+def test_a_first_token_does_not_wait_for_a_step(monkeypatch):
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    served = scheduler(with_tree(model, tiny_drafter(), 4, 4))
+    worker, told = Worker(served), threading.Event()
+    step, waited = served.step, []
+    monkeypatch.setattr(served, "step", lambda: (waited.append(told.wait(5)), step()))
+
+    async def listen() -> None:
+        async for _ in worker.pieces([[5, 6, 7]], 8, Settings(temperature=0), lambda: None):
+            told.set()
+
+    worker.start()
+    asyncio.run(listen())
+    worker.stop()
+    assert waited[0]

@@ -8,7 +8,7 @@ room in the next round. What a text becomes does not depend on any of that: draw
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,20 +118,30 @@ class Scheduler:
         """Stop a job before its next step."""
         job.cancelled = True
 
-    @torch.inference_mode()
     def round(self) -> None:
         """Admit, read a chunk, step."""
+        self.read()
+        self.step()
+
+    @torch.inference_mode()
+    def read(self) -> None:
+        """The first half of a round, after which prompts that are read have their first token."""
         with self._lock:  # else one that comes now may spoil the look at who waits
             waiting = tuple(self._waiting)
         for job in (*self.rows.jobs, *self._reading, *waiting):
             if job.cancelled:
                 self._end(job, Piece((), finish="cancelled"))
+        self._guarded(self._admit, self._read)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """The second half: one step of all rows."""
+        self._guarded(self._make_room, self._step)
+
+    def _guarded(self, *parts: Callable[[], None]) -> None:
         try:
-            self._admit()
-            self._read()
-            if self.rows.jobs:
-                self._make_room()
-                self._step()
+            for part in parts:
+                part()
         except Exception as error:
             _LOG.exception("a round failed: %d requests are given up", self.running)
             for job in (*self.rows.jobs, *self._reading):  # none of them can be trusted any more
@@ -245,6 +255,8 @@ class Scheduler:
             self._waiting.appendleft(job)
 
     def _step(self) -> None:
+        if not self.rows.jobs:
+            return
         drawn, report = self.rows.step()
         jobs = tuple(self.rows.jobs)
         wanted = {}

@@ -98,11 +98,13 @@ class Worker:
                 self._work.wait()
                 self._work.clear()
             else:
-                self.scheduler.round()
+                self.scheduler.read()
+                self._deliver()  # a first token does not wait for the step
+                self.scheduler.step()
                 self._deliver()
 
     def _deliver(self) -> None:
-        """What a round wrote, to whoever listens, in one call: each one wakes its loop up, which costs the engine."""
+        """What was written, to whoever listens, in one call: each one wakes its loop up, which costs the engine."""
 
         def put(items: Sequence[tuple[_Queue, _Item]]) -> None:
             for queue, item in items:
