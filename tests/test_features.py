@@ -130,8 +130,7 @@ def forward_caches(target: Target, rows: int, architecture: str) -> Iterator[obj
     dense = target.new_cache(rows)
     dense.reserve(32)
     yield dense
-    if architecture in ARCHITECTURES:
-        yield PagedCache(PagedStore(target.paged_shapes, 5), torch.tensor([[3, 1], [4, 2]]).int()[:rows])
+    yield PagedCache(PagedStore(target.paged_shapes, 5), torch.tensor([[3, 1], [4, 2]]).int()[:rows])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
