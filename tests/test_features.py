@@ -126,7 +126,7 @@ def broken(*_: object, **__: object) -> Tensor:
 # Verification's
 
 
-def forward_caches(target: Target, rows: int, architecture: str) -> Iterator[object]:
+def forward_caches(target: Target, rows: int) -> Iterator[object]:
     dense = target.new_cache(rows)
     dense.reserve(32)
     yield dense
@@ -149,7 +149,7 @@ def test_verification_returns_what_the_model_says_of_its_layers(architecture):
             first[row], told[row, path] = features[n - 1], features[n:]
     hooks = hooks_of(model)  # transformers leaves its own
     with torch.inference_mode():
-        for cache in forward_caches(target, 2, architecture):
+        for cache in forward_caches(target, 2):
             _, prefilled = target.prefill(prompts, lengths, cache)
             _, hidden = target.verify(tree, lengths, cache)
             _, some = target.verify(tree, lengths, cache, torch.tensor([3, 0]))
@@ -165,7 +165,7 @@ def test_a_forward_that_failed_leaves_no_features_to_the_next():
     target.tap((0, 1))
     prompt = torch.randint(3, VOCAB, (1, 9))
     with torch.inference_mode():
-        for cache in forward_caches(target, 1, "llama"):
+        for cache in forward_caches(target, 1):
             _, expected = target.prefill(prompt, length, cache)
             layer.forward, forward = broken, layer.forward
             with pytest.raises(RuntimeError, match="out of memory"):
