@@ -30,10 +30,18 @@ SHAPES_NAME = "redrafter_shapes"
 
 
 def _note_shapes(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, seen: dict[int, Any], **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    note: Callable[[int, LayerShape], None],
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    """For transformers: attend to nothing, and note what would have been."""
-    seen[module.layer_idx] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+    """For transformers: attend to nothing, and note what would have been. note: a function, since hooks that move what
+    a layer is given to its device hand it copies of all that holds tensors or might."""
+    note(module.layer_idx, LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -46,7 +54,7 @@ def attended_shapes(model: Any, config: Any, ids: Tensor) -> list[LayerShape]:
     before, seen = config._attn_implementation, dict[int, LayerShape]()
     config._attn_implementation = SHAPES_NAME
     try:
-        model(input_ids=ids[None], use_cache=False, seen=seen)
+        model(input_ids=ids[None], use_cache=False, note=seen.__setitem__)
     finally:
         config._attn_implementation = before
     return [seen[layer] for layer in range(config.num_hidden_layers)]

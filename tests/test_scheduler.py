@@ -1,5 +1,6 @@
 """Requests of every kind side by side write what each would alone."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -246,6 +247,15 @@ def test_log_probabilities_are_the_models_own(engine):
         top = line.topk(4)
         assert list(likeliest) == top.indices.tolist()
         assert list(likeliest.values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_a_log_probability_is_a_number_even_of_what_the_model_never_writes(engine, monkeypatch):
+    head, never = engine.model.lm_head.forward, torch.tensor([90])
+    monkeypatch.setattr(engine.model.lm_head, "forward", lambda hidden: head(hidden).index_fill(-1, never, -math.inf))
+    each = job([5, 6, 7], 6, Settings(temperature=0, logprobs=VOCAB))
+    run(scheduler(engine), [each])
+    told = [line for piece in each.sink.pieces for line in piece.logprobs]
+    assert len(told) == 6 and all(min(likeliest.values()) == -9999 for _, likeliest in told)
 
 
 def test_a_text_ends_where_it_is_told_to(engine):

@@ -29,6 +29,8 @@ __all__ = ["Limits", "QueueFullError", "Scheduler"]
 
 _LOG = logging.getLogger(__name__)
 
+LEAST = -9999.0  # log-probability that is told, as OpenAI has it: -inf is no JSON
+
 
 class QueueFullError(ReDrafterError):
     """As many requests wait as may."""
@@ -322,7 +324,7 @@ class Scheduler:
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[tuple[float, dict[int, float]]]:
     """Of each token its log-probability under the model itself, and the likeliest tokens' at its place."""
-    scores = logits[: len(tokens)].float().log_softmax(dim=-1)
+    scores = logits[: len(tokens)].float().log_softmax(dim=-1).clamp(min=LEAST)
     own = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
     top = scores.topk(count or 1)
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
