@@ -5,6 +5,7 @@ length and nothing of the batch. What attention must know beside the queries tra
 keyword arguments, and the operator both stores the new keys and values and attends, so the model needs no cache object.
 """
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +19,7 @@ from redrafter import kernels
 from redrafter.blocks import BLOCK
 from redrafter.mask import AttentionKind, additive, visible
 
-__all__ = ["ATTENTION_NAME", "Plan", "gathered_attention", "tree_attention", "tree_attention_forward"]
+__all__ = ["ATTENTION_NAME", "RUNNING_PLAN", "Plan", "gathered_attention", "tree_attention", "tree_attention_forward"]
 
 ATTENTION_NAME = "redrafter_tree"  # a name holding "sdpa" or "flash" would make transformers check for those
 
@@ -29,11 +30,14 @@ class Plan:
     at its end, since a compiler treats a dimension that is ever 1 as a case of its own.
 
     pools: per layer, its keys' pool and index, then its values' pool and index; a pool is `[G, slots, heads, dim]`.
+    windows: per layer, positions that a node looks back, 0 for all. They are learnt from the masks that the model
+        makes, since not every model tells its attention function.
     length: `[B + 1]` int64, committed tokens. depth: `[B*N + 1]` int64. ancestors: `[B*M*N + 1]` bool.
     table: `[B*M + 1]` int32, the blocks of each row in order of position.
     """
 
     pools: tuple[tuple[Tensor, int, Tensor, int], ...]
+    windows: tuple[int, ...]
     length: Tensor
     depth: Tensor
     ancestors: Tensor
@@ -71,6 +75,9 @@ class Plan:
             seen = visible(self.length[:-1], depth, ancestors, self.slots[0].shape[1], kind)
             self.masks[window, dtype] = additive(seen, dtype)
         return self.masks[window, dtype]
+
+
+RUNNING_PLAN: ContextVar[Plan] = ContextVar("plan of the running forward")
 
 
 # Nothing is declared as mutated, though the pools are written: the only readers of a pool are these operators, which
@@ -195,14 +202,17 @@ def tree_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    plan: Plan,
+    plan: Plan | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """For transformers: query `[1, Hq, T, d]`; key, value `[1, H, T, d]`. Returns `[1, T, Hq, dv]`."""
+    """Attend for transformers: query `[1, Hq, T, d]`; key, value `[1, H, T, d]`. Returns `[1, T, Hq, dv]`.
+
+    plan: comes with the model's own keyword arguments; a model that hands none on finds it in `RUNNING_PLAN`.
+    """
+    plan = RUNNING_PLAN.get() if plan is None else plan
     query, key, value = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
     attend = tree_attention if query.is_cuda else partial(gathered_attention, plan)
     out = attend(
@@ -215,7 +225,7 @@ def tree_attention_forward(
         plan.ancestors,
         plan.table,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window or 0,
+        window=plan.windows[module.layer_idx],
         softcap=softcap or 0.0,
         sinks=s_aux,
     )

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from redrafter.attention import ATTENTION_NAME, Plan, tree_attention_forward
-from redrafter.cache import LayerShape
+from redrafter.attention import ATTENTION_NAME, RUNNING_PLAN, Plan, tree_attention_forward
 from redrafter.features import join, tapped
 from redrafter.merge import MergedLinears, linear_calls, same_inputs
 from redrafter.paged import PagedCache
 from redrafter.tree import Tree
 
-__all__ = ["PackedForward", "attended_shapes"]
+__all__ = ["PackedForward"]
 
 ALIGN = 8  # tokens; a forward is padded to a multiple, which matrix products like, and which makes it never one token
 
@@ -26,48 +25,19 @@ OPTIONS: dict[str, Any] = {
 }
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
-SHAPES_NAME = "redrafter_shapes"
-
-
-def _note_shapes(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    note: Callable[[int, LayerShape], None],
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """For transformers: attend to nothing, and note what would have been. note: a function, since hooks that move what
-    a layer is given to its device hand it copies of all that holds tensors or might."""
-    note(module.layer_idx, LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device))
-    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-
-AttentionInterface.register(SHAPES_NAME, _note_shapes)
-
-
-def attended_shapes(model: Any, config: Any, ids: Tensor) -> list[LayerShape]:
-    """What each layer attends to, which is what a paged store holds. Models with latent attention keep something else
-    in transformers' own caches. ids: `[T]`, any text."""
-    before, seen = config._attn_implementation, dict[int, LayerShape]()
-    config._attn_implementation = SHAPES_NAME
-    try:
-        model(input_ids=ids[None], use_cache=False, note=seen.__setitem__)
-    finally:
-        config._attn_implementation = before
-    return [seen[layer] for layer in range(config.num_hidden_layers)]
 
 
 class PackedForward:
     """A causal LM's forward over packed trees. Nothing of it stays on the model between calls.
 
+    windows: positions that each layer looks back, 0 for all; see `attention_probe`.
+
     One compilation serves every batch and tree: only the number of tokens varies, and that is a dynamic dimension.
     """
 
-    def __init__(self, model: Any, head: nn.Module, config: Any, context: int | None):
+    def __init__(self, model: Any, head: nn.Module, config: Any, context: int | None, windows: tuple[int, ...] = ()):
         self._model, self._head, self._config, self._context = model, head, config, context
+        self._windows = windows
         self._wanted: Any = None  # these three hold something during a call alone
         self._hidden: Any = None
         self._outputs: tuple[Tensor, ...] = ()
@@ -93,10 +63,10 @@ class PackedForward:
             _aligned(positions.flatten()),
             _aligned(wanted),
         )
-        plan = cache.plan(tree, length)
+        plan = cache.plan(tree, length, self._windows)
         for x in (ids, positions, wanted, plan.length, plan.depth, plan.ancestors, plan.table):
             torch._dynamo.maybe_mark_dynamic(x, 0)
-        with self._lock, self._attending(), self._merged or nullcontext():
+        with self._lock, self._attending(plan), self._merged or nullcontext():
             logits, hidden = self._run(ids, positions, wanted, plan)
         count = rows if only is not None else rows * nodes
         return logits[:count].view(rows, -1, logits.shape[-1]), hidden[:count].view(rows, -1, hidden.shape[-1])
@@ -140,14 +110,16 @@ class PackedForward:
         self._outputs = (*self._outputs, output[:, self._wanted])
 
     @contextmanager
-    def _attending(self) -> Iterator[None]:
+    def _attending(self, plan: Plan) -> Iterator[None]:
         before = self._config._attn_implementation
         self._config._attn_implementation = ATTENTION_NAME
         hook = self._head.register_forward_pre_hook(self._tap)
+        running = RUNNING_PLAN.set(plan)
         try:
             with tapped(self._layers, self._see):
                 yield
         finally:
+            RUNNING_PLAN.reset(running)
             hook.remove()
             self._config._attn_implementation = before
 

@@ -62,9 +62,15 @@ class PagedCache:
         self.store, self.table = store, table
         self.window = table.shape[1] * BLOCK
 
-    def plan(self, tree: Tree, length: Tensor) -> Plan:
-        """What attention must know of a forward over `tree`'s new nodes behind `length` `[B]` committed tokens."""
-        return Plan(self.store.homes, *map(_spare, (length, tree.depth, tree.ancestors, self.table)))
+    def plan(self, tree: Tree, length: Tensor, windows: tuple[int, ...]) -> Plan:
+        """Return what attention must know of a forward over `tree`'s new nodes.
+
+        Args:
+            tree: the nodes.
+            length: `[B]` int64, committed tokens of each row.
+            windows: positions that each layer looks back, 0 for all.
+        """
+        return Plan(self.store.homes, windows, *map(_spare, (length, tree.depth, tree.ancestors, self.table)))
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
         """Move the path's keys and values next to the committed ones, as `RaggedCache.commit` does."""
@@ -74,13 +80,13 @@ class PagedCache:
             for pool in self.store.pools:
                 kernels.commit(pool, self.table, length, nodes)
             return
-        source = self._slots(length[:, None] + nodes)
-        target = self._slots(length[:, None] + torch.arange(nodes.shape[1], device=nodes.device))
+        source = self.slots(length[:, None] + nodes)
+        target = self.slots(length[:, None] + torch.arange(nodes.shape[1], device=nodes.device))
         for pool in self.store.pools:
             pool.index_copy_(1, target, pool.index_select(1, source))
 
-    def _slots(self, at: Tensor) -> Tensor:
-        """Slots `[B, M']` counted along each row, to flat ones of the pools, `[B * M']`."""
+    def slots(self, at: Tensor) -> Tensor:
+        """Map slots `[B, M']` counted along each row, to flat ones of the pools, `[B * M']`."""
         return (self.table.gather(1, at // BLOCK) * BLOCK + at % BLOCK).flatten()
 
 

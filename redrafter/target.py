@@ -6,8 +6,7 @@ plain forwards; an architecture whose answers differ is refused, so what is serv
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,17 +14,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from redrafter import kernels
+from redrafter.attention_probe import probe_attention
 from redrafter.blocks import BLOCK
+from redrafter.by_position import by_position, slot_readers
 from redrafter.cache import LayerShape, RaggedCache
-from redrafter.errors import CheckpointError, MismatchError, UnsupportedError, first_line
+from redrafter.errors import MismatchError, UnsupportedError
 from redrafter.features import decoder_layers, join, tapped
-from redrafter.mask import AttentionKind, additive, visible
-from redrafter.packed import PackedForward, attended_shapes
+from redrafter.mask import additive, visible
+from redrafter.packed import PackedForward
 from redrafter.paged import PagedCache, PagedStore
-from redrafter.quantization import is_quantized, warn_of_shared_scales
-from redrafter.tree import Tree, chain, tree_of
+from redrafter.quantization import warn_of_shared_scales
+from redrafter.self_test import SelfTest
+from redrafter.tree import Tree, chain
 
-__all__ = ["Target", "attention_kinds", "context_of"]
+__all__ = ["Target", "context_of"]
 
 PREFILL_CHUNK = 512  # prompt tokens of a row per forward; bounds the mask, not the result
 PREFILL_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
@@ -52,7 +54,6 @@ class Target:
         self.head: Any = model.get_output_embeddings()
         if self.head is None:
             raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
-        self.kinds = attention_kinds(self.config)
         self.context = context_of(self.config)
         table = self.embedding.weight
         assert isinstance(table, Tensor)
@@ -142,7 +143,7 @@ class Target:
         return logits, hidden
 
     def _padded(self, tree: Tree, length: Tensor, cache: RaggedCache, only: Tensor | None) -> tuple[Tensor, Tensor]:
-        seen: list[Tensor] = []
+        read: list[Tensor] = []
         outputs: list[Tensor] = []
 
         def wanted(hidden: Tensor) -> Tensor:
@@ -151,15 +152,19 @@ class Target:
             return hidden.gather(1, only.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1]))
 
         def tap(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            seen.append(wanted(args[0]))
-            return (seen[-1], *args[1:])
+            read.append(wanted(args[0]))
+            return (read[-1], *args[1:])
 
         nodes, new = tree.tokens.shape[1], tree.new
         cache.address(length + (nodes - new), new)
         positions = length[:, None] + tree.depth[:, -new:]
         hook = self.head.register_forward_pre_hook(tap)
+        seen = partial(visible, length, tree.depth, tree.ancestors, cache.window)
         try:
-            with tapped(self._tapped, lambda output: outputs.append(wanted(output).to(self.device))):
+            with (
+                tapped(self._tapped, lambda output: outputs.append(wanted(output).to(self.device))),
+                by_position(self._slot_readers, positions, seen),
+            ):
                 out = self.model(
                     input_ids=tree.tokens[:, -new:],
                     attention_mask=None if cache.committed else self._mask(tree, length, cache.window),
@@ -170,9 +175,9 @@ class Target:
                 )
         finally:
             hook.remove()
-        if len(seen) != 1:
-            raise UnsupportedError(f"{self.name} calls its head {len(seen)} times a forward; it must be once")
-        return out.logits.to(self.device), join(seen[0].to(self.device), outputs)
+        if len(read) != 1:
+            raise UnsupportedError(f"{self.name} calls its head {len(read)} times a forward; it must be once")
+        return out.logits.to(self.device), join(read[0].to(self.device), outputs)
 
     def _mask(self, tree: Tree, length: Tensor, window: int) -> Tensor | dict[str, Tensor]:
         masks = {
@@ -182,72 +187,59 @@ class Target:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _bind(self) -> None:
-        """Learn what each layer stores, then compare a small tree on two uneven rows with plain forwards."""
-        window = min((kind.window for kind in self.kinds.values() if kind.window), default=0)
-        long = window + 3 if window <= 64 else 5  # reach past the window where that is cheap
-        ids = (torch.arange(2 * (long + 8), device=self.device) * 7919 + 11) % self.vocab_size
-        prompts, (root, a, b, c, d, e) = ids[: 2 * long].view(2, long), ids[2 * long : 2 * long + 6]
-        lengths = [long, long - 2]
-        path_a, path_b = torch.stack([root, a, c, e]), torch.stack([root, b, d, e])
-        expected = []
-        for row, n in enumerate(lengths):
-            texts = torch.stack([torch.cat([prompts[row, :n], path]) for path in (path_a, path_b)])
-            out = self.model(input_ids=texts, use_cache=True)
-            in_a, in_b = out.logits[:, n:].to(self.device)  # [4, V] each, along root, a, c, e and root, b, d, e
-            expected.append(torch.stack([in_b[0], in_a[1], in_b[1], in_a[2], in_b[2], in_b[3]]))
-        self.shapes = _layer_shapes(out.past_key_values, self.name)
+        """Learn what each layer sees and stores, then compare small trees with plain forwards."""
+        ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
         self.dtype = self.embed(ids).dtype  # the model's own may be that of a quantised weight
-
-        length = torch.tensor(lengths, device=self.device)
-        cache = self.new_cache(2)
-        cache.reserve(long + 8)
-        self._try(ids, prompts, length, cache, torch.stack(expected))
-        self.packed = PackedForward(self.model, self.head, self.config, self.context)
-        self._trial = ids, prompts, length, torch.stack(expected)
+        probe = probe_attention(self.model, self.config, ids)
+        self.kinds = probe.by_name(self.config)
+        self._probe, self._slot_readers = probe, slot_readers(self.model)
+        self.packed = PackedForward(self.model, self.head, self.config, self.context, probe.windows)
+        window = min((kind.window for kind in self.kinds.values() if kind.window), default=0)
+        longest = window + 3 if window <= 64 else 5  # reach past the window where that is cheap
+        self._self_test = SelfTest(self, probe, longest)
+        self.shapes = _layer_shapes(self._self_test.past, self.name)
+        self._self_test.run(self.shapes, _ragged_cache)
         self.unpacked = "it is not on a GPU" if self.device.type != "cuda" else self.unpaged
-
-    def _try(
-        self, ids: Tensor, prompts: Tensor, length: Tensor, cache: RaggedCache | PagedCache, expected: Tensor
-    ) -> None:
-        """The small tree on `cache`, after a prefill; raise `UnsupportedError` when it fails or differs."""
-        root, a, b, c, d, e = ids[2 * prompts.shape[1] :][:6]
-        tokens = torch.stack([root, a, b, c, d]).expand(2, 5)
-        parents, depth = (torch.tensor(x, device=self.device).expand(2, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
-        try:
-            self.prefill(prompts, length, cache)
-            logits, _ = self.verify(tree_of(tokens, parents, depth, max_depth=2), length, cache)
-            cache.commit(length, torch.tensor([0, 2, 4], device=self.device).expand(2, 3))
-            after, _ = self.verify(chain(e.expand(2, 1)), length + 3, cache)
-        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-            raise UnsupportedError(f"{self.name} cannot run a token tree: {first_line(error)}") from error
-        allowed = _QUANTIZED if is_quantized(self.model.config) else _TOLERANCE.get(expected.dtype, _HALF)
-        _compare(torch.cat([logits, after], dim=1), expected, allowed, self.name)
 
     @cached_property
     def paged_shapes(self) -> list[LayerShape]:
-        """What each layer keeps on a paged cache."""
-        with torch.no_grad():
-            return attended_shapes(self.model, self.config, self._trial[0])
+        """What each layer keeps on a paged cache: what it attends to. Models with latent attention keep something else
+        in transformers' own caches."""
+        return [self._probe.shapes[layer] for layer in range(self.config.num_hidden_layers)]
 
     @cached_property
     def unpaged(self) -> str | None:
         """Why this model can only be decoded on the dense cache; None when the paged one serves too."""
-        ids, prompts, length, expected = self._trial
         if len({shape.device for shape in self.shapes}) > 1:
             return "it is spread over several devices; load it on one with device='cuda'"
         if self.device.type == "cuda" and not kernels.TRITON:
             return "Triton is not installed; pip install triton"
-        if any(kind.chunk for kind in self.kinds.values()):
+        if self._probe.failure is not None or len(self._probe.shapes) < self.config.num_hidden_layers:
+            return f"its attention cannot be replaced: {self._probe.failure or 'it is code of the model itself'}"
+        kinds = self._probe.by_layer(self.config.num_hidden_layers)
+        if kinds is None:
+            return "its attention changes the mask that it is given"
+        if self._slot_readers:
+            return "its attention takes positions from the cache"
+        if any(kind.chunk for kind in kinds):
             return "its layers attend within chunks, which the tree attention kernel does not know"
-        blocks = -(-(prompts.shape[1] + 8) // BLOCK)
-        table = torch.arange(1, 1 + 2 * blocks, dtype=torch.int32, device=self.device).view(2, blocks)
         try:
             with torch.no_grad():
-                cache = PagedCache(PagedStore(self.paged_shapes, 1 + 2 * blocks), table)
-                self._try(ids, prompts, length, cache, expected)
-        except (UnsupportedError, TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+                self._self_test.run(self.paged_shapes, self._paged_cache, far=self.paged_shapes == self.shapes)
+        except UnsupportedError as error:
             return f"its attention cannot be replaced: {error}"
         return None
+
+    def _paged_cache(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> PagedCache:
+        blocks = -(-slots // BLOCK)
+        table = torch.arange(1, 1 + rows * blocks, dtype=torch.int32, device=self.device).view(rows, blocks)
+        return PagedCache(PagedStore(shapes, 1 + rows * blocks), table)
+
+
+def _ragged_cache(shapes: Sequence[LayerShape], rows: int, slots: int) -> RaggedCache:
+    cache = RaggedCache(shapes, rows)
+    cache.reserve(slots)
+    return cache
 
 
 def _refuse(model: PreTrainedModel, name: str) -> None:
@@ -268,23 +260,6 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
             f"attn_implementation={attention!r} takes no tree mask; load the model with attn_implementation='sdpa' "
             "(or 'eager')"
         )
-
-
-def attention_kinds(config: object) -> dict[str, AttentionKind]:
-    """What each named kind of layer sees, by the rule that transformers uses to build its own masks."""
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    by_name = {
-        "full_attention": AttentionKind(),
-        "sliding_attention": AttentionKind(window=window),
-        "chunked_attention": AttentionKind(chunk=chunk),
-    }
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        types = ["sliding_attention" if window else "chunked_attention" if chunk else "full_attention"]
-    unknown = sorted(set(types) - by_name.keys())
-    if unknown:
-        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not known; known are {', '.join(by_name)}")
-    return {name: by_name[name] for name in sorted(set(types))}
 
 
 def context_of(config: object) -> int | None:
@@ -308,31 +283,3 @@ def _layer_shapes(past: Any, name: str) -> list[LayerShape]:
             raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")
         shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
     return shapes
-
-
-@dataclass(frozen=True)
-class _Tolerance:
-    worst: float
-    typical: float
-
-
-# Of a node's error relative to the spread of its logits. Half precision may flip an expert's choice at a node or two.
-# Where activations are quantised, the least difference carries one over to the next of few values: up to 0.18 typically
-# on the boxed base, 40 layers deep; a node that sees what it should not is at 0.8.
-_TOLERANCE = {torch.float32: _Tolerance(2e-3, 2e-3), torch.float64: _Tolerance(2e-3, 2e-3)}
-_HALF, _QUANTIZED = _Tolerance(float("inf"), 0.15), _Tolerance(float("inf"), 0.4)
-
-
-def _compare(found: Tensor, expected: Tensor, allowed: _Tolerance, name: str) -> None:
-    """found, expected: `[B, N, V]` logits."""
-    found, expected = found.float(), expected.float()
-    if not bool(expected.isfinite().all()):
-        raise CheckpointError(
-            f"{name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow for them"
-        )
-    error = (found - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
-    if not bool((error.max() <= allowed.worst) & (error.median() <= allowed.typical)):
-        raise UnsupportedError(
-            f"{name} gives other logits for a token tree than for plain text (relative error {error.max():.2g}); "
-            "this architecture cannot be verified exactly"
-        )

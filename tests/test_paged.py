@@ -50,7 +50,7 @@ def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
         store = PagedStore(shapes, 8)
         for pool in store.pools:
             pool.normal_(generator=torch.Generator().manual_seed(1))
-        plan = PagedCache(store, table).plan(tree, lengths)
+        plan = PagedCache(store, table).plan(tree, lengths, (0,))
         settings = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
         plans = (plan,) if attend is gathered_attention else ()
         parts = (plan.length, plan.depth, plan.ancestors, plan.table)

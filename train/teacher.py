@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from redrafter.attention_probe import probe_attention
 from redrafter.features import decoder_layers, join, tapped
 from redrafter.mask import AttentionKind, additive
-from redrafter.target import attention_kinds
 
 __all__ = ["Reading", "Teacher"]
 
@@ -53,7 +53,9 @@ class Teacher:
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
         self.model: Any = model.eval()
         config = model.config.get_text_config(decoder=True)
-        self._kinds = attention_kinds(config)
+        ids = torch.zeros(2, dtype=torch.long, device=model.device)
+        with torch.no_grad():
+            self._kinds = probe_attention(model, config, ids).by_name(config)
         self._layers = decoder_layers(model, config.num_hidden_layers, layers)
         self._seen: _Seen | None = None  # only while it reads; others run the model in between
 
