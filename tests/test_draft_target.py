@@ -428,7 +428,7 @@ def test_what_is_found_again_was_read_by_both_models(llama):
     for store in (graphs.store, graphs.draft_store):
         found = PagedCache(store, torch.tensor([lease.blocks]).int())
         for mine, theirs in zip(store.pools, fresh.store.pools, strict=True):
-            assert torch.allclose(mine[:, found._slots(at)], theirs[:, fresh._slots(at)], atol=1e-5)
+            assert torch.allclose(mine[:, found.slots(at)], theirs[:, fresh.slots(at)], atol=1e-5)
 
 
 def test_limits_of_an_engine_hold(llama, similar):
