@@ -38,9 +38,10 @@ def random_drafter(**changes) -> RecurrentDrafter:
     return drafter
 
 
-def inputs(rows: int = 3):
+def inputs(rows: int = 3, dtype: torch.dtype = torch.float64):
+    """Two embeddings and a hidden state; by default in float64, in which every order of summation gives the same."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(rows, HIDDEN, generator=generator) for _ in range(3)]
+    return [torch.randn(rows, HIDDEN, generator=generator, dtype=dtype) for _ in range(3)]
 
 
 def reference_head(weights, x, layers):
@@ -52,7 +53,7 @@ def reference_head(weights, x, layers):
 @pytest.mark.parametrize("recurrence", ["apple", "trtllm"])
 @pytest.mark.parametrize("layers", [0, 2])
 def test_two_steps_are_the_published_recurrence(recurrence, layers):
-    drafter = tiny_drafter(recurrence=recurrence, num_draft_layers=layers)
+    drafter = tiny_drafter(recurrence=recurrence, num_draft_layers=layers).double()
     torch.nn.init.normal_(drafter.rnn_u.bias)
     w = drafter.state_dict()
     first, second, hidden = inputs()
@@ -60,7 +61,7 @@ def test_two_steps_are_the_published_recurrence(recurrence, layers):
     logits_2, state_2 = drafter.step(second, state_1, hidden)
     into, onto, bias = w["rnn_w.weight"], w["rnn_u.weight"], w["rnn_u.bias"]
     if recurrence == "apple":
-        expected_1 = silu(first @ into.T + torch.zeros(HIDDEN) @ onto.T + bias)
+        expected_1 = silu(first @ into.T + torch.zeros_like(first) @ onto.T + bias)
         expected_2 = silu(second @ into.T + expected_1 @ onto.T + bias)
     else:
         expected_1 = first @ into.T
@@ -72,7 +73,7 @@ def test_two_steps_are_the_published_recurrence(recurrence, layers):
 
 
 def test_two_steps_of_the_gated_recurrence_mix_the_state_with_what_is_read():
-    drafter = random_drafter(recurrence="gated")
+    drafter = random_drafter(recurrence="gated").double()
     w = drafter.state_dict()
     first, second, hidden = inputs()
 
@@ -92,7 +93,7 @@ def test_two_steps_of_the_gated_recurrence_mix_the_state_with_what_is_read():
 
 
 def test_earlier_layers_are_added_to_the_last_hidden_state():
-    drafter = random_drafter(target_layers=(0, 2))
+    drafter = random_drafter(target_layers=(0, 2)).double()
     assert drafter.feature_size == 3 * HIDDEN and tiny_drafter().feature_size == HIDDEN
     features = torch.cat(inputs(), dim=-1)  # [3, F]
     w = drafter.state_dict()
@@ -102,7 +103,7 @@ def test_earlier_layers_are_added_to_the_last_hidden_state():
 
 
 def test_a_head_of_low_rank_is_a_product_of_two():
-    drafter, whole = random_drafter(head_rank=8), random_drafter()
+    drafter, whole = random_drafter(head_rank=8).double(), random_drafter().double()
     w = drafter.state_dict()
     assert w["head_proj.weight"].shape == (8, 2 * HIDDEN) and w["lm_head.weight"].shape == (VOCAB, 8)
     shared = {name: weight for name, weight in w.items() if not name.startswith(("lm_head", "head_proj"))}
@@ -113,18 +114,18 @@ def test_a_head_of_low_rank_is_a_product_of_two():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_is_what_advance_makes_and_then_the_head(form):
-    drafter = random_drafter(**FORMS[form])
+    drafter = random_drafter(**FORMS[form]).double()
     first, second, hidden = inputs()
     _, state = drafter.step(first, None, hidden)
     logits, after = drafter.step(second, state, hidden)
     x, same = drafter.advance(second, state, hidden)
-    assert torch.equal(same, after) and torch.equal(x @ drafter.lm_head.weight.T, logits)
+    torch.testing.assert_close((same, x @ drafter.lm_head.weight.T), (after, logits))
     assert logits.shape == (3, drafter.config.draft_vocab_size or VOCAB)
 
 
 @pytest.mark.parametrize("form", ["published", "gated", "sum"])
 def test_joined_weights_compute_the_same_until_training(form):
-    drafter = random_drafter(**FORMS[form])
+    drafter = random_drafter(**FORMS[form]).double()
     first, second, hidden = inputs()
     expected = [state := drafter.step(first, None, hidden)[1], drafter.step(second, state, hidden)[1]]
     drafter.join_recurrence()
@@ -134,7 +135,7 @@ def test_joined_weights_compute_the_same_until_training(form):
 
 
 def test_without_recurrence_the_state_is_the_sum_of_embeddings():
-    drafter = tiny_drafter(rnn=False)
+    drafter = tiny_drafter(rnn=False).double()
     first, second, hidden = inputs()
     _, state = drafter.step(first, None, hidden)
     _, state = drafter.step(second, state, hidden)
@@ -146,7 +147,8 @@ def test_another_exit_dim_gets_a_projection():
     drafter = tiny_drafter(exit_dim=48)
     assert drafter.input_proj.weight.shape == (48, 2 * HIDDEN)
     assert tiny_drafter().input_proj is None
-    logits, _ = drafter.step(*inputs()[:1], None, inputs()[2])
+    first, _, hidden = inputs(dtype=drafter.dtype)
+    logits, _ = drafter.step(first, None, hidden)
     assert logits.shape == (3, VOCAB)
 
 
@@ -169,7 +171,7 @@ def test_a_drafter_of_before_there_were_other_forms_is_the_published_one(tmp_pat
     assert len(older) == len(written) - 2
     (tmp_path / "config.json").write_text(json.dumps(older))
     again = RecurrentDrafter.from_pretrained(tmp_path)
-    first, _, hidden = inputs()
+    first, _, hidden = inputs(dtype=drafter.dtype)
     assert torch.equal(again.step(first, None, again.take(hidden))[0], drafter.step(first, None, hidden)[0])
     for config in (again.config, RecurrentDrafter.from_pretrained(boxed_pair() / "drafter").config):
         assert (config.recurrence, config.target_layers, config.head_rank) == ("apple", [], None)
@@ -237,7 +239,7 @@ def test_a_config_that_makes_no_drafter_is_refused(changes):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_step_serves_any_leading_shape(form):
-    drafter = random_drafter(**FORMS[form])
+    drafter = random_drafter(**FORMS[form]).double()
     first, _, hidden = inputs(6)
     hidden = hidden[[0, 0, 0, 3, 3, 3]]  # which the beams of a row share
     flat, before = drafter.step(first, None, hidden)

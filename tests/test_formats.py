@@ -106,6 +106,11 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
+def doubled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors in float64, in which two orders of summation agree to 1e-9 however large the numbers are."""
+    return {name: tensor.double() for name, tensor in tensors.items()}
+
+
 def config(place: Path) -> dict:
     return json.loads((place / "config.json").read_text())
 
@@ -181,7 +186,7 @@ def test_a_merged_checkpoint_goes_to_tensorrt_llm_and_back(bases, tmp_path):
 
 def gathered(ranks: list[dict[str, Tensor]], name: str, x: Tensor) -> Tensor:
     """A column-parallel layer: each rank its rows, one after the other."""
-    out = [x @ rank[f"{name}.weight"].T + rank.get(f"{name}.bias", torch.zeros(())) for rank in ranks]
+    out = [x @ rank[f"{name}.weight"].T + rank.get(f"{name}.bias", torch.zeros((), dtype=x.dtype)) for rank in ranks]
     return torch.cat(out, dim=-1)
 
 
@@ -191,10 +196,10 @@ def test_ranks_together_compute_what_the_drafter_does(form, tp, bases, tmp_path)
     """With the recurrence of TensorRT-LLM's engine: no activation, and no bias at the first step."""
     pair = {"base_model_checkpoint_dir": bases / "llama", "drafter_model_dir": apple_dir(tmp_path / "apple", **form)}
     trtllm = convert(tmp_path / "trtllm", **pair, to="trtllm", tp_size=tp)
-    ranks = [load_file(trtllm / f"rank{rank}.safetensors") for rank in range(tp)]
+    ranks = [doubled(load_file(trtllm / f"rank{rank}.safetensors")) for rank in range(tp)]
     ours = convert(tmp_path / "ours", drafter_model_dir=trtllm, to="drafter", recurrence="trtllm")
-    drafter = RecurrentDrafter.from_pretrained(ours)
-    first, second, hidden = torch.randn(3, 7, HIDDEN)
+    drafter = RecurrentDrafter.from_pretrained(ours).double()
+    first, second, hidden = torch.randn(3, 7, HIDDEN, dtype=torch.float64)
     state = gathered(ranks, "drafter.rnn_w", first) if form["rnn"] else first
     for embedding, before in ((first, None), (second, state)):
         if before is not None and form["rnn"]:
@@ -209,19 +214,20 @@ def test_ranks_together_compute_what_the_drafter_does(form, tp, bases, tmp_path)
         logits = gathered(ranks, "drafter.lm_head", x)
         assert logits.shape[-1] == -(-VOCAB // tp) * tp and not logits[:, VOCAB:].any()
         found, now = drafter.step(embedding, before, hidden)
-        torch.testing.assert_close(found, logits[:, :VOCAB], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(now, state, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, logits[:, :VOCAB], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(now, state, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("naming", LISTS)
 @pytest.mark.parametrize("form", FORMS[::3], ids=lambda form: "-".join(map(str, form.values())))
 def test_apples_drafters_compute_the_same_here(form, naming, tmp_path):
     apple = apple_dir(tmp_path / "apple", **form, naming=naming)
-    tensors = apple_tensors(**form)
-    drafter = RecurrentDrafter.from_pretrained(convert(tmp_path / "ours", drafter_model_dir=apple, to="drafter"))
-    state, hidden = torch.zeros(7, HIDDEN), torch.randn(7, HIDDEN)
-    before = None
-    for embedding in torch.randn(3, 7, HIDDEN):
+    tensors = doubled(apple_tensors(**form))
+    ours = convert(tmp_path / "ours", drafter_model_dir=apple, to="drafter")
+    drafter = RecurrentDrafter.from_pretrained(ours).double()
+    hidden, *embeddings = torch.randn(4, 7, HIDDEN, dtype=torch.float64)
+    state, before = torch.zeros_like(hidden), None
+    for embedding in embeddings:
         if form["rnn"]:
             carried = state @ tensors["rnn_u.weight"].T + tensors["rnn_u.bias"]
             state = silu(embedding @ tensors["rnn_w.weight"].T + carried)
@@ -233,7 +239,8 @@ def test_apples_drafters_compute_the_same_here(form, naming, tmp_path):
         for i in range(form["layers"]):
             x = x + silu(x @ tensors[f"lm_head.{i}.linear.weight"].T + tensors[f"lm_head.{i}.linear.bias"])
         found, before = drafter.step(embedding, before, hidden)
-        torch.testing.assert_close(found, x @ tensors[f"lm_head.{form['layers']}.weight"].T, rtol=1e-4, atol=1e-4)
+        expected = x @ tensors[f"lm_head.{form['layers']}.weight"].T
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_query_key_and_value_are_split_by_heads(bases, tmp_path):
