@@ -1,6 +1,8 @@
 """The trainer: how it steps, what it learns, what its command says and writes."""
 
+import json
 import re
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +25,9 @@ from redrafter.train.data.rows import read_rows
 from redrafter.train.data.windows import Windows
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.walk import HeldOut
-from redrafter.train.loop import new_accelerator
 from redrafter.train.loss import Losses, Unroll, weight
 from redrafter.train.optimizer import BETAS, make_optimizer, schedule
+from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, Meter, Numbers, Standing
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import TrainConfig, main, new_drafter, train
@@ -385,6 +387,28 @@ def test_what_is_no_drafter_is_never_overwritten(tmp_path, capsys):
     (tmp_path / "out" / "thesis.txt").write_text("mine")
     assert main(command(tmp_path, "--overwrite")) == 2 and "no drafter" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_what_a_training_left_without_weights_is_replaced_and_nothing_else(tmp_path, capsys):
+    out, record = tmp_path / "out", {"saved_step": 4, "processes": 1}
+
+    def left(**files: object) -> list[str]:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        (out / "README.md").write_text("A drafter.")
+        for name, content in files.items():
+            (out / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        return sorted(file.name for file in out.iterdir())
+
+    once = command(tmp_path, "--steps", "1", "--overwrite")
+    for files in ({}, {"training": {"learning_rate": 1}}, {"training": "[1]"}, {"training": record, "thesis": {}}):
+        before = left(**files)
+        assert main(once) == 2 and "holds something that is no drafter" in capsys.readouterr().err
+        assert sorted(file.name for file in out.iterdir()) == before
+    left(training=record)
+    assert main(once[:-1]) == 2 and "pass --overwrite" in capsys.readouterr().err
+    assert main(once) == 0
+    assert RecurrentDrafter.from_pretrained(out).config.trained_draft_len == 3
 
 
 def test_flags_and_fields_have_the_same_defaults():

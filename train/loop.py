@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -21,10 +20,11 @@ from redrafter.train.checkpoints import Checkpoint, Checkpoints, machine_state, 
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import Unroll, weight
 from redrafter.train.optimizer import make_optimizer, schedule
+from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, Meter, Numbers
 from redrafter.train.teacher import Teacher
 
-__all__ = ["Report", "new_accelerator", "train"]
+__all__ = ["Report", "train"]
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,6 @@ def train(
     drafter.eval()
     at = clock.at
     return Report(at.step, at.tokens, at.seconds, meter.loss, meter.accuracy, at.walked, at.best_step, clock.spent)
-
-
-def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
-    """As `accelerate launch` configured it, but for what `config` says itself."""
-    # With one draft step the matrix that carries the recurrence on has no gradient.
-    handler = DistributedDataParallelKwargs(find_unused_parameters=config.draft_len == 1)
-    return Accelerator(mixed_precision=config.mixed_precision, cpu=config.cpu, kwargs_handlers=[handler], **arguments)
 
 
 class _Trainer:

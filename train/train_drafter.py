@@ -22,7 +22,7 @@ from redrafter.checkpoint import check_fit, embedding_norms, load_model, load_to
 from redrafter.cli.loading import limit_threads
 from redrafter.cli.program import guarded
 from redrafter.drafter import RecurrentDrafter
-from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.flags import flag, own_name
 from redrafter.stopping import end_tokens
 from redrafter.target import Target
@@ -34,10 +34,11 @@ from redrafter.train.data.documents import documents, prompts, show_sample
 from redrafter.train.data.rows import Row, read_rows
 from redrafter.train.data.windows import Windows
 from redrafter.train.evaluate.walk import HeldOut, Walk
-from redrafter.train.loop import Report, new_accelerator, train
+from redrafter.train.loop import Report, train
 from redrafter.train.new import new_drafter
 from redrafter.train.output import check_output, save
 from redrafter.train.plan import last_step, plan, row_length
+from redrafter.train.processes import check_launcher, new_accelerator, refuse_together, stays_on_cpu
 from redrafter.train.progress import Console, NotFiniteError
 from redrafter.train.provenance import data_hash, provenance
 from redrafter.train.shard import load_sharded
@@ -59,7 +60,7 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
         return
     config = replace(config, length=row_length(config))
     if config.dry_run:
-        processes = PartialState(cpu=config.cpu).num_processes
+        processes = PartialState(cpu=stays_on_cpu(config)).num_processes
         log("\n".join(plan(config, _windows(config, tokenizer), processes)))
         return
     check_output(Path(str(config.output)), config.overwrite)
@@ -244,7 +245,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
 
     def command() -> int:
-        run(parse(argv), log=lambda line: print(line, flush=True))
+        config = parse(argv)
+        try:
+            check_launcher()
+        except UnsupportedError as error:
+            return refuse_together(error)
+        run(config, log=lambda line: print(line, flush=True))
         return 0
 
     return guarded(command)
