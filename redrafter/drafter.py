@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.errors import ArgumentError, CheckpointError, first_line
@@ -35,6 +35,7 @@ class DrafterConfig(PretrainedConfig):
     `s' = W e` at the first step and `W e + U s + b` after, what TensorRT-LLM's engine computed; or "gated",
     `s' = (1 - g) s + g SiLU(c)` with `g = sigmoid(a)` and `[a, c] = G [e, s, h] + b`, which accepts more.
     target_layers: decoder layers of the target, ascending from 0, whose outputs are read beside its last hidden state.
+    rms_norm_eps: added to the mean square of a layer's output where that is brought to a root mean square of 1.
     head_rank: the head goes through so many dimensions, which makes it smaller by E / head_rank; None for the whole.
     draft_vocab_size: V' when the head knows only a part of the vocabulary, with an id map in the weights; None for all.
     draft_beams, draft_len_per_beam: the beam search's defaults (transformers keeps the name `num_beams` for itself in a
@@ -54,6 +55,7 @@ class DrafterConfig(PretrainedConfig):
         rnn: bool = True,
         recurrence: str = "apple",
         target_layers: Sequence[int] = (),
+        rms_norm_eps: float = 1e-6,
         head_rank: int | None = None,
         draft_vocab_size: int | None = None,
         draft_beams: int = 5,
@@ -70,6 +72,7 @@ class DrafterConfig(PretrainedConfig):
         self.rnn = rnn
         self.recurrence = recurrence
         self.target_layers = list(target_layers) if isinstance(target_layers, Sequence) else [target_layers]
+        self.rms_norm_eps = rms_norm_eps
         self.head_rank = head_rank
         self.draft_vocab_size = draft_vocab_size
         self.draft_beams = draft_beams
@@ -94,6 +97,8 @@ class DrafterConfig(PretrainedConfig):
         layers, norms = self.target_layers, self.base_embedding_norms
         if not all(type(layer) is int and layer >= 0 for layer in layers) or layers != sorted(set(layers)):
             raise ArgumentError(f"DrafterConfig.target_layers must be layer numbers that ascend, got {layers!r}")
+        if not isinstance(self.rms_norm_eps, float) or not 0 < self.rms_norm_eps < 1:
+            raise ArgumentError(f"DrafterConfig.rms_norm_eps must be between 0 and 1, got {self.rms_norm_eps!r}")
         if norms is not None and not (
             isinstance(norms, list) and norms and all(isinstance(norm, int | float) for norm in norms)
         ):
@@ -162,10 +167,14 @@ class RecurrentDrafter(PreTrainedModel):
 
     def take(self, hidden: Tensor) -> Tensor:
         """What all steps of a draft read of the target's hidden state: `[..., F]`, the last one after the final norm
-        and then the outputs of `target_layers`, to `[..., D]`."""
+        and then the outputs of `target_layers`, to `[..., D]`. Those are brought to a root mean square of 1."""
         if self.fuse is None:
             return hidden
-        return hidden[..., : self.config.hidden_size] + self.fuse(hidden)
+        size = self.config.hidden_size
+        last, outputs = hidden[..., :size], hidden[..., size:].unflatten(-1, (-1, size))  # [..., layers, D]
+        precise = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        normed = rms_norm(precise, (size,), eps=self.config.rms_norm_eps).to(hidden)
+        return last + self.fuse(torch.cat([last, normed.flatten(-2)], dim=-1))
 
     def step(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """One step of the recurrence.

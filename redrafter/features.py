@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 from redrafter.errors import MismatchError, UnsupportedError
@@ -45,10 +44,9 @@ def decoder_stack(model: PreTrainedModel, count: int) -> nn.ModuleList | None:
 
 
 def join(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-    """`[..., D]` of the last hidden state and `[..., D]` of each layer's output, brought to a root mean square of 1, as
-    `[..., F]` with F = (1 + layers) * D."""
-    normed = [rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(last) for x in outputs]
-    return torch.cat([last, *normed], dim=-1) if normed else last
+    """Join the last hidden state `[..., D]` and the outputs of layers, `[..., D]` each, to `[..., F]`, in the dtype of
+    the last hidden state. F = (1 + layers) * D."""
+    return torch.cat([last, *(x.to(last) for x in outputs)], dim=-1) if outputs else last
 
 
 @contextmanager

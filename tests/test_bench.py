@@ -6,7 +6,9 @@ import io
 import json
 
 import pytest
+import test_cli
 import torch
+from test_cli import TEXT, byte_tokenizer
 
 from conftest import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, UnsupportedError
@@ -30,6 +32,7 @@ from redrafter.target import Target
 
 PROMPTS = [[5, 9, 14, 3, 22, 8], [7, 7, 30], [41, 12, 13, 60, 2, 4, 4, 19]]
 QUICK = ("--max-new-tokens", "12", "--repeats", "1", "--num-prompts", "2")
+folder = test_cli.folder  # the fixture
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 
@@ -154,6 +157,9 @@ def test_sampling_is_compared_by_tokens_too():
         (["--max-new-tokens", "1000"], "context is 1024"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--draft-vocab-sizes", "3"], "num_beams=5"),
+        (["--pad-head-rank", "8"], "--pad-head-rank is for --pad-to"),
+        (["--pad-head-rank", "0", "--pad-to", "llama-3.2-1b"], "--pad-head-rank must be from 1"),
+        (["--pad-head-rank", "8", "--pad-to", "llama-3.2-1b"], "no head_rank that could be padded to 8"),
         (["--json", "/nowhere/bench.json"], "cannot write /nowhere/bench.json"),
     ],
 )
@@ -178,6 +184,27 @@ def test_a_padded_pair_is_measured_and_every_table_says_what_it_is(monkeypatch):
     assert document["batches"][0]["equality"]["equal"] is True
     assert document["batches"][0]["shape"] == {"num_beams": 5, "draft_len_per_beam": 3, "nodes": 12}
     assert document["bytes"]["weights_per_forward"] > 4 * 18e6 / 2
+
+
+@pytest.mark.parametrize("rank", [(), ("--pad-head-rank", "50")])
+def test_a_padded_pair_accepts_what_the_small_one_does_whatever_its_drafters_form(monkeypatch, tmp_path, folder, rank):
+    monkeypatch.setitem(SHAPES, "wide", PadShape(96, 160, 3, 12, 3, 8, 300))
+    form = {"recurrence": "gated", "target_layers": [0], "head_rank": 24, "draft_vocab_size": 20}
+    small = tiny_drafter(vocab_size=len(byte_tokenizer()), hidden_size=HIDDEN, **form)
+    for weight in small.parameters():
+        torch.nn.init.normal_(weight, 0, 0.2)
+    small.draft_ids.copy_(byte_tokenizer()(TEXT, return_tensors="pt").input_ids.unique()[:20])
+    small.save_pretrained(tmp_path / "drafter")
+    (tmp_path / "p.txt").write_text("Zürich\nja")
+    args = [*QUICK, "--model", str(folder / "base"), "--drafter", str(tmp_path / "drafter"), "--prompts"]
+    found = []
+    for pad in ((), ("--pad-to", "wide", *rank)):
+        code, out, err = bench(*args, str(tmp_path / "p.txt"), *pad)
+        assert code == 0, err
+        found.append(json.loads(out.splitlines()[-1])["batches"][0])
+    for name in ("tokens_per_step", "accepted_by_depth"):
+        assert found[0][name] == found[1][name]
+    assert found[0]["tokens_per_step"] > 1 and found[0]["equality"]["equal"] and found[1]["equality"]["equal"]
 
 
 def test_help_has_an_example():

@@ -95,10 +95,13 @@ def test_two_steps_of_the_gated_recurrence_mix_the_state_with_what_is_read():
 def test_earlier_layers_are_added_to_the_last_hidden_state():
     drafter = random_drafter(target_layers=(0, 2)).double()
     assert drafter.feature_size == 3 * HIDDEN and tiny_drafter().feature_size == HIDDEN
-    features = torch.cat(inputs(), dim=-1)  # [3, F]
+    last, *outputs = inputs()
+    features = torch.cat([last, outputs[0] * 300, outputs[1]], dim=-1)  # [3, F]
     w = drafter.state_dict()
-    expected = features[:, :HIDDEN] + features @ w["fuse.weight"].T + w["fuse.bias"]
+    read = torch.cat([last, *(x / x.square().mean(-1, keepdim=True).sqrt() for x in outputs)], dim=-1)
+    expected = last + read @ w["fuse.weight"].T + w["fuse.bias"]
     torch.testing.assert_close(drafter.take(features), expected)
+    assert drafter.bfloat16().take(features.bfloat16()).dtype == torch.bfloat16
     assert tiny_drafter().take(features) is features and tiny_drafter().fuse is None
 
 
@@ -230,6 +233,8 @@ def test_truncated_missing_and_misshapen_files_are_named(tmp_path):
         {"target_layers": (1, 1)},
         {"target_layers": (-1, 0)},
         {"target_layers": ("0",)},
+        {"rms_norm_eps": 0.0},
+        {"rms_norm_eps": "1e-6"},
     ],
 )
 def test_a_config_that_makes_no_drafter_is_refused(changes):

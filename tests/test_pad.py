@@ -128,6 +128,15 @@ DRAFTERS = [
     {"exit_dim": 24, "recurrence": "trtllm", "num_draft_layers": 1},
     {"num_draft_layers": 0},
     {"draft_vocab_size": 20},
+    *(
+        {"recurrence": cell} | layers | rank
+        for cell in ("apple", "gated")
+        for layers in ({}, {"target_layers": [0, 2]})
+        for rank in ({}, {"head_rank": 12})
+        if (cell, layers, rank) != ("apple", {}, {})
+    ),
+    {"recurrence": "gated", "target_layers": [1], "head_rank": 12, "exit_dim": 24, "draft_vocab_size": 20},
+    {"rnn": False, "recurrence": "gated", "target_layers": [0, 1, 2], "num_draft_layers": 1},
 ]
 
 
@@ -137,20 +146,27 @@ def test_a_padded_drafter_drafts_the_same(pair, changes, dtype):
     drafter = small_drafter(**changes).to(dtype)
     if drafter.draft_ids is not None:
         drafter.draft_ids.copy_(torch.arange(20) * 4)
-    padded = pad_drafter(drafter, 4 * HIDDEN, 160, device="cpu")
+    padded = pad_drafter(drafter, wide := 3 * HIDDEN, 160, device="cpu")  # the scale is irrational
     assert padded.dtype == dtype and padded.config.vocab_size == 160
-    assert padded.config.exit_dim == 4 * drafter.config.exit_dim
+    assert padded.config.exit_dim == 3 * drafter.config.exit_dim
+    assert padded.config.target_layers == drafter.config.target_layers
+    rank = drafter.config.head_rank
+    assert padded.config.head_rank == (rank and 3 * rank)
     expected_ids = torch.arange(VOCAB) if drafter.draft_ids is None else drafter.draft_ids
     assert torch.equal(padded.draft_ids, expected_ids)
 
-    hidden = torch.randn(3, HIDDEN, dtype=dtype)
-    states = [None, None]
+    # Outputs of layers as small as the epsilon that is added to their mean square.
+    last, outputs = torch.randn(3, 1, HIDDEN, dtype=dtype), 1e-3 * torch.randn(3, 9, HIDDEN, dtype=dtype)
+    features = torch.cat([last, outputs[:, : len(drafter.config.target_layers)]], dim=1)  # [3, 1 + layers, D]
+    both = (features, torch.nn.functional.pad(features, (0, wide - HIDDEN)))
+    hiddens = [each.take(seen.flatten(1)) for each, seen in zip((drafter, padded), both, strict=True)]
+    torch.testing.assert_close(hiddens[1][:, :HIDDEN], hiddens[0])
+    table, states = pair[0].get_input_embeddings(), [None, None]
     for token in IDS[:3, :5].T:
         logits = []
-        for i, (model, each) in enumerate(zip(pair, (drafter, padded), strict=True)):
-            embedding = model.get_input_embeddings()(token).to(dtype)
-            wide = torch.nn.functional.pad(hidden, (0, each.config.hidden_size - HIDDEN))
-            out, states[i] = each.step(embedding, states[i], wide)
+        for i, each in enumerate((drafter, padded)):
+            embedding = torch.nn.functional.pad(table(token).to(dtype), (0, each.config.hidden_size - HIDDEN))
+            out, states[i] = each.step(embedding, states[i], hiddens[i])
             logits.append(out)
         torch.testing.assert_close(logits[1], logits[0])
         torch.testing.assert_close(states[1][:, :HIDDEN], states[0])
@@ -161,25 +177,59 @@ def test_a_drafters_added_weights_are_zero_only_where_a_real_output_would_read_t
     small = small_drafter(**changes)
     padded = pad_drafter(small, 4 * HIDDEN, 160, device="cpu")
     for name, weight in padded.named_parameters():
-        if name == "rnn_w.weight" or weight.dim() == 1:
+        if name in ("rnn_w.weight", "fuse.weight") or weight.dim() == 1:
             assert (weight != 0).all(), name
         else:
             assert (weight == 0).any(dim=-1).sum() <= len(small.get_parameter(name)), name  # rows
     if len(padded.layers):
         first = padded.layers[0].linear if padded.input_proj is None else padded.input_proj
-        assert (first.weight[:, : 4 * HIDDEN] != 0).all()  # the added dims of h are zero themselves
+        h_is_read_whole = small.fuse is None  # its added dims are zero themselves, unless layers are fused into it
+        assert (first.weight[:, : 4 * HIDDEN] != 0).all() == h_is_read_whole
+    if small.config.recurrence == "gated" and small.config.rnn:
+        embedding, _, hidden = padded.rnn_gate.weight.chunk(3, dim=1)
+        assert (embedding != 0).all() and (hidden != 0).all() == (small.fuse is None)
+
+
+def test_a_head_can_be_padded_to_a_rank_of_its_own():
+    small = small_drafter(head_rank=12, recurrence="gated")
+    padded = pad_drafter(small, 4 * HIDDEN, 160, head_rank=20, device="cpu")
+    assert padded.config.head_rank == 20 and padded.lm_head.weight.shape == (VOCAB, 20)
+    hidden = torch.randn(3, HIDDEN)
+    wide = torch.nn.functional.pad(hidden, (0, 3 * HIDDEN))
+    found, expected = padded.step(wide, None, wide)[0], small.step(hidden, None, hidden)[0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rank", "message"), [({}, 20, "could be padded to 20"), ({"head_rank": 12}, 8, "=12 to 8")]
+)
+def test_a_rank_that_cannot_be_padded_to_is_refused(drafter, rank, message):
+    with pytest.raises(ArgumentError, match=message):
+        pad_drafter(tiny_drafter(**drafter), 4 * HIDDEN, 160, head_rank=rank, device="cpu")
 
 
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}])
-@pytest.mark.parametrize("changes", [{}, {"recurrence": "trtllm", "exit_dim": 24}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"recurrence": "trtllm", "exit_dim": 24},
+        *(
+            {"recurrence": cell, "target_layers": layers, "head_rank": rank}
+            for cell in ("apple", "gated")
+            for layers in ([], [0, 1])
+            for rank in (None, 12)
+        ),
+    ],
+)
 def test_a_padded_pair_writes_and_speculates_the_same(pair, changes, arguments):
     model, padded = pair
     drafter = small_drafter(base_embedding_norms=None, base_model="tiny", **changes)
     wide = pad_drafter(drafter, 4 * HIDDEN, 160, device="cpu")
     assert wide.config.base_model == "tiny"
     with unmasked(padded):
-        large = ReDrafter.from_pretrained(padded, wide, num_beams=12)
-    small = ReDrafter.from_pretrained(model, drafter, num_beams=12)
+        large = ReDrafter.from_pretrained(padded, wide, num_beams=12, node_budget=61)
+    small = ReDrafter.from_pretrained(model, drafter, num_beams=12, node_budget=61)
     outs = [
         x.generate(IDS, attention_mask=MASK, max_new_tokens=50, return_dict_in_generate=True, **arguments)
         for x in (small, large)

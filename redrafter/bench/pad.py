@@ -5,6 +5,10 @@ noise that no drafter can guess. Padding has both. The residual stream gets dims
 and the MLP neurons that nobody reads, the stack gets layers that add nothing, and the head gets rows whose logits are
 masked. Every kernel runs at the large shape; the real numbers come out as they were, up to rounding.
 
+The mean square of a vector that zeros were added to is d/D of what it was, D of d dims. So a norm's weights are scaled
+by the root of d/D and its epsilon by d/D, and so are the drafter's weights that read the outputs of layers, which it
+brings to a root mean square of 1.
+
 Added weights are random, so that nothing is timed on zeros, except where a zero is what makes it exact: the added
 columns of the embedding, and all of `o_proj` and `down_proj` (and of the drafter's head) but the real block.
 """
@@ -12,7 +16,7 @@ columns of the embedding, and all of `o_proj` and `down_proj` (and of the drafte
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -137,22 +141,32 @@ def pad_model(
 
 @torch.no_grad()
 def pad_drafter(
-    drafter: RecurrentDrafter, hidden_size: int, vocab_size: int, *, device: str | torch.device, seed: int = 0
+    drafter: RecurrentDrafter,
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    head_rank: int | None = None,
+    device: str | torch.device,
+    seed: int = 0,
 ) -> RecurrentDrafter:
     """The drafter of a padded model, with the same logits over the same ids.
 
-    hidden_size, vocab_size: of the padded model. The exit dim grows with the hidden size; the head keeps its rows, as
-    a drafter learns the ids that a target writes. seed: of the added weights.
-    Raises `ArgumentError` when the drafter is larger, or not of the published form.
+    hidden_size, vocab_size: of the padded model. The exit dim, the gate and what fuses the target's layers grow with
+    the hidden size; the layers that are read keep their numbers. The head keeps its rows, as a drafter learns the ids
+    that a target writes. head_rank: of the padded head, where the drafter's has one; None: it grows with the hidden
+    size. seed: of the added weights.
+    Raises `ArgumentError` when the drafter is larger, or its head has no rank to pad.
     """
-    form = drafter.config
-    if form.recurrence == "gated" or form.target_layers or form.head_rank:
-        raise ArgumentError("only a drafter of the published form can be padded: no gate, target_layers or head_rank")
-    d, e = drafter.config.hidden_size, drafter.config.exit_dim
-    for name, value in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
-        _check_grows(name, getattr(drafter.config, name), value)
+    d, e, r = drafter.config.hidden_size, drafter.config.exit_dim, drafter.config.head_rank
+    if r is None and head_rank is not None:
+        raise ArgumentError(f"this drafter's head has no head_rank that could be padded to {head_rank}: give none")
     config = copy.deepcopy(drafter.config)
     config.hidden_size, config.vocab_size, config.exit_dim = hidden_size, vocab_size, e * hidden_size // d
+    if r is not None:
+        config.head_rank = r * hidden_size // d if head_rank is None else head_rank
+    for name in ("hidden_size", "vocab_size", *(["head_rank"] if r else [])):
+        _check_grows(name, getattr(drafter.config, name), getattr(config, name))
+    config.rms_norm_eps = drafter.config.rms_norm_eps * d / hidden_size
     config.draft_vocab_size = drafter.lm_head.out_features
     config.base_embedding_norms = None  # added ids moved the rows that a base is told by
     with torch.device("meta"):
@@ -161,17 +175,33 @@ def pad_drafter(
     assert padded.draft_ids is not None
     padded.draft_ids.copy_(torch.arange(config.draft_vocab_size) if drafter.draft_ids is None else drafter.draft_ids)
 
-    if config.rnn:
-        _connect(padded.rnn_w, drafter.rnn_w, (1, d), (1, d), silent=1)  # reads an embedding: zero where added
+    # Zero where added: an embedding, and h, unless it is fused from the outputs of layers, which are zero there too.
+    h_silent = drafter.fuse is None
+    if drafter.fuse is not None:
+        assert padded.fuse is not None
+        parts = (1 + len(config.target_layers), d)
+        _connect(padded.fuse, drafter.fuse, (1, d), parts, silent=range(parts[0]))
+        read = padded.fuse.weight.unflatten(1, (parts[0], hidden_size))  # [D, 1 + layers, D]
+        read[:d, 1:, :d] *= (d / hidden_size) ** 0.5
+    if config.rnn and config.recurrence == "gated":
+        _connect(padded.rnn_gate, drafter.rnn_gate, (2, d), (3, d), silent=(0, 2) if h_silent else (0,))  # [e; s; h]
+    elif config.rnn:
+        _connect(padded.rnn_w, drafter.rnn_w, (1, d), (1, d), silent=(0,))
         _connect(padded.rnn_u, drafter.rnn_u, (1, d), (1, d))
     exit_parts = (2, d) if drafter.input_proj is None else (1, e)  # [h; s] itself, or a projection of it
     if drafter.input_proj is not None:
         assert padded.input_proj is not None
-        _connect(padded.input_proj, drafter.input_proj, exit_parts, (2, d), silent=1)  # reads h: zero where added
+        _connect(padded.input_proj, drafter.input_proj, exit_parts, (2, d), silent=(0,) if h_silent else ())
     for index, (big, own) in enumerate(zip(padded.layers, drafter.layers, strict=True)):
-        silent = int(index == 0 and drafter.input_proj is None)  # reads h; what a layer puts there is not zero
+        reads_h = index == 0 and drafter.input_proj is None  # what a layer puts there is not zero
+        silent = (0,) if reads_h and h_silent else ()
         _connect(big.linear, own.linear, exit_parts, exit_parts, silent)  # type: ignore[arg-type]
-    _connect(padded.lm_head, drafter.lm_head, (1, drafter.lm_head.out_features), exit_parts)
+    head_parts = exit_parts
+    if drafter.head_proj is not None:
+        assert padded.head_proj is not None and r is not None
+        head_parts = (1, r)
+        _connect(padded.head_proj, drafter.head_proj, head_parts, exit_parts)
+    _connect(padded.lm_head, drafter.lm_head, (1, drafter.lm_head.out_features), head_parts)
     return padded
 
 
@@ -225,15 +255,18 @@ def _by_head(weight: Tensor, name: str, shape: Any) -> Tensor:
     return weight.unflatten(int(name == "o_proj"), heads)  # [kv, group, head_dim, D], o_proj [D, kv, group, head_dim]
 
 
-def _connect(big: nn.Linear, small: nn.Linear, outs: tuple[int, int], ins: tuple[int, int], silent: int = 0) -> None:
+def _connect(
+    big: nn.Linear, small: nn.Linear, outs: tuple[int, int], ins: tuple[int, int], silent: Collection[int] = ()
+) -> None:
     """Let real outputs read real inputs only.
 
     outs, ins: `(parts, size)` of the small side: an axis of `parts` vectors one after the other, each padded by itself.
-    silent: how many of the first input parts are zero where they were padded; what reads those stays random.
+    silent: the input parts that are zero where they were padded; what reads those stays random.
     """
     shape = (outs[0], big.out_features // outs[0], ins[0], big.in_features // ins[0])
     weight = big.weight.view(shape)  # [parts, M, parts, N]
-    weight[:, : outs[1], silent:, ins[1] :] = 0
+    for part in set(range(ins[0])) - set(silent):
+        weight[:, : outs[1], part, ins[1] :] = 0
     _corner(weight, small.weight.view(*outs, *ins))
     if small.bias is not None:
         _corner(big.bias.view(shape[:2]), small.bias.view(outs))

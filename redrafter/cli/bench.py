@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if options.json is not None:
         check_writable(Path(options.json), "--json")
     texts = read_prompts(options.prompts)
-    pair = Pair.load(load) if options.pad_to is None else _padded(load, options.pad_to)
+    pair = Pair.load(load) if options.pad_to is None else _padded(load, options)
     engine = pair.engine
     assert isinstance(engine, ReDrafter)
     work = Workload.of(
@@ -79,13 +79,15 @@ def run(args: argparse.Namespace) -> int:
     return report.finish()
 
 
-def _padded(load: LoadOptions, shape_name: str) -> Pair:
+def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     """The pair, loaded on the CPU, at a large model's cost on the device."""
-    pair, shape = Pair.load(replace(load, device="cpu", tuning="none")), SHAPES[shape_name]
+    assert options.pad_to is not None
+    pair, shape = Pair.load(replace(load, device="cpu", tuning="none")), SHAPES[options.pad_to]
     device, small = load.device or "cpu", pair.engine
     assert isinstance(small, ReDrafter)
+    sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "head_rank": options.pad_head_rank}
+    drafter = pad_drafter(small.drafter, **sizes, device=device)
     model = pad_model(small.model, shape, device=device)
-    drafter = pad_drafter(small.drafter, shape.hidden_size, shape.vocab_size, device=device)
     with unmasked(model):
         target = Target(model)
     asked = TreeShape(load.num_beams, load.draft_len_per_beam, load.node_budget)

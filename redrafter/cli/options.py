@@ -208,6 +208,9 @@ class BenchOptions:
     pad_to: str | None = option(
         None, "pad a small Llama to a large one's cost, such as llama-3.1-8b, and measure that", metavar="SHAPE"
     )
+    pad_head_rank: int | None = option(
+        None, "with --pad-to, rank of the drafter's head, where it has one (default: grown like the hidden size)"
+    )
     draft_vocab_sizes: Sequence[int] = option(
         (), "time drafting with random heads of so many ids (default: none)", type=integers, metavar="N,..."
     )
@@ -217,6 +220,10 @@ class BenchOptions:
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats"):
             _check_numbers(self, name)
+        if self.pad_head_rank is not None:
+            _check_numbers(self, "pad_head_rank")
+            if self.pad_to is None:
+                raise ArgumentError("--pad-head-rank is for --pad-to: give that too")
         object.__setattr__(self, "against", tuple(dict.fromkeys(self.against)))
         if self.assistant_model is not None and "assisted" not in self.against:
             raise ArgumentError("--assistant-model is for --against assisted: add that")
