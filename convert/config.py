@@ -1,4 +1,7 @@
-"""The options of `redrafter convert`, named as in TensorRT-LLM's ReDrafter script."""
+"""The options of `redrafter convert`: those of TensorRT-LLM's ReDrafter script, by their names, and some more.
+
+What its script has and this does not need is in `redrafter.cli.trtllm`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -7,9 +10,9 @@ from redrafter.checkpoint import Defaults, TreeShape
 from redrafter.cli.parser import Parser
 from redrafter.drafter import RECURRENCES
 from redrafter.errors import ArgumentError
-from redrafter.flags import add_options, flag, option, read_options
+from redrafter.flags import add_options, flag, option, read_options, yes_or_no
 
-__all__ = ["ConvertConfig", "parse"]
+__all__ = ["ConvertConfig", "parse", "parser"]
 
 FORMATS = ("redrafter", "trtllm", "apple", "drafter")
 _MEANT_FOR = {  # where not for all
@@ -17,6 +20,7 @@ _MEANT_FOR = {  # where not for all
     "copy": ("redrafter",),
     "node_budget": ("redrafter",),
     "redrafter_draft_len_per_beam": ("redrafter", "trtllm", "drafter"),
+    "redrafter_greedy_search": ("redrafter", "trtllm"),
     "redrafter_no_greedy_search": ("redrafter", "trtllm"),
     "redrafter_num_beams": ("redrafter", "trtllm", "drafter"),
     "tokenizer_dir": ("redrafter",),
@@ -57,6 +61,14 @@ class ConvertConfig:
         None, "tokens per beam, without the one that is certain (default: the drafter's)", type=int, metavar="K"
     )
     redrafter_no_greedy_search: bool = option(False, "sample where a call does not say")
+    redrafter_greedy_search: bool | None = option(
+        None,
+        "write greedily where a call does not say; False is --redrafter-no-greedy-search (default: the source's)",
+        nargs="?",
+        const=True,
+        type=yes_or_no,
+        metavar="True|False",
+    )
     node_budget: int | None = option(
         None, "nodes verified in a step (default: what suits the device)", type=int, metavar="N"
     )
@@ -77,6 +89,8 @@ class ConvertConfig:
             raise ArgumentError("nothing to convert: give --base-model-checkpoint-dir, --drafter-model-dir or both")
         if self.output_dir is None and not self.dry_run:
             raise ArgumentError("--output-dir is required, unless --dry-run is given")
+        if self.redrafter_no_greedy_search and self.redrafter_greedy_search:
+            raise ArgumentError("--redrafter-greedy-search and --redrafter-no-greedy-search exclude each other")
         for name in ("tp_size", "workers"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= 4096:
                 raise ArgumentError(f"{flag(name)} must be from 1 to 4096, got {value}")
@@ -90,12 +104,12 @@ class ConvertConfig:
     @property
     def defaults(self) -> Defaults:
         shape = TreeShape(self.redrafter_num_beams, self.redrafter_draft_len_per_beam, self.node_budget)
-        return Defaults(shape, False if self.redrafter_no_greedy_search else None)
+        return Defaults(shape, False if self.redrafter_no_greedy_search else self.redrafter_greedy_search)
 
 
-def parse(argv: Sequence[str] | None, prog: str | None) -> ConvertConfig:
-    """A command line."""
-    parser = Parser(
+def parser(prog: str | None) -> Parser:
+    """Return the parser of the command."""
+    found = Parser(
         prog=prog,
         description="Convert a drafter, or a model with its drafter, between this project's, Apple's and\n"
         "TensorRT-LLM's formats, or merge a model and its drafter into one directory.",
@@ -104,5 +118,10 @@ def parse(argv: Sequence[str] | None, prog: str | None) -> ConvertConfig:
         "  redrafter convert --drafter-model-dir apple-drafter --to drafter --output-dir my-drafter\n"
         "  redrafter convert --base-model-checkpoint-dir tllm-checkpoint --tokenizer-dir my-base --output-dir merged",
     )
-    add_options(parser, ConvertConfig, "converting")
-    return read_options(ConvertConfig, parser.parse_args(argv))
+    add_options(found, ConvertConfig, "converting")
+    return found
+
+
+def parse(argv: Sequence[str] | None, prog: str | None) -> ConvertConfig:
+    """Read a command line."""
+    return read_options(ConvertConfig, parser(prog).parse_args(argv))

@@ -8,12 +8,13 @@ import argparse
 import os
 import shlex
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field, fields
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 __all__ = [
     "add_options",
+    "biases",
     "flag",
     "floats",
     "integers",
@@ -23,6 +24,8 @@ __all__ = [
     "read_options",
     "shown",
     "shown_command",
+    "temperatures",
+    "yes_or_no",
 ]
 
 T = TypeVar("T")
@@ -46,6 +49,28 @@ def floats(text: str) -> tuple[float, ...]:
     return tuple(float(number) for number in text.split(","))
 
 
+def temperatures(text: str) -> float | tuple[float, ...]:
+    """Read "0.7" as a number, "0.7,0.2" as one for each prompt."""
+    found = floats(text)
+    return found if len(found) > 1 else found[0]
+
+
+def biases(text: str) -> dict[int, float]:
+    """Read "50256=-100,11=2.5" as numbers by token id."""
+    try:
+        pairs = [(int(token), float(bias)) for token, bias in (pair.split("=") for pair in text.split(","))]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"write token ids and numbers, such as 11=-100,42=2.5, not {text!r}") from None
+    return dict(pairs)
+
+
+def yes_or_no(text: str) -> bool:
+    """Read true or false, in any case."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"write True or False, not {text!r}")
+    return text.lower() == "true"
+
+
 def names(text: str) -> tuple[str, ...]:
     """ "a,b" as names."""
     return tuple(name.strip() for name in text.split(","))
@@ -63,14 +88,22 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def add_options(parser: argparse.ArgumentParser, options: type, title: str, *, without: Sequence[str] = ()) -> None:
-    """Add a flag for every field of a dataclass of options, but for those in `without`."""
+def add_options(
+    parser: argparse.ArgumentParser,
+    options: type,
+    title: str,
+    *,
+    without: Sequence[str] = (),
+    types: Mapping[str, Callable[[str], Any]] | None = None,
+) -> None:
+    """Add a flag for every field of a dataclass of options, but for those in `without`. types: what reads a field's
+    word in this command, by the field's name, where that is not what reads it elsewhere."""
     group, hints = parser.add_argument_group(title), get_type_hints(options)
     for each in (each for each in fields(options) if each.name not in without):
         argument = {key: value for key, value in each.metadata.items() if key != "path"}
         negated = each.default is True
         kind = _plain(hints[each.name])
-        if kind is bool:
+        if kind is bool and "type" not in argument:
             argument["action"] = "store_false" if negated else "store_true"
         else:
             if get_origin(kind) is tuple and "type" not in argument:
@@ -81,6 +114,7 @@ def add_options(parser: argparse.ArgumentParser, options: type, title: str, *, w
                 argument["help"] += f" (default: {shown(each.default)})"
             if argument.get("type") in _METAVARS:
                 argument["metavar"] = _METAVARS[argument["type"]]
+            argument["type"] = (types or {}).get(each.name, argument.get("type"))
         name = flag(("no_" if negated else "") + each.name)
         group.add_argument(name, dest=each.name, default=argparse.SUPPRESS, **argument)
 

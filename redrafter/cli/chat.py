@@ -128,8 +128,9 @@ class _Talk:
             what = "turn is" if forgotten == 1 else f"{forgotten} turns are"
             print(f"(the context is full: the oldest {what} forgotten)", file=sys.stderr)
         printer = Printer(self._pair.tokenizer, [None], sys.stdout, color=self._color)
+        ends = [*self._template.eos, *self._options.stop_token_ids]
         try:
-            run = self._pair.run([ids], self._options, streamer=printer, eos_token_id=self._template.eos)
+            run = self._pair.run([ids], self._options, streamer=printer, eos_token_id=ends)
             self._totals.add(run)
         except KeyboardInterrupt:
             printer.end()

@@ -33,7 +33,12 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"--num-return-sequences must be 1 or more, got {args.num_return_sequences}")
     if args.compare and not options.speculate:
         raise ArgumentError("--compare sets speculation against plain decoding: leave out --no-speculate")
-    job = _Job(args, options, _read_prompts(args))
+    prompts = _read_prompts(args)
+    if isinstance(options.temperature, tuple) and len(options.temperature) != len(prompts):
+        raise ArgumentError(
+            f"--temperature has {len(options.temperature)} values for {len(prompts)} prompts: give one, or one for each"
+        )
+    job = _Job(args, options, prompts)
     if args.compare:
         short = replace(options, max_new_tokens=min(WARM_UP, options.max_new_tokens))
         job.decode(short, None)
@@ -61,11 +66,15 @@ class _Job:
         self.pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args))
         self._extra: dict[str, Any] = {"num_return_sequences": args.num_return_sequences}
         self.prompts = [prompt for prompt in prompts for _ in range(args.num_return_sequences)]  # of each output row
+        if isinstance(options.temperature, tuple):
+            self._extra["temperature"] = [
+                each for each in options.temperature for _ in range(args.num_return_sequences)
+            ]
         tokenizer = self.pair.tokenizer
         if args.chat_template:
             template = Template(self.pair)
             self._ids = [template.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
-            self._extra["eos_token_id"] = template.eos
+            self._extra["eos_token_id"] = [*template.eos, *options.stop_token_ids]
         else:
             self._ids = [tokenizer(prompt).input_ids for prompt in prompts]
 

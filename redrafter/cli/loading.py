@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from redrafter.stopping import end_tokens
 from redrafter.streaming import StepStreamer
 
 NO_DRAFT = DraftOptions()
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 
 __all__ = ["Pair", "Run", "Template", "boxed_model", "check_directory", "checked", "limit_threads"]
 
@@ -128,15 +129,35 @@ class Pair:
             "speculate": options.speculate,
         }
         if options.sampling:
-            arguments["temperature"] = options.temperature
-        for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
+            each = options.temperature
+            arguments["temperature"] = list(each) if isinstance(each, tuple) else each
+        for name in ("top_k", "top_p", "min_p", *PENALTIES):
             if getattr(options, name) is not None:
                 arguments[name] = getattr(options, name)
+        if options.bad_words:
+            arguments["bad_words_ids"] = self._bad_words(options.bad_words)
+        self._check_ids("logit-bias", options.logit_bias or ())
+        self._check_ids("stop-token-ids", options.stop_token_ids)
+        if options.stop_token_ids:
+            arguments["eos_token_id"] = [*end_tokens(self.engine.model), *options.stop_token_ids]
         if sampling and self.engine.model.generation_config.top_k is None:
             arguments.setdefault("top_k", 0)  # transformers would cut to 50 where neither user nor model asked for it
         if options.stop:
             arguments |= {"stop_strings": list(options.stop), "tokenizer": self.tokenizer}
         return arguments
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text where it stands first and where it follows a space, each of them once."""
+        spelt = [
+            self.tokenizer(space + word, add_special_tokens=False).input_ids for word in words for space in ("", " ")
+        ]
+        return [list(ids) for ids in dict.fromkeys(map(tuple, spelt)) if ids]
+
+    def _check_ids(self, flag: str, ids: Collection[int]) -> None:
+        """Raise `ArgumentError` for an id that the model's vocabulary has not."""
+        size = self.engine.target.vocab_size
+        if wrong := [token for token in ids if not 0 <= token < size]:
+            raise ArgumentError(f"--{flag} {wrong[0]} is no token: the model's vocabulary has the ids 0 to {size - 1}")
 
 
 class Template:

@@ -1,15 +1,16 @@
 """Options of the commands. A default stands here once: flags and their help are made from the fields."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from redrafter.errors import ArgumentError
-from redrafter.flags import integers, names, option, shown
+from redrafter.flags import biases, flag, integers, names, option, shown
 from redrafter.options import EngineOptions
 
 __all__ = [
+    "ONLY_TEXTS",
     "BenchOptions",
     "CompareOptions",
     "DraftOptions",
@@ -31,7 +32,9 @@ class LoadOptions:
     drafter: str | None = option(
         None, "hub id or directory of the drafter (default: the one in the merged checkpoint)", metavar="D"
     )
-    num_beams: int | None = option(None, "beams of the drafter's search (default: the checkpoint's)")
+    num_beams: int | None = option(
+        None, "beams of the drafter's search, which no text depends on (default: the checkpoint's)"
+    )
     draft_len_per_beam: int | None = option(None, "tokens drafted per beam (default: the checkpoint's)")
     node_budget: int | None = option(
         None,
@@ -118,19 +121,41 @@ class GenerationOptions:
     """How to write. Names and meanings are Hugging Face's; None leaves it to the model's generation config."""
 
     max_new_tokens: int = option(128, "most tokens to write")
-    temperature: float | None = option(
-        None, "0 is greedy; above, sample (default: greedy, unless the checkpoint says to sample)"
+    temperature: float | tuple[float, ...] | None = option(
+        None,
+        "0 is greedy; above, sample, whatever the checkpoint's greedy_search says (default: greedy, unless the "
+        "checkpoint says to sample); `generate` takes one for each prompt too: 0.7,0.2",
     )
     top_k: int | None = option(None, "sample from the k likeliest tokens")
     top_p: float | None = option(None, "sample from the likeliest tokens that hold this much probability")
     min_p: float | None = option(None, "sample from tokens at least this likely, relative to the likeliest")
     repetition_penalty: float | None = option(None, "above 1, what was written becomes less likely")
+    frequency_penalty: float | None = option(None, "taken from a token's score each time that it was written")
+    presence_penalty: float | None = option(None, "taken from a token's score once it was written")
+    logit_bias: Mapping[int, float] | None = option(
+        None, "added to the scores of token ids, such as 11=-100,42=2.5", type=biases, metavar="ID=X,..."
+    )
+    bad_words: Sequence[str] = option(
+        (),
+        "never write this, with or without a space before it (may be repeated); its tokens are forbidden in a row, so "
+        "that other tokens may still spell it",
+        action="append",
+        metavar="TEXT",
+    )
     seed: int | None = option(None, "of the sampling; the same seed gives the same text (default: fresh)")
     stop: Sequence[str] = option((), "end after this text (may be repeated)", action="append", metavar="TEXT")
+    stop_token_ids: Sequence[int] = option(
+        (), "end after these tokens too, beside those that end the model's texts", type=integers, metavar="ID,..."
+    )
     speculate: bool = option(True, "plain decoding, without the drafter")
 
     def __post_init__(self) -> None:
-        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+        if isinstance(self.temperature, tuple):
+            if not all(0 < each < math.inf for each in self.temperature):
+                raise ArgumentError(
+                    f"each --temperature must be above 0, got {shown(self.temperature)}; write greedily in another run"
+                )
+        elif self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {self.temperature}")
         for name in ("top_k", "top_p", "min_p"):
             if getattr(self, name) is not None and not self.sampling:
@@ -139,13 +164,23 @@ class GenerationOptions:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be from 0 to 1, got {value:g}")
-        if "" in self.stop:
-            raise ArgumentError("--stop needs a text, got an empty one")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not math.isfinite(getattr(self, name) or 0.0):
+                raise ArgumentError(f"{flag(name)} must be a finite number, got {getattr(self, name)}")
+        if not all(map(math.isfinite, (self.logit_bias or {}).values())):
+            raise ArgumentError(f"--logit-bias must be of finite numbers, such as 11=-100, got {self.logit_bias}")
+        for name in ("stop", "bad_words"):
+            if "" in getattr(self, name):
+                raise ArgumentError(f"{flag(name)} needs a text, got an empty one")
 
     @property
     def sampling(self) -> bool:
         """Whether it was asked for."""
         return bool(self.temperature)
+
+
+# Options that `redrafter compare` has not: transformers' own way beside ours has none of that name.
+ONLY_TEXTS = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "stop_token_ids")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """The arguments of every command."""
 
 import argparse
-import difflib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from redrafter.cli.options import (
+    ONLY_TEXTS,
     BenchOptions,
     CompareOptions,
     DraftOptions,
@@ -14,10 +15,15 @@ from redrafter.cli.options import (
     LoadOptions,
     TuneOptions,
 )
-from redrafter.flags import add_options
+from redrafter.cli.program import report
+from redrafter.cli.trtllm import Same, meaning_of, meanings, owner, translated
+from redrafter.flags import add_options, temperatures
+from redrafter.spelling import nearest
 from redrafter.version import __version__
 
 __all__ = ["Parser", "add_json", "build_parser"]
+
+NUMBER = r"[-+]?(\d[\d,]*\.?\d*|\.\d+)(e[-+]?\d+)?"
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,12 +36,38 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         args = list(sys.argv[1:] if args is None else args)
-        found, unknown = super().parse_known_args(_dashed(args), namespace)
+        if self._subparsers is None:  # else the command's own parser reads what follows its name
+            self._check_numbers(args)
+            args = _dashed(translated(args, self, note=lambda line: report("note", line)))
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:  # said here, where it is known which command's
-            near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self._refuse(unknown)
         return found, unknown
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        flag = unknown[0].partition("=")[0]
+        if meanings(flag):
+            self.error(f"{flag} is {owner(flag)} and has no meaning in `{self.prog}`: leave it out")
+        near = nearest(flag, self._option_string_actions) if flag.startswith("-") else None
+        self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {near}?" if near else ""))
+
+    def _check_numbers(self, args: Sequence[str]) -> None:
+        """Refuse a number right behind an option that has its number already: it would pass for a prompt or a name."""
+        positional = next((action for action in self._actions if not action.option_strings), None)
+        if positional is None:
+            return
+        for index, arg in enumerate(args[: args.index("--")] if "--" in args else args):
+            name, equals, _ = arg.partition("=")
+            meaning = meaning_of(arg, self)
+            known = meaning.option if isinstance(meaning, Same) else name.replace("_", "-")
+            option = self._option_string_actions.get(known)
+            stray = "".join(args[index + (1 if equals else 2) :][:1])
+            if option is not None and option.type in (int, float, temperatures) and re.fullmatch(NUMBER, stray):
+                each = f"; for one a prompt: {name} 0.7,0.2" if option.type is temperatures else ""
+                self.error(
+                    f"{name} takes one value, and {stray} after it would be a {positional.metavar}{each}; put {stray} "
+                    "first, or behind --, where that is meant"
+                )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"redrafter: error: {message} (see {self.prog} --help)\n")
@@ -47,7 +79,8 @@ def _dashed(args: Sequence[str]) -> list[str]:
     dashed = []
     for arg in args[:end]:
         name, equals, value = arg.partition("=")
-        dashed.append((name.replace("_", "-") if name.startswith("--") else name) + equals + value)
+        is_flag = name.startswith("--") and " " not in name
+        dashed.append((name.replace("_", "-") if is_flag else name) + equals + value)
     return [*dashed, *args[end:]]
 
 
@@ -83,6 +116,7 @@ def _add_generate(commands: Any) -> None:
         "Several prompts are one batch: their texts come in order, each under a line that names its prompt.",
         epilog="examples:\n"
         '  redrafter generate --model my-base --drafter my-drafter "Once upon a time"\n'
+        '  redrafter generate --temperature 0.7,0.2 --seed 1 "Once upon a time" "The old man"\n'
         "  redrafter generate --file prompts.txt --temperature 0.8 --seed 1 --json > out.json",
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to write on from (default: all of stdin)")
@@ -100,7 +134,7 @@ def _add_generate(commands: Any) -> None:
     _add_color(parser)
     add_options(parser, LoadOptions, "loading")
     add_options(parser, DraftOptions, "drafting without a drafter")
-    add_options(parser, GenerationOptions, "writing")
+    add_options(parser, GenerationOptions, "writing", types={"temperature": temperatures})
 
 
 def _add_chat(commands: Any) -> None:
@@ -135,7 +169,7 @@ def _add_compare(commands: Any) -> None:
     add_options(parser, CompareOptions, "comparing")
     add_options(parser, LoadOptions, "loading", without=("max_input_len",))
     add_options(parser, DraftOptions, "drafting without a drafter", without=("prompt_lookup",))
-    add_options(parser, GenerationOptions, "writing", without=("speculate",))
+    add_options(parser, GenerationOptions, "writing", without=("speculate", *ONLY_TEXTS))
 
 
 def _add_tune(commands: Any) -> None:
