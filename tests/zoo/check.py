@@ -1,0 +1,153 @@
+"""One tiny model, decoded with drafts on both caches, beside what transformers writes with it."""
+
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from conftest import Scripted, paged, row_texts, tiny_drafter
+from redrafter import Engine, ReDrafter, ReDrafterError
+from redrafter.checkpoint import TreeShape
+from redrafter.target import Target
+
+from .configs import VOCAB, tiny_config
+from .variants import Variant
+
+__all__ = ["CRASHED", "DIFFERENT", "EQUAL", "REFUSED", "UNMADE", "Outcome", "check"]
+
+EQUAL, UNMADE, REFUSED, DIFFERENT, CRASHED = "equal", "not made", "refused", "DIFFERENT", "CRASHED"
+NEW = 24  # tokens written
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+SAMPLED: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "seed": [5, 6, 7, 8]}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a model did.
+
+    status: One of the five words above.
+    detail: Why, unless it is equal.
+    unpaged: Why it is decoded on the dense cache only; None when it is equal on the paged one too, or never got there.
+    """
+
+    status: str
+    detail: str = ""
+    unpaged: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.status in (DIFFERENT, CRASHED)
+
+
+def check(model_type: str, variant: Variant) -> Outcome:
+    """Bind a tiny model of that type, and compare drafted texts with plain ones, greedy and sampled."""
+    try:
+        model = random_model(model_type, variant)
+    except Exception as error:
+        return Outcome(UNMADE, _told(error))
+    try:
+        target = Target(model)
+    except ReDrafterError as error:
+        return Outcome(REFUSED, str(error))
+    except Exception as error:
+        return Outcome(CRASHED, f"when bound: {_told(error)}")
+    ids, mask = uneven_prompts(variant.lengths)
+    try:
+        expected = torch.cat([_alone(model, ids, mask, row) for row in range(len(ids))])
+    except Exception as error:
+        return Outcome(UNMADE, f"by model.generate: {_told(error)}")
+    for cache in ("dense", "paged"):
+        try:
+            if cache == "paged" and target.unpaged is not None:
+                return Outcome(EQUAL, unpaged=target.unpaged)
+            for what in _differences(target, ids, mask, expected, cache):
+                return Outcome(DIFFERENT, f"{cache}, {what}")
+        except ReDrafterError as error:
+            return Outcome(REFUSED, f"{error}")
+        except Exception as error:
+            return Outcome(CRASHED, f"{cache}: {_told(error)}")
+    return Outcome(EQUAL)
+
+
+def random_model(model_type: str, variant: Variant) -> PreTrainedModel:
+    """Make a random model. What is 0 or 1 by default is made to count: norms, gates, biases, sinks."""
+    torch.manual_seed(0)
+    config = tiny_config(model_type, variant.window, **variant.fields)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.generation_config = GenerationConfig(pad_token_id=0)  # no end of text
+    return model
+
+
+def uneven_prompts(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Return left-padded ids `[B, P]` and their mask."""
+    longest = max(lengths)
+    ids = torch.randint(3, VOCAB, (len(lengths), longest), generator=torch.Generator().manual_seed(longest))
+    mask = torch.stack([torch.arange(longest) >= longest - length for length in lengths]).long()
+    return ids * mask, mask
+
+
+def _alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, row: int) -> Tensor:
+    """Return what `model.generate` writes for one row alone, `[1, P + NEW]`, with its padding put back."""
+    own = ids[row, mask[row].bool()][None]
+    text = model.generate(own, attention_mask=torch.ones_like(own), **GREEDY)
+    return torch.cat([ids[row : row + 1, : ids.shape[1] - own.shape[1]], text], dim=1)
+
+
+def _differences(target: Target, ids: Tensor, mask: Tensor, expected: Tensor, cache: str) -> Iterator[str]:
+    """Yield a line for each way of decoding that does not write the text that it should.
+
+    Args:
+        target: The model.
+        ids: The prompts, `[B, P]`, left-padded.
+        mask: `[B, P]`.
+        expected: What `model.generate` writes, `[B, P + NEW]`.
+        cache: "dense" or "paged".
+    """
+    ready = paged if cache == "paged" else lambda engine: engine
+    drafter = tiny_drafter(hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+    engine = ready(ReDrafter(target, drafter, TreeShape(4, 3, 999)))
+    out = engine.generate(ids, mask, speculate=False, **GREEDY)
+    if not torch.equal(out, expected):
+        yield f"greedy, no drafts: {_where(out, expected, ids)}"
+    drawn = engine.generate(ids, mask, speculate=False, **SAMPLED)
+    for how, arguments, wanted in (("greedy", GREEDY, expected), ("sampled", SAMPLED, drawn)):
+        out = engine.generate(ids, mask, **arguments)
+        if not torch.equal(out, wanted):
+            yield f"{how}, random drafts: {_where(out, wanted, ids)}"
+        script = row_texts(wanted, mask)
+        script[:, ::5] = (script[:, ::5] + 1) % VOCAB
+        told = ready(Engine(target, Scripted(script, 3, 3))).generate(
+            ids, mask, return_dict_in_generate=True, **arguments
+        )
+        if not torch.equal(told.sequences, wanted):
+            yield f"{how}, drafts that are mostly right: {_where(told.sequences, wanted, ids)}"
+        elif not told.stats.accepted:
+            yield f"{how}: no draft that is right was accepted"
+
+
+def _where(found: Tensor, wanted: Tensor, ids: Tensor) -> str:
+    """Say at which new token each row differs first."""
+    if found.shape != wanted.shape:
+        return f"shape {tuple(found.shape)} for {tuple(wanted.shape)}"
+    other = found != wanted
+    rows = other.any(dim=1).nonzero().flatten().tolist()
+    return "first other token of " + ", ".join(
+        f"row {row} is new token {int(other[row].nonzero()[0]) - ids.shape[1]}" for row in rows
+    )
+
+
+def _told(error: BaseException) -> str:
+    """Describe an error that is not ours in a line, with where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]} ({last.filename.rpartition('/')[2]}:{last.lineno})"

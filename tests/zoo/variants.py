@@ -1,0 +1,73 @@
+"""What each architecture is checked with: windows, lengths of prompts, and fields that change what a layer computes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .configs import WINDOWS, default_config
+
+__all__ = ["Variant", "architectures", "variants"]
+
+SHORT, LONG = 4, 67  # windows; the small tree of binding reaches past one and not past the other
+STRAY = ("llama", "granite", "gemma", "glm", "olmo", "nemotron")  # fine-tunes of these have fields that nothing reads
+ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+FIELDS: dict[str, dict[str, dict[str, Any]]] = {
+    "falcon": {"alibi": {"alibi": True}, "grouped": {"new_decoder_architecture": True}},
+    "gemma4_text": {"shared": {"num_kv_shared_layers": 2}},
+    "gpt_bigcode": {"many heads": {"multi_query": False}},
+    "llama": {
+        "yarn": {"rope_parameters": ROPE | {"rope_type": "yarn"}},
+        "llama3": {"rope_parameters": LLAMA3},
+        "dynamic": {"rope_parameters": ROPE | {"rope_type": "dynamic"}},
+    },
+    "ministral3": {
+        "scaled": {"rope_parameters": ROPE | {"rope_type": "yarn", "llama_4_scaling_beta": 0.5}},
+    },
+    "phi3": {"longrope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}},
+    "stablelm": {"parallel": {"use_parallel_residual": True, "qk_layernorm": True}},
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A tiny config and how long the prompts are.
+
+    name: For the report.
+    window: What every window becomes; with None, those that a default config lacks stay away.
+    longest: Tokens of the longest prompt.
+    fields: What else the config has.
+    """
+
+    name: str
+    window: int | None
+    longest: int
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt. One is within a long window and crosses it while its text grows."""
+        return [self.longest, self.longest - 1, LONG - 6 if self.longest > LONG else self.longest // 2, 3]
+
+
+def architectures() -> list[str]:
+    """Return the model types that `AutoModelForCausalLM` makes a model of."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def variants(model_type: str) -> list[Variant]:
+    """Return what to check an architecture with."""
+    text = default_config(model_type).get_text_config(decoder=True)
+    windows = [getattr(text, name) for name in WINDOWS if hasattr(text, name)]
+    found = []
+    if None in windows or not windows or hasattr(text, "use_sliding_window"):
+        found.append(Variant("plain", None, 150))
+    if windows:
+        found += [Variant(f"window {SHORT}", SHORT, 23), Variant(f"window {LONG}", LONG, 150)]
+    for name, fields in FIELDS.get(model_type, {}).items():
+        found += [Variant(name, None, 35, fields), Variant(f"{name}, long", None, 150, fields)]
+    if model_type in STRAY:
+        found.append(Variant("stray window", None, 35, {"sliding_window": 8}))
+    return found
