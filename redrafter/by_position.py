@@ -5,6 +5,7 @@ by the length of the cache. In a tree, slots and positions differ, and rows of a
 a forward runs, stand-ins on those attention modules answer by position; afterwards the model is as it was.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from redrafter.mask import AttentionKind
 
 __all__ = ["by_position", "slot_readers"]
+
+_ONE_AT_A_TIME = threading.RLock()  # threads that share a model would see each other's stand-ins
 
 Seen = Callable[[AttentionKind], Tensor]  # what each new node sees under a kind of attention, `[B, M, S]` bool
 
@@ -34,6 +37,8 @@ def by_position(modules: Sequence[Any], positions: Tensor, seen: Seen) -> Iterat
         seen: what each new node sees under a kind of attention.
     """
     with ExitStack() as stack:
+        if modules:
+            stack.enter_context(_ONE_AT_A_TIME)
         for module in modules:
             stack.enter_context(_STAND_INS[type(module).__name__](module, positions, seen))
         yield

@@ -1,5 +1,6 @@
 """`generate`, as Hugging Face users know it."""
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,7 @@ Streamer = BaseStreamer | StepStreamer
 
 class Engine:
     """A target and what proposes for it. Of requests it keeps nothing but what makes the next one faster: on a GPU the
-    captured steps, and keys and values of texts that a prompt may begin with again.
+    captured steps, and keys and values of texts that a prompt may begin with again. Threads may share an engine.
 
     do_sample: what `generate` does where neither a call nor a `generation_config` says; None: as the model's own."""
 
@@ -53,6 +54,7 @@ class Engine:
         self._graphs: StepGraphs | None = None
         self._lender: Engine | None = None  # whose graphs are used, when not its own
         self._warned = False
+        self._lock = threading.Lock()  # of two first requests at once, one makes the graphs of both
 
     def proposer_for(self, rows: int) -> Proposer:
         """What proposes for a batch of so many rows."""
@@ -80,10 +82,11 @@ class Engine:
         return DenseBatch(self.target, proposer, request, lengths)
 
     def _open_graphs(self) -> StepGraphs:
-        if self._graphs is None:
-            draft_model = None if self.draft_unpacked else self.draft_model
-            self._graphs = StepGraphs.on(self.target, self.options, draft_model)
-        return self._graphs
+        with self._lock:
+            if self._graphs is None:
+                draft_model = None if self.draft_unpacked else self.draft_model
+                self._graphs = StepGraphs.on(self.target, self.options, draft_model)
+            return self._graphs
 
     def lengths_for(self, proposer: Proposer, request: Request) -> DraftLength | None:
         """What says after each step how far to draft in the next; None: as far as ever."""

@@ -3,8 +3,10 @@
 Reading several depths at once is how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from transformers import PreTrainedModel
 
 from redrafter.errors import MismatchError, UnsupportedError
 
-__all__ = ["decoder_layers", "decoder_stack", "join", "tapped"]
+__all__ = ["decoder_layers", "decoder_stack", "in_this_thread", "join", "tapped"]
 
 
 def decoder_layers(model: PreTrainedModel, count: int, wanted: Sequence[int]) -> list[nn.Module]:
@@ -60,3 +62,17 @@ def tapped(layers: Sequence[nn.Module], see: Callable[[Tensor], None]) -> Iterat
         for layer in layers:
             stack.callback(layer.register_forward_hook(hook).remove)
         yield
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a hook so that forwards of other threads pass it by.
+
+    A hook stands on a module, which all threads share; what it does is for one forward alone.
+    """
+    thread = threading.get_ident()
+
+    @wraps(hook)
+    def guarded(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
+
+    return guarded

@@ -19,7 +19,7 @@ from redrafter.blocks import BLOCK
 from redrafter.by_position import by_position, slot_readers
 from redrafter.cache import LayerShape, RaggedCache
 from redrafter.errors import MismatchError, UnsupportedError
-from redrafter.features import decoder_layers, join, tapped
+from redrafter.features import decoder_layers, in_this_thread, join, tapped
 from redrafter.mask import additive, visible
 from redrafter.packed import PackedForward
 from redrafter.paged import PagedCache, PagedStore
@@ -151,9 +151,14 @@ class Target:
                 return hidden
             return hidden.gather(1, only.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1]))
 
+        @in_this_thread
         def tap(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             read.append(wanted(args[0]))
             return (read[-1], *args[1:])
+
+        @in_this_thread
+        def see(output: Tensor) -> None:
+            outputs.append(wanted(output).to(self.device))
 
         nodes, new = tree.tokens.shape[1], tree.new
         cache.address(length + (nodes - new), new)
@@ -161,10 +166,7 @@ class Target:
         hook = self.head.register_forward_pre_hook(tap)
         seen = partial(visible, length, tree.depth, tree.ancestors, cache.window)
         try:
-            with (
-                tapped(self._tapped, lambda output: outputs.append(wanted(output).to(self.device))),
-                by_position(self._slot_readers, positions, seen),
-            ):
+            with tapped(self._tapped, see), by_position(self._slot_readers, positions, seen):
                 out = self.model(
                     input_ids=tree.tokens[:, -new:],
                     attention_mask=None if cache.committed else self._mask(tree, length, cache.window),
