@@ -55,6 +55,7 @@ def decode(batch: Batch, request: Request, input_ids: Tensor, stream: StepStream
         batch.close([row.text for row in rows])
     if stream is not None:
         stream.end()
+    _warn_cut_short(rows, request)
     return _output(rows, input_ids, request)
 
 
@@ -123,3 +124,19 @@ def _warn_slow(request: Request) -> None:
                 "built-in generation arguments are vectorised",
                 stacklevel=2,
             )
+
+
+def _warn_cut_short(rows: list[_Row], request: Request) -> None:
+    """Warn of texts that ended because the target's context did."""
+    cut_short = [
+        index
+        for index, row in enumerate(rows)
+        if request.cut_short[index] and len(row.text) == row.room and row.text[-1] not in request.eos
+    ]
+    if cut_short:
+        which = "the text" if len(rows) == 1 else f"{len(cut_short)} of {len(rows)} texts"
+        warnings.warn(
+            f"{which} ended at the target's context of {request.limits[cut_short[0]]} tokens, "
+            "before the length that was asked for; ask for fewer new tokens, or shorten the prompt",
+            stacklevel=2,
+        )

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from redrafter.arguments import prompt_of, with_stop_strings, without_neutral
 from redrafter.batch import Batch, DenseBatch, PagedBatch
 from redrafter.blocks import BlockPool
 from redrafter.captured import StepGraphs
+from redrafter.context import check_autocast, check_eval
 from redrafter.decoding import decode
 from redrafter.draft_length import DraftLength
 from redrafter.errors import ArgumentError
@@ -125,33 +127,41 @@ class Engine:
 
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *,
         streamer: Streamer | None = None,
         seed: Seed = None,
         speculate: bool = True,
-        return_dict_in_generate: bool = False,
+        return_dict_in_generate: bool | None = None,
         **generation_kwargs: Any,
     ) -> Tensor | GenerateOutput:
         """Write on from `input_ids`, with exactly the tokens that plain decoding would give.
 
-        input_ids, attention_mask: `[B, P]`, left-padded. generation_kwargs: Hugging Face's names, with its meanings;
-        besides, `temperature` may be a list with one value per output row, and `frequency_penalty`, `presence_penalty`
-        and `logit_bias` (a dict from ids) are OpenAI's; `grammar` is a `Grammar` that the texts follow, or what
-        `Grammar.of` reads, with `tokenizer`, or a list of one or None per output row. seed: an int s gives s, s+1, ...
-        to the output rows (after `num_return_sequences`), a list gives one to each; a row with its seed draws the same
-        tokens alone, in any batch, and with `speculate=False`, which is plain decoding in the same engine.
+        input_ids, attention_mask: `[B, P]`, left-padded; `inputs` is another name of the ids. generation_config: as in
+        transformers, after the arguments and before the model's own. generation_kwargs: Hugging Face's names, with its
+        meanings (`use_cache` changes nothing: keys and values are always kept); besides, `temperature` may be a list
+        with one value per output row, and `frequency_penalty`, `presence_penalty` and `logit_bias` (a dict from ids)
+        are OpenAI's; `grammar` is a `Grammar` that the texts follow, or what `Grammar.of` reads, with `tokenizer`, or a
+        list of one or None per output row. seed: an int s gives s, s+1, ... to the output rows (after
+        `num_return_sequences`), a list gives one to each; a row with its seed draws the same tokens alone, in any
+        batch, and with `speculate=False`, which is plain decoding in the same engine.
 
         Returns ids `[B, P + new]` laid out as `model.generate` lays them out, or a `GenerateOutput` with `.stats`.
         Raises `ArgumentError` for arguments that are unknown, out of range or of the wrong shape, and
         `UnsupportedError` for modes that cannot be honoured (beam search, classifier-free guidance, ...).
         """
-        check_arguments(generation_kwargs)
+        kwargs = without_neutral(generation_kwargs)
+        input_ids = prompt_of(input_ids, kwargs.pop("inputs", None))
+        check_arguments(kwargs)
         check_inputs(input_ids, attention_mask, self.target)
-        kwargs = with_grammar(with_openai_arguments(generation_kwargs, input_ids.shape[1]), input_ids.shape[1])
-        kwargs = _with_stop_strings(kwargs, generation_config)
+        if not isinstance(generation_config, GenerationConfig | None):
+            raise ArgumentError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}")
+        kwargs = with_grammar(with_openai_arguments(kwargs, input_ids.shape[1]), input_ids.shape[1])
+        if return_dict_in_generate is not None:
+            kwargs["return_dict_in_generate"] = return_dict_in_generate
+        kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)
         if self.do_sample is not None and generation_config is None:
             kwargs.setdefault("do_sample", self.do_sample)
         temperature = kwargs.get("temperature")
@@ -174,10 +184,9 @@ class Engine:
                 generation_config=generation_config,
                 streamer=streamer if isinstance(streamer, BaseStreamer) else None,
                 custom_generate=custom_generate,
-                return_dict_in_generate=return_dict_in_generate,
                 **kwargs,
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ImportError) as error:
             if entered:
                 raise
             raise ArgumentError(str(error)) from error
@@ -207,6 +216,8 @@ class Engine:
         ) -> Tensor | GenerateOutput:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
+            check_autocast(self.target.device)
+            check_eval(self.model, *([self.draft_model.model] if speculate and self.draft_model else []))
             request = read_request(
                 self.target,
                 input_ids,
@@ -232,19 +243,3 @@ class Engine:
             return output
 
         return custom_generate
-
-
-def _with_stop_strings(kwargs: dict[str, Any], config: GenerationConfig | None) -> dict[str, Any]:
-    """transformers looks for the tokenizer of `stop_strings` where custom decoding never receives it: make the
-    criterion here."""
-    kwargs = dict(kwargs)
-    tokenizer = kwargs.pop("tokenizer", None)
-    strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
-    if strings is None:
-        return kwargs
-    kwargs["stop_strings"] = None
-    if tokenizer is None:
-        raise ArgumentError("stop_strings needs the tokenizer: pass tokenizer=tokenizer to generate()")
-    criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
-    criteria.append(StopStringCriteria(tokenizer, strings))
-    return kwargs | {"stopping_criteria": criteria}

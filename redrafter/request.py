@@ -59,14 +59,12 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (None,),
     "token_healing": (None, False),
     "low_memory": (None, False),
-    "use_cache": (None, True),
     "cache_implementation": (None,),
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
     "encoder_no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1, 1.0),
 }
-_NOT_INPUTS = ("inputs_embeds", "past_key_values", "position_ids", "assistant_model", "negative_prompt_ids")
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,8 @@ class Request:
     """Everything that one decoding needs.
 
     prompts: `[B, P]` int64, each row's own tokens first. length: `[B]`, how many they are; lengths: the same on the
-    host. limits: the most tokens that each row may come to. eos: ids that end a row. criteria: what must be asked token
+    host. limits: the most tokens that each row may come to; cut_short: whether that is the end of the target's context,
+    and the call asked for more. eos: ids that end a row. criteria: what must be asked token
     by token on the host. deadline: `time.time()` after which no step begins. slow_processors: names of processors that
     run node by node.
     """
@@ -83,6 +82,7 @@ class Request:
     length: Tensor
     lengths: list[int]
     limits: list[int]
+    cut_short: list[bool]
     eos: frozenset[int]
     pad_token: int
     sampler: Sampler
@@ -99,8 +99,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of `generate` that nobody knows, and those that cannot be honoured."""
     known = set(GenerationConfig().to_dict()) | CALL_ARGUMENTS | set(OPENAI_ARGUMENTS)
     for name, value in arguments.items():
-        if name in _NOT_INPUTS:
-            raise UnsupportedError(f"generate() does not take {name}; pass input_ids and attention_mask")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -151,6 +149,16 @@ def _refuse_mode(name: str, value: Any) -> None:
         raise UnsupportedError(f"{name}={value!r} cannot be honoured with exact speculation; leave it out")
 
 
+def _check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
+    """Refuse what a prepared config asks for and cannot be honoured. own: the checkpoint's, whose choice of a cache
+    nobody made in the call; it is ignored where it changes no token, as only one that rounds keys and values does."""
+    for name in _REFUSED:
+        value = getattr(config, name, None)
+        if name == "cache_implementation" and value == own.cache_implementation != "quantized":
+            continue
+        _refuse_mode(name, value)
+
+
 def check_inputs(input_ids: Any, mask: Any, target: Target) -> Tensor:
     """Check ids `[B, P]` and their mask. Returns the mask, bool `[B, P]`, left-padded, at least one token in a row."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
@@ -196,8 +204,7 @@ def read_request(
 
     prepared: what else it would have given to the model. temperature: one value per row, in place of the processor's.
     """
-    for name in _REFUSED:
-        _refuse_mode(name, getattr(config, name, None))
+    _check_modes(config, target.model.generation_config)
     seen = check_inputs(input_ids, attention_mask, target)
     _check_prepared(prepared, seen)
     if config.num_return_sequences is not None and config.num_return_sequences < 1:
@@ -206,7 +213,7 @@ def read_request(
     length = seen.sum(dim=1)
     _check_length(int(length.max()), target.context, options)
     max_length, eos, deadline, others = _read_criteria(criteria, config.max_length)
-    limit = min(max_length, LONGEST) - (width - length)
+    limit = asked = min(max_length, LONGEST) - (width - length)
     for most in (target.context, options.max_seq_len):
         if most is not None:
             limit = limit.clamp(max=most)
@@ -222,6 +229,7 @@ def read_request(
         length=length,
         lengths=length.tolist(),
         limits=limit.tolist(),
+        cut_short=[target.context == most < more for most, more in zip(limit.tolist(), asked.tolist(), strict=True)],
         eos=eos,
         pad_token=_pad_token(config, eos),
         sampler=Sampler(
@@ -318,8 +326,10 @@ def _read_criteria(
 
 
 def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:
-    if isinstance(config.pad_token_id, int):
-        return config.pad_token_id
+    """Return what fills rows behind their end: as in transformers, the first EOS id where the config has no pad id."""
+    for given in (config.pad_token_id, config.eos_token_id):
+        if given is not None and (ids := torch.as_tensor(given).flatten().tolist()):
+            return ids[0]
     return min(eos, default=0)
 
 

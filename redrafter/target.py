@@ -18,6 +18,7 @@ from redrafter.attention_probe import probe_attention
 from redrafter.blocks import BLOCK
 from redrafter.by_position import by_position, slot_readers
 from redrafter.cache import LayerShape, RaggedCache
+from redrafter.context import check_autocast
 from redrafter.errors import MismatchError, UnsupportedError
 from redrafter.features import decoder_layers, in_this_thread, join, tapped
 from redrafter.mask import additive, visible
@@ -62,6 +63,7 @@ class Target:
         self.layers: tuple[int, ...] | None = None
         self._tapped: list[nn.Module] = []
         warn_of_shared_scales(model.config, self.name)
+        check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
         with torch.no_grad():
             self._bind()

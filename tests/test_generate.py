@@ -186,7 +186,6 @@ def test_a_generation_config_is_honoured(llama, engine):
         ({"prompt_lookup_num_tokens": 3}, UnsupportedError, "prompt_lookup_num_tokens"),
         ({"output_hidden_states": True}, UnsupportedError, "output_hidden_states"),
         ({"output_attentions": True}, UnsupportedError, "output_attentions"),
-        ({"use_cache": False}, UnsupportedError, "use_cache"),
         ({"cache_implementation": "static"}, UnsupportedError, "cache_implementation"),
         ({"inputs_embeds": torch.zeros(1)}, UnsupportedError, "inputs_embeds"),
         ({"past_key_values": object()}, UnsupportedError, "past_key_values"),

@@ -259,6 +259,7 @@ class Tuner:
             length=length,
             lengths=lengths,
             limits=limits,
+            cut_short=[False] * len(limits),
             eos=eos,
             pad_token=0,
             sampler=Sampler(

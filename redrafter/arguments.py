@@ -1,0 +1,87 @@
+"""Arguments of a call that are settled before transformers prepares it."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from redrafter.errors import ArgumentError, UnsupportedError
+
+__all__ = ["prompt_of", "with_stop_strings", "without_neutral"]
+
+# Arguments of `model.generate` that have no meaning here: the values that wrappers pass on by habit and that ask for
+# nothing, and what to do instead where another value was given.
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "inputs_embeds": ((None,), "pass input_ids and attention_mask"),
+    "past_key_values": ((None,), "pass the whole text as input_ids"),
+    "position_ids": ((None,), "leave it out: positions follow from attention_mask"),
+    "cache_position": ((None,), "leave it out: positions follow from attention_mask"),
+    "token_type_ids": ((None,), "leave it out"),
+    "negative_prompt_ids": ((None,), "leave it out"),
+    "negative_prompt_attention_mask": ((None,), "leave it out"),
+    "assistant_model": ((None,), "make the engine with DraftTarget.from_pretrained(model, assistant_model)"),
+    "assistant_tokenizer": ((None,), "leave it out: a draft model has the target's own vocabulary"),
+    "custom_generate": ((None,), "call engine.model.generate(custom_generate=...) for another way of decoding"),
+    "synced_gpus": ((None, False), "leave it out"),
+    "logits_to_keep": ((None, 0, 1), "leave it out, or ask for output_logits=True"),
+    "trust_remote_code": ((None, False, True), "give it to from_pretrained"),
+}
+
+
+def without_neutral(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without those that ask for nothing.
+
+    Raises `UnsupportedError` naming an argument that asks for what `generate` does not do.
+    """
+    kept = {}
+    for name, value in arguments.items():
+        if name not in _NEUTRAL:
+            kept[name] = value
+            continue
+        values, instead = _NEUTRAL[name]
+        if isinstance(value, Tensor) or value not in values:
+            raise UnsupportedError(f"generate() does not take {name}; {instead}")
+    return kept
+
+
+def prompt_of(input_ids: Any, inputs: Any) -> Any:
+    """Return the prompt, which transformers also calls `inputs`. Raises `ArgumentError` for both and for neither."""
+    if input_ids is not None and inputs is not None:
+        raise ArgumentError("inputs is another name of input_ids: pass one of them")
+    if input_ids is None and inputs is None:
+        raise ArgumentError("there is no prompt: pass input_ids")
+    return inputs if input_ids is None else input_ids
+
+
+def with_stop_strings(
+    arguments: Mapping[str, Any], config: GenerationConfig | None, own: GenerationConfig
+) -> tuple[dict[str, Any], GenerationConfig | None]:
+    """Return the call's arguments and generation config with stop strings as a criterion.
+
+    transformers looks for their tokenizer where custom decoding never receives it, so the criterion is made here.
+
+    Args:
+        arguments: of the call, which come before what `config` says.
+        config: the call's generation config, if any; it is not changed.
+        own: the model's generation config, which comes last.
+    """
+    kept = dict(arguments)
+    tokenizer = kept.pop("tokenizer", None)
+    given = [each.stop_strings for each in (config, own) if each is not None and each.stop_strings is not None]
+    strings = kept.pop("stop_strings") if "stop_strings" in kept else next(iter(given), None)
+    if given:
+        if config is not None and own.stop_strings is None:
+            config = copy.deepcopy(config)
+            config.stop_strings = None
+        else:
+            kept["stop_strings"] = None
+    if strings is None:
+        return kept, config
+    if tokenizer is None:
+        raise ArgumentError("stop_strings needs the tokenizer: pass tokenizer=tokenizer to generate()")
+    criteria = StoppingCriteriaList(kept.pop("stopping_criteria", None) or [])
+    criteria.append(StopStringCriteria(tokenizer, strings))
+    return kept | {"stopping_criteria": criteria}, config
