@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import cached_file
 
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, first_line
 from redrafter.target import Target
 from redrafter.tree import check_size
 
@@ -189,6 +189,12 @@ def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
 def check_fit(drafter: RecurrentDrafter, target: Target) -> None:
     """Raise `MismatchError`, with both values, when the drafter was made for another target."""
     name = f"{target.model.config._name_or_path or 'the target'} ({target.name})"
+    width = target.embedding.weight.shape[-1]
+    if width != target.hidden_size:
+        raise UnsupportedError(
+            f"{name} has embeddings of {width} and a head that reads {target.hidden_size}; a drafter needs one size of "
+            "both, so use DraftTarget or PromptLookup"
+        )
     check_match(drafter.config, target.hidden_size, target.vocab_size, [embedding_norms(target.embedding)], name)
 
 

@@ -47,7 +47,17 @@ def decoder_stack(model: PreTrainedModel, count: int) -> nn.ModuleList | None:
 
 def join(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
     """Join the last hidden state `[..., D]` and the outputs of layers, `[..., D]` each, to `[..., F]`, in the dtype of
-    the last hidden state. F = (1 + layers) * D."""
+    the last hidden state. F = (1 + layers) * D.
+
+    Raises:
+        UnsupportedError: a layer's output has another rank or width than the last hidden state.
+    """
+    for output in outputs:
+        if output.dim() != last.dim() or output.shape[-1] != last.shape[-1]:
+            raise UnsupportedError(
+                f"a layer's output has the shape {list(output.shape)} and the last hidden state {list(last.shape)}: a "
+                "drafter cannot read them together; use one without target_layers"
+            )
     return torch.cat([last, *(x.to(last) for x in outputs)], dim=-1) if outputs else last
 
 

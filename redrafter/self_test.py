@@ -34,12 +34,12 @@ class SelfTest:
         longest: tokens of a near trial's longer row.
 
     Attributes:
-        past: the cache that transformers made in a plain forward.
+        output: of one of the model's own plain forwards.
     """
 
     def __init__(self, target: Bound, probe: AttentionProbe, longest: int):
         self._target, self._longest = target, longest
-        self._near, self.past = near_trial(target, longest)
+        self._near, self.output = near_trial(target, longest)
         if not bool(self._near.expected.isfinite().all()):
             raise CheckpointError(
                 f"{target.name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow "

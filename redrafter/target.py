@@ -26,6 +26,7 @@ from redrafter.packed import PackedForward
 from redrafter.paged import PagedCache, PagedStore
 from redrafter.quantization import warn_of_shared_scales
 from redrafter.self_test import SelfTest
+from redrafter.supported import cache_layers, check_positions, explained, head_width, tree_attentions
 from redrafter.tree import Tree, chain
 
 __all__ = ["Target", "context_of"]
@@ -46,6 +47,7 @@ class Target:
     4-D mask, and any model whose tree forward differs from its plain one.
     """
 
+    @explained
     def __init__(self, model: PreTrainedModel):
         self.name = type(model).__name__
         _refuse(model, self.name)
@@ -59,7 +61,7 @@ class Target:
         table = self.embedding.weight
         assert isinstance(table, Tensor)
         self.device = table.device
-        self.hidden_size, self.vocab_size = self.config.hidden_size, self.config.vocab_size
+        self.hidden_size, self.vocab_size = head_width(self.head, self.config), self.config.vocab_size
         self.layers: tuple[int, ...] | None = None
         self._tapped: list[nn.Module] = []
         warn_of_shared_scales(model.config, self.name)
@@ -87,8 +89,23 @@ class Target:
                 f"{list(layers)}; load the target anew"
             )
         self._tapped = decoder_layers(self.model, self.config.num_hidden_layers, layers)
+        self._try_layers()
         self.layers = tuple(layers)
         self.packed.tap(self._tapped, self.layers)
+
+    def _try_layers(self) -> None:
+        """Raise `UnsupportedError` where the outputs of the layers that were asked for cannot be joined."""
+        if not self._tapped:
+            return
+        nothing = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        cache = self.new_cache(1)
+        cache.reserve(1)
+        try:
+            with torch.no_grad():
+                self._padded(chain(nothing), nothing[0], cache, None)
+        except UnsupportedError:
+            self._tapped = []
+            raise
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's own embedding table, `[...]` ids to `[..., D]`: what a drafter's recurrence reads."""
@@ -201,7 +218,7 @@ class Target:
         window = min((kind.window for kind in self.kinds.values() if kind.window), default=0)
         longest = window + 3 if window <= 64 else 5  # reach past the window where that is cheap
         self._self_test = SelfTest(self, probe, longest)
-        self.shapes = _layer_shapes(self._self_test.past, self.name)
+        self.shapes = _layer_shapes(cache_layers(self._self_test.output, self.config, self.name), self.name)
         self._self_test.run(self.shapes, _ragged_cache)
         self.unpacked = "it is not on a GPU" if self.device.type != "cuda" else self.unpaged
 
@@ -261,9 +278,9 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
     attention = getattr(model.config, "_attn_implementation", "eager")
     if attention not in ATTENTION:
         raise UnsupportedError(
-            f"attn_implementation={attention!r} takes no tree mask; load the model with attn_implementation='sdpa' "
-            "(or 'eager')"
+            f"attn_implementation={attention!r} takes no tree mask; load the model with {tree_attentions(model)}"
         )
+    check_positions(model, name)
 
 
 def context_of(config: object) -> int | None:
@@ -279,9 +296,9 @@ def context_of(config: object) -> int | None:
     return limit
 
 
-def _layer_shapes(past: Any, name: str) -> list[LayerShape]:
+def _layer_shapes(layers: Any, name: str) -> list[LayerShape]:
     shapes = []
-    for index, layer in enumerate(past.layers):
+    for index, layer in enumerate(layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):
             raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")

@@ -73,7 +73,7 @@ class Trial:
 
 
 def near_trial(target: Bound, longest: int) -> tuple[Trial, Any]:
-    """Return two rows of `longest` and two tokens fewer, and the cache that transformers made for the second."""
+    """Return two rows, of `longest` and of two tokens fewer, and the model's own output for the second."""
     ids = _ids(target, 2 * longest + 6)
     prompts, nodes = ids[: 2 * longest].view(2, longest), ids[2 * longest :]
     expected, lengths = [], [longest, longest - 2]
@@ -82,7 +82,7 @@ def near_trial(target: Bound, longest: int) -> tuple[Trial, Any]:
         out = target.model(input_ids=texts, use_cache=True)
         expected.append(_along(out.logits[:, n:].to(target.device)))
     length = torch.tensor(lengths, device=target.device)
-    return Trial(nodes, length, prompts, (), torch.stack(expected)), out.past_key_values
+    return Trial(nodes, length, prompts, (), torch.stack(expected)), out
 
 
 def far_trial(target: Bound, length: int, shapes: Sequence[LayerShape]) -> Trial:

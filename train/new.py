@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
+from redrafter.supported import said_width
 from redrafter.train.config import TrainConfig
 
 __all__ = ["new_config", "new_drafter"]
@@ -15,7 +16,7 @@ def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: in
     base = base.get_text_config(decoder=True)
     return DrafterConfig(
         vocab_size=base.vocab_size,
-        hidden_size=base.hidden_size,
+        hidden_size=said_width(base),
         exit_dim=config.exit_dim,
         num_draft_layers=config.num_layers,
         rnn=config.rnn,
