@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import cached_file
 
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
@@ -107,12 +118,13 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal LM from a hub id or a directory; a loaded one is taken as it is, and moved when a device is given.
 
-    kwargs go to `AutoModelForCausalLM.from_pretrained`. Raises `CheckpointError` when it cannot be loaded whole.
+    kwargs go to `AutoModelForCausalLM.from_pretrained`, or to `AutoModelForImageTextToText.from_pretrained` for models
+    that see images, which are then used for text. Raises `CheckpointError` when it cannot be loaded whole.
     """
     if not isinstance(name, str | Path):
         return name if device is None else _to(name, device)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto_class(name, trust_remote_code, kwargs).from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
         )
     except Exception as error:
@@ -121,6 +133,22 @@ def load_model(
     if info["missing_keys"]:
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
     return model if device is None else _to(model, device)
+
+
+def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any]) -> Any:
+    """Return the class of transformers that opens a model: that of causal LMs, unless it knows it only among those
+    that see images."""
+    if "config" in kwargs:
+        return AutoModelForCausalLM
+    where = {key: kwargs[key] for key in ("cache_dir", "revision", "subfolder", "token") if key in kwargs}
+    try:
+        said, _ = PretrainedConfig.get_config_dict(str(name), **where)
+    except OSError:
+        return AutoModelForCausalLM  # which finds the base of an adapter, or says what is missing
+    kind, remote = said.get("model_type"), trust_remote_code and "AutoModelForCausalLM" in said.get("auto_map", {})
+    if remote or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
 
 
 def bind(name: str | Path | PreTrainedModel | Target, **load: Any) -> Target:

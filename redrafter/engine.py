@@ -22,11 +22,13 @@ from redrafter.draft_length import DraftLength
 from redrafter.errors import ArgumentError
 from redrafter.options import EngineOptions
 from redrafter.outputs import GenerateOutput
+from redrafter.prepared import without_empty_inputs
 from redrafter.request import (
     Request,
     Seed,
     check_arguments,
     check_inputs,
+    known_arguments,
     read_request,
     with_grammar,
     with_openai_arguments,
@@ -152,7 +154,7 @@ class Engine:
         Raises `ArgumentError` for arguments that are unknown, out of range or of the wrong shape, and
         `UnsupportedError` for modes that cannot be honoured (beam search, classifier-free guidance, ...).
         """
-        kwargs = without_neutral(generation_kwargs)
+        kwargs = without_empty_inputs(without_neutral(generation_kwargs), self.model, known_arguments())
         input_ids = prompt_of(input_ids, kwargs.pop("inputs", None))
         check_arguments(kwargs)
         check_inputs(input_ids, attention_mask, self.target)

@@ -26,12 +26,21 @@ from transformers.generation.stopping_criteria import (
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.grammar import Grammar
 from redrafter.options import EngineOptions
+from redrafter.prepared import check_prepared
 from redrafter.processors import Processor, RowTemperature, TokenPenalties, tree_processors
 from redrafter.row_grammars import GrammarProcessor
 from redrafter.sampling import Sampler
 from redrafter.target import Target
 
-__all__ = ["Request", "check_arguments", "check_inputs", "read_request", "with_grammar", "with_openai_arguments"]
+__all__ = [
+    "Request",
+    "check_arguments",
+    "check_inputs",
+    "known_arguments",
+    "read_request",
+    "with_grammar",
+    "with_openai_arguments",
+]
 
 Seed = int | Sequence[int] | None
 
@@ -95,9 +104,14 @@ class Request:
     slow_processors: list[str]
 
 
+def known_arguments() -> set[str]:
+    """Return the names that `generate` has a meaning for."""
+    return set(GenerationConfig().to_dict()) | CALL_ARGUMENTS | set(OPENAI_ARGUMENTS) | set(_NOT_INPUTS)
+
+
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of `generate` that nobody knows, and those that cannot be honoured."""
-    known = set(GenerationConfig().to_dict()) | CALL_ARGUMENTS | set(OPENAI_ARGUMENTS)
+    known = known_arguments()
     for name, value in arguments.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -206,7 +220,7 @@ def read_request(
     """
     _check_modes(config, target.model.generation_config)
     seen = check_inputs(input_ids, attention_mask, target)
-    _check_prepared(prepared, seen)
+    check_prepared(prepared, seen, target.model)
     if config.num_return_sequences is not None and config.num_return_sequences < 1:
         raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
     rows, width = input_ids.shape
@@ -249,18 +263,6 @@ def read_request(
         as_dict=bool(config.return_dict_in_generate),
         slow_processors=slow,
     )
-
-
-def _check_prepared(prepared: Mapping[str, Any], seen: Tensor) -> None:
-    """Inputs beside the ids: only what transformers makes itself, which says nothing that the mask does not."""
-    past, positions = prepared.get("past_key_values"), prepared.get("position_ids")
-    if past is not None and past.get_seq_length() > 0:
-        raise UnsupportedError("past_key_values cannot be continued from; pass the whole text as input_ids")
-    if positions is not None and not torch.equal(positions * seen, (seen.cumsum(dim=1) - 1) * seen):
-        raise UnsupportedError("position_ids of your own cannot be honoured; leave them out")
-    for name in set(prepared) - {"past_key_values", "position_ids", "use_cache", "cache_position", "logits_to_keep"}:
-        if prepared[name] is not None:
-            raise UnsupportedError(f"generate() does not take {name}; pass input_ids and attention_mask")
 
 
 def _row_temperatures(temperature: Any, rows: int, device: torch.device) -> Tensor:

@@ -267,6 +267,11 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder; only decoder-only causal LMs can be verified as a tree")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedError(
+            f"{name} reads its prompt in both directions (use_bidirectional_attention); "
+            "only a model in which no token sees a later one can be verified as a tree"
+        )
     kinds_of_layers = getattr(config, "layer_types", None) or ()
     stateful = {kind for kind in kinds_of_layers if "linear" in kind or not kind.endswith("attention")}
     if stateful or getattr(model, "_is_stateful", False):
