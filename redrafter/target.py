@@ -272,9 +272,10 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
             f"{name} reads its prompt in both directions (use_bidirectional_attention); "
             "only a model in which no token sees a later one can be verified as a tree"
         )
-    kinds_of_layers = getattr(config, "layer_types", None) or ()
-    stateful = {kind for kind in kinds_of_layers if "linear" in kind or not kind.endswith("attention")}
-    if stateful or getattr(model, "_is_stateful", False):
+    kinds_of_layers = _layer_types(config)
+    stateful = {kind for kind in kinds_of_layers or () if "linear" in kind or not kind.endswith("attention")}
+    # A class may be made for hybrids, and a model of it hold attention alone; its own layers are what counts.
+    if stateful or (kinds_of_layers is None and getattr(model, "_is_stateful", False)):
         kinds = ", ".join(sorted(stateful)) or "recurrent"
         raise UnsupportedError(
             f"{name} has {kinds} layers, whose state cannot be rolled back to a branch of a tree; "
@@ -286,6 +287,14 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
             f"attn_implementation={attention!r} takes no tree mask; load the model with {tree_attentions(model)}"
         )
     check_positions(model, name)
+
+
+def _layer_types(config: object) -> list[str] | None:
+    """Return the kind of each layer, where a config lists them."""
+    listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if not listed:
+        return None
+    return ["full_attention" if kind == "attention" else kind for kind in listed]  # the former is an older name
 
 
 def context_of(config: object) -> int | None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import ARCHITECTURES, VOCAB, tiny_model, uneven_batch
+from conftest import ARCHITECTURES, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import CheckpointError, UnsupportedError
 from redrafter.paged import PagedCache, PagedStore
 from redrafter.target import PREFILL_CHUNK, Target
@@ -24,6 +24,28 @@ from redrafter.tree import tree_of
 def test_what_cannot_be_verified_as_a_tree_is_refused_by_name(architecture, changes, named):
     with pytest.raises(UnsupportedError, match=named):
         Target(tiny_model(architecture, **changes))
+
+
+GRANITE = {"mamba_n_heads": 4, "mamba_d_head": 16, "shared_intermediate_size": 48, "num_local_experts": 0}
+
+
+@pytest.mark.parametrize("position_embedding_type", ["rope", None])
+def test_a_class_for_hybrids_is_served_where_every_layer_is_attention(position_embedding_type):
+    layers = {"layer_types": ["attention"] * 3, "position_embedding_type": position_embedding_type}
+    model = tiny_model("granitemoehybrid", **GRANITE | layers)
+    ids, mask = uneven_batch()
+    arguments = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(ids, attention_mask=mask, **arguments)
+    sampling = {"max_new_tokens": 20, "do_sample": True, "seed": 3}
+    plain = with_tree(model, tiny_drafter(), 5, 3).generate(ids, mask, speculate=False, **sampling)
+    for engine in (with_tree(model, tiny_drafter(), 5, 3), paged(with_tree(model, tiny_drafter(), 5, 3))):
+        assert torch.equal(engine.generate(ids, mask, **arguments), expected)
+        assert torch.equal(engine.generate(ids, mask, **sampling), plain)
+
+
+def test_a_hybrid_of_that_class_is_refused_with_the_kind_of_its_layers():
+    with pytest.raises(UnsupportedError, match=r"GraniteMoeHybridForCausalLM has (linear_attention|mamba) layers"):
+        Target(tiny_model("granitemoehybrid", **GRANITE, layer_types=["mamba", "attention", "mamba"]))
 
 
 def test_an_encoder_decoder_is_refused():
