@@ -29,14 +29,15 @@ class Plan:
     """One forward over the last M of a tree's N nodes, as attention must know it. All flat, each with one spare entry
     at its end, since a compiler treats a dimension that is ever 1 as a case of its own.
 
-    pools: per layer, its keys' pool and index, then its values' pool and index; a pool is `[G, slots, heads, dim]`.
+    pools: per layer, the pool and index of the keys that it attends to, then of the values; a pool is `[G, slots,
+        heads, dim]`. None for a layer that attends to nothing of the text.
     windows: per layer, positions that a node looks back, 0 for all. They are learnt from the masks that the model
         makes, since not every model tells its attention function.
     length: `[B + 1]` int64, committed tokens. depth: `[B*N + 1]` int64. ancestors: `[B*M*N + 1]` bool.
     table: `[B*M + 1]` int32, the blocks of each row in order of position.
     """
 
-    pools: tuple[tuple[Tensor, int, Tensor, int], ...]
+    pools: tuple[tuple[Tensor, int, Tensor, int] | None, ...]
     windows: tuple[int, ...]
     length: Tensor
     depth: Tensor
@@ -214,12 +215,14 @@ def tree_attention_forward(
     """
     plan = RUNNING_PLAN.get() if plan is None else plan
     query, key, value = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
+    home = plan.pools[module.layer_idx]
+    assert home is not None, "a layer attends to what it did not attend to when the model was bound"
     attend = tree_attention if query.is_cuda else partial(gathered_attention, plan)
     out = attend(
         query,
         key,
         value,
-        *plan.pools[module.layer_idx],
+        *home,
         plan.length,
         plan.depth,
         plan.ancestors,

@@ -32,7 +32,8 @@ class AttentionProbe:
     """What one forward showed.
 
     rules: the distinct kinds of attention that the model built masks for, in order.
-    shapes: per layer index, the keys and values that its attention function received.
+    shapes: per layer index, what it must store for its attention function to receive what it did. A layer that is
+        given the very tensors of an earlier one stores nothing and names that one as its source.
     kinds: per layer index, the kind of its mask; None for a mask that the layer changed or made by itself.
     failure: why the forward could not run with our attention function; None when it ran.
     """
@@ -41,6 +42,7 @@ class AttentionProbe:
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     kinds: dict[int, AttentionKind | None] = field(default_factory=dict)
     failure: str | None = None
+    _given: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # held, so that no tensor's id is used twice
 
     def mask(self, rule: MaskRule, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
         """Return a mask `shape` that holds nothing but the number of its kind, so that copies tell it too."""
@@ -51,17 +53,24 @@ class AttentionProbe:
 
     def see(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         """Note what a layer's attention function received: key, value `[B, heads, T, dim]`, mask `[B, 1, T, T]`."""
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        source = next((first for first, k, v in self._given if k is key and v is value), None)
+        self._given.append((layer, key, value))
+        if source is None:
+            self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        else:
+            self.shapes[layer] = self.shapes[source].storing_nothing(source)
         numbers = set() if mask is None else set(mask.flatten().tolist())
         number = numbers.pop() if len(numbers) == 1 else 0
         known = number in range(1, 1 + len(self.rules))
         self.kinds[layer] = self.rules[int(number) - 1] if known else None
 
     def by_layer(self, count: int) -> list[AttentionKind] | None:
-        """Return the kind of each of `count` layers, or None unless all are known."""
-        kinds = [self.kinds.get(layer) for layer in range(count)]
+        """Return the kind of each of `count` layers, or None unless all are known. One that attends to nothing of the
+        text counts as the first that does."""
+        default = next(iter(self.kinds.values()), None)
         if not self.kinds and len(self.rules) == 1:  # attention code of the model's own, under one mask for all layers
-            kinds = self.rules * count
+            default = self.rules[0]
+        kinds = [self.kinds.get(layer, default) for layer in range(count)]
         known = [kind for kind in kinds if kind is not None]
         return known if len(known) == count else None
 
@@ -105,6 +114,7 @@ def probe_attention(model: Any, config: Any, ids: Tensor) -> AttentionProbe:
         probe.failure = first_line(error)
     finally:
         _RUNNING.reset(running)
+        probe._given.clear()
         config._attn_implementation = before
     return probe
 

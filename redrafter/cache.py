@@ -19,13 +19,21 @@ GRAIN = 64  # slots; the window grows in these steps, so that shapes seldom chan
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores per slot: heads and width of its keys and of its values, their dtype and device."""
+    """What one layer stores per slot: heads and width of its keys and of its values, their dtype and device.
+
+    A layer of 0 heads stores nothing: it attends to what the layer `source` stores, or to nothing of the text.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    source: int | None = None
+
+    def storing_nothing(self, source: int | None = None) -> "LayerShape":
+        """Return the shape of a layer beside this one that stores nothing of its own."""
+        return LayerShape(0, 0, 0, self.dtype, self.device, source)
 
 
 Group = tuple[int, int, torch.dtype, torch.device]  # heads, dim, dtype, device: what a pool's layers have in common
@@ -35,6 +43,8 @@ def grouped(shapes: Sequence[LayerShape]) -> dict[Group, list[tuple[int, str]]]:
     """Which layers' "keys" and "values" may share a pool."""
     groups: dict[Group, list[tuple[int, str]]] = {}
     for layer, shape in enumerate(shapes):
+        if not shape.heads:
+            continue
         for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
             groups.setdefault((shape.heads, dim, shape.dtype, shape.device), []).append((layer, side))
     return groups
@@ -62,11 +72,22 @@ class _Layer(CacheLayerMixin):
     """One layer's window onto its pools. `update` is what the model's attention calls."""
 
     is_sliding = False  # full length is kept on sliding layers too: there is no ring buffer to roll back
+    is_initialized = True
 
     def __init__(self, cache: "RaggedCache", keys: tuple[_Pool, int], values: tuple[_Pool, int]):
-        super().__init__()
-        self.is_initialized = True
         self._cache, self._homes = cache, (keys, values)
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        """`[B, heads, S, dim]`, what attention reads."""
+        pool, index = self._homes[0]
+        return pool.seen[index]
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """`[B, heads, S, dim]`, what attention reads."""
+        pool, index = self._homes[1]
+        return pool.seen[index]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -75,8 +96,7 @@ class _Layer(CacheLayerMixin):
         slots = self._cache.slots(key_states.device)
         for states, (pool, index) in zip((key_states, value_states), self._homes, strict=True):
             pool.slots[index].index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
-        (keys, k), (values, v) = self._homes
-        return keys.seen[k], values.seen[v]
+        return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: shapes are known before the first forward."""
@@ -93,6 +113,24 @@ class _Layer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
 
+class _EmptyLayer(_Layer):
+    """A layer that stores nothing, and so looks as it does before any forward."""
+
+    is_initialized = False
+    keys = values = None  # type: ignore[assignment]
+
+    def __init__(self, cache: "RaggedCache"):
+        self._cache = cache
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("a layer that stored nothing in a plain forward was given keys and values to store")
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
 class RaggedCache(Cache):
     """Keys and values of `rows` rows. Row b's committed tokens are in slots 0..n_b-1; a tree's node i goes to n_b + i.
 
@@ -107,7 +145,12 @@ class RaggedCache(Cache):
         for key, members in grouped(shapes).items():
             self._pools.append(_Pool(len(members), *key))
             homes |= {member: (self._pools[-1], index) for index, member in enumerate(members)}
-        super().__init__(layers=[_Layer(self, homes[i, "keys"], homes[i, "values"]) for i in range(len(shapes))])
+        super().__init__(
+            layers=[
+                _Layer(self, homes[i, "keys"], homes[i, "values"]) if shape.heads else _EmptyLayer(self)
+                for i, shape in enumerate(shapes)
+            ]
+        )
         self.rows, self.window, self.committed, self._capacity = rows, 0, 0, 0
 
     def reserve(self, slots: int) -> None:

@@ -29,7 +29,8 @@ class PagedStore:
         for (heads, dim, dtype, device), members in grouped(shapes).items():
             self.pools.append(torch.zeros(len(members), count * BLOCK, heads, dim, dtype=dtype, device=device))
             homes |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
-        self.homes = tuple((*homes[i, "keys"], *homes[i, "values"]) for i in range(len(shapes)))
+        sources = [i if shape.heads else shape.source for i, shape in enumerate(shapes)]
+        self.homes = tuple(None if i is None else (*homes[i, "keys"], *homes[i, "values"]) for i in sources)
 
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape]) -> int:

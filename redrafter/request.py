@@ -106,7 +106,7 @@ class Request:
 
 def known_arguments() -> set[str]:
     """Return the names that `generate` has a meaning for."""
-    return set(GenerationConfig().to_dict()) | CALL_ARGUMENTS | set(OPENAI_ARGUMENTS) | set(_NOT_INPUTS)
+    return set(GenerationConfig().to_dict()) | CALL_ARGUMENTS | set(OPENAI_ARGUMENTS)
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:

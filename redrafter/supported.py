@@ -51,7 +51,7 @@ def tree_attentions(model: Any) -> str:
 
 def cache_layers(output: Any, config: Any, name: str) -> Any:
     """Return the layers of the cache that a plain forward made. Raises `UnsupportedError` where it made none."""
-    past = getattr(output, "past_key_values", None)
+    past: Any = getattr(output, "past_key_values", None)
     if hasattr(past, "layers"):
         return past.layers
     if past is None and getattr(config, "is_decoder", None) is False:

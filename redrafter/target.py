@@ -6,6 +6,7 @@ plain forwards; an architecture whose answers differ is refused, so what is serv
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -226,7 +227,9 @@ class Target:
     def paged_shapes(self) -> list[LayerShape]:
         """What each layer keeps on a paged cache: what it attends to. Models with latent attention keep something else
         in transformers' own caches."""
-        return [self._probe.shapes[layer] for layer in range(self.config.num_hidden_layers)]
+        seen = self._probe.shapes
+        nothing = next(iter(seen.values())).storing_nothing()
+        return [seen.get(layer, nothing) for layer in range(self.config.num_hidden_layers)]
 
     @cached_property
     def unpaged(self) -> str | None:
@@ -235,7 +238,7 @@ class Target:
             return "it is spread over several devices; load it on one with device='cuda'"
         if self.device.type == "cuda" and not kernels.TRITON:
             return "Triton is not installed; pip install triton"
-        if self._probe.failure is not None or len(self._probe.shapes) < self.config.num_hidden_layers:
+        if self._probe.failure is not None or not self._probe.shapes:
             return f"its attention cannot be replaced: {self._probe.failure or 'it is code of the model itself'}"
         kinds = self._probe.by_layer(self.config.num_hidden_layers)
         if kinds is None:
@@ -246,7 +249,8 @@ class Target:
             return "its layers attend within chunks, which the tree attention kernel does not know"
         try:
             with torch.no_grad():
-                self._self_test.run(self.paged_shapes, self._paged_cache, far=self.paged_shapes == self.shapes)
+                stored = [replace(shape, source=None) for shape in self.paged_shapes]
+                self._self_test.run(self.paged_shapes, self._paged_cache, far=stored == self.shapes)
         except UnsupportedError as error:
             return f"its attention cannot be replaced: {error}"
         return None
@@ -311,10 +315,21 @@ def context_of(config: object) -> int | None:
 
 
 def _layer_shapes(layers: Any, name: str) -> list[LayerShape]:
-    shapes = []
+    shapes = dict[int, LayerShape]()
     for index, layer in enumerate(layers):
+        if _stores_nothing(layer):
+            continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):
             raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")
-        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device))
-    return shapes
+        shapes[index] = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+    if not shapes:
+        raise UnsupportedError(f"no layer of {name} keeps keys and values")
+    nothing = next(iter(shapes.values())).storing_nothing()
+    return [shapes.get(index, nothing) for index in range(len(layers))]
+
+
+def _stores_nothing(layer: Any) -> bool:
+    """Tell whether a layer of transformers' cache is for keys and values and holds none after a forward, as where a
+    layer attends to what an earlier one stores, or to images alone."""
+    return getattr(layer, "keys", layer) is None and not any(isinstance(each, Tensor) for each in vars(layer).values())

@@ -51,6 +51,7 @@ class Trial:
         nodes: `[6]` int64, ids: the root; a and b below it; c below a, d below b; e, which follows the path root, b, d.
         length: `[B]` int64, committed tokens of each row.
         prompts: `[B, P]` int64, right-padded; None where the committed keys and values are random numbers.
+        shapes: what each layer of such a trial stores.
         states: per layer, such keys and values, `[1, heads, P, dim]` each.
         expected: `[B, 6, V]`, plain logits at root, a, b, c, d and e.
     """
@@ -58,13 +59,9 @@ class Trial:
     nodes: Tensor
     length: Tensor
     prompts: Tensor | None
+    shapes: Sequence[LayerShape]
     states: Sequence[tuple[Tensor, Tensor]]
     expected: Tensor
-
-    @property
-    def shapes(self) -> list[LayerShape]:
-        """Return what the layers of a far trial store."""
-        return [LayerShape(k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device) for k, v in self.states]
 
     @property
     def slots(self) -> int:
@@ -82,7 +79,7 @@ def near_trial(target: Bound, longest: int) -> tuple[Trial, Any]:
         out = target.model(input_ids=texts, use_cache=True)
         expected.append(_along(out.logits[:, n:].to(target.device)))
     length = torch.tensor(lengths, device=target.device)
-    return Trial(nodes, length, prompts, (), torch.stack(expected)), out
+    return Trial(nodes, length, prompts, (), (), torch.stack(expected)), out
 
 
 def far_trial(target: Bound, length: int, shapes: Sequence[LayerShape]) -> Trial:
@@ -90,14 +87,14 @@ def far_trial(target: Bound, length: int, shapes: Sequence[LayerShape]) -> Trial
     nodes = _ids(target, 6)
     states = [_random_states(shape, length, layer) for layer, shape in enumerate(shapes)]
     past = DynamicCache()
-    for layer, (keys, values) in enumerate(states):
+    for layer, (keys, values) in _stored(shapes, states):
         past.update(keys.expand(2, -1, -1, -1), values.expand(2, -1, -1, -1), layer)
     positions = torch.arange(length, length + 4, device=target.device)[None].expand(2, 4)
     out = target.model(
         input_ids=torch.stack(_paths(nodes)), position_ids=positions, past_key_values=past, use_cache=True
     )
     at = torch.tensor([length], device=target.device)
-    return Trial(nodes, at, None, states, _along(out.logits.to(target.device))[None])
+    return Trial(nodes, at, None, shapes, states, _along(out.logits.to(target.device))[None])
 
 
 def run_trial(target: Bound, trial: Trial, cache: AnyCache) -> Tensor:
@@ -171,15 +168,25 @@ def _random_states(shape: LayerShape, length: int, layer: int) -> tuple[Tensor, 
     return keys, values
 
 
+def _stored(
+    shapes: Sequence[LayerShape], states: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Yield the layers that store something, with their keys and values."""
+    return ((layer, state) for layer, state in enumerate(states) if shapes[layer].heads)
+
+
 def _fill(cache: AnyCache, trial: Trial) -> None:
     """Put a far trial's keys and values into the first slots of its only row."""
     count = int(trial.length[0])
     if isinstance(cache, RaggedCache):
         cache.address(torch.zeros_like(trial.length), count)
-        for layer, (keys, values) in enumerate(trial.states):
+        for layer, (keys, values) in _stored(trial.shapes, trial.states):
             cache.update(keys, values, layer)
         return
-    for (keys_pool, k, values_pool, v), (keys, values) in zip(cache.store.homes, trial.states, strict=True):
-        slots = cache.slots(torch.arange(count, device=trial.length.device)[None])
+    slots = cache.slots(torch.arange(count, device=trial.length.device)[None])
+    for layer, (keys, values) in _stored(trial.shapes, trial.states):
+        home = cache.store.homes[layer]
+        assert home is not None, "a layer that stores something has a home"
+        keys_pool, k, values_pool, v = home
         keys_pool[k].index_copy_(0, slots, keys[0].transpose(0, 1))
         values_pool[v].index_copy_(0, slots, values[0].transpose(0, 1))

@@ -62,6 +62,19 @@ FAMILIES: dict[str, tuple[dict, dict]] = {
     "qwen3_vl_moe": (_AXES | _EXPERTS, {"deepstack_visual_indexes": [0]}),
     "glm4v": (_AXES, {}),
 }
+FAMILIES |= {
+    "gemma4": (
+        {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 6}
+        | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+        | {"global_head_dim": 16},
+        {"head_dim": 8, "num_key_value_heads": 4},
+    ),
+    # Two of its layers attend to images alone.
+    "mllama": (
+        {"num_hidden_layers": 5, "cross_attention_layers": [1, 3], "rope_parameters": _AXES["rope_parameters"]},
+        {"num_global_layers": 1, "intermediate_layers_indices": [0]},
+    ),
+}
 NOT_PAGED = {"llama4"}  # attends within chunks
 
 
