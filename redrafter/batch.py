@@ -109,6 +109,7 @@ class PagedBatch:
         proposer_for: Callable[[int], Proposer] | None = None,
         lengths: DraftLength | None = None,
     ):
+        graphs.check_adapters()
         self.graphs, self.proposer, self.request, self._proposer_for = graphs, proposer, request, proposer_for
         self._lengths = lengths
         self._rows = list(range(len(request.lengths)))  # by place in the captured step

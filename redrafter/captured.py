@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redrafter.adapters import active_adapters
 from redrafter.blocks import BLOCK, BlockPool
-from redrafter.errors import first_line
+from redrafter.errors import ArgumentError, first_line
 from redrafter.options import MOST_ROWS, EngineOptions
 from redrafter.paged import PagedCache, PagedStore
 from redrafter.processors import RowTemperature
@@ -146,6 +147,15 @@ class StepGraphs:
         self.lock = threading.RLock()  # of the blocks and of what is kept, for requests in several threads
         self._capturable = True
         self._pool: Any = None
+        self._adapters = active_adapters(target.model)
+
+    def check_adapters(self) -> None:
+        """Raise `ArgumentError` where the target's adapters changed since the first request: what is kept from request
+        to request, steps and prefixes, was made with the old ones."""
+        if active_adapters(self.target.model) != self._adapters:
+            raise ArgumentError(
+                f"the adapters of {self.target.name} changed since the first request; make a new engine of the model"
+            )
 
     @classmethod
     def on(

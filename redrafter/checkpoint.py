@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file
 
+from redrafter.adapters import base_of
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, first_line
 from redrafter.target import Target
@@ -122,7 +123,7 @@ def load_model(
     that see images, which are then used for text. Raises `CheckpointError` when it cannot be loaded whole.
     """
     if not isinstance(name, str | Path):
-        return name if device is None else _to(name, device)
+        return base_of(name) if device is None else _to(base_of(name), device)
     try:
         loaded: Any = _auto_class(name, trust_remote_code, kwargs).from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
@@ -153,6 +154,7 @@ def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any
 
 def bind(name: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
     """The same, bound; what is bound already is taken as it is. load: for `load_model`."""
+    name = base_of(name)
     if not isinstance(name, str | Path | PreTrainedModel | Target):
         raise ArgumentError(f"a model is a hub id, a directory or a loaded model, got {type(name).__name__}")
     return name if isinstance(name, Target) else Target(load_model(name, **load))

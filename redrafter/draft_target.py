@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from redrafter.adapters import base_of
 from redrafter.batch import Batch
 from redrafter.beam import node_count
 from redrafter.checkpoint import bind
@@ -123,7 +124,7 @@ class DraftTarget(Engine):
         target = bind(model, device=device, **load, **model_kwargs)
         if draft_device is None and isinstance(draft_model, str | Path):
             draft_device = target.device
-        own = draft_model is target.model and draft_device is None  # it drafts for itself
+        own = base_of(draft_model) is target.model and draft_device is None  # it drafts for itself
         return cls(
             target,
             target if own else bind(draft_model, device=draft_device, **load, **(draft_model_kwargs or {})),

@@ -64,11 +64,15 @@ class _Joined:
         self.pieces: Any = None
 
 
-class _First(nn.Module):
-    def __init__(self, joined: _Joined):
-        super().__init__()
-        self.joined = joined
+class _StandIn(nn.Module):
+    """Has the weight and the bias of the layer in whose place it stands, at which others may look."""
 
+    def __init__(self, module: nn.Linear, joined: _Joined):
+        super().__init__()
+        self.weight, self.bias, self.joined = module.weight, module.bias, joined
+
+
+class _First(_StandIn):
     def forward(self, x: Tensor) -> Tensor:
         joined = self.joined
         out = product(x, joined.weight) if joined.thin else linear(x, joined.weight, joined.bias)
@@ -78,10 +82,10 @@ class _First(nn.Module):
         return joined.pieces[0]
 
 
-class _Next(nn.Module):
-    def __init__(self, joined: _Joined, place: int):
-        super().__init__()
-        self.joined, self.place = joined, place
+class _Next(_StandIn):
+    def __init__(self, module: nn.Linear, joined: _Joined, place: int):
+        super().__init__(module, joined)
+        self.place = place
 
     def forward(self, x: Tensor) -> Tensor:
         piece = self.joined.pieces[self.place]
@@ -109,7 +113,7 @@ class MergedLinears:
                 continue
             for place, (name, module) in enumerate(zip(names, group, strict=True)):
                 parent, _, own = name.rpartition(".")
-                stand_in = _Next(joined, place) if place else _First(joined)
+                stand_in = _Next(module, joined, place) if place else _First(module, joined)
                 self._places.append((model.get_submodule(parent), own, module, stand_in))
 
     def __enter__(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from redrafter import kernels
+from redrafter.adapters import base_of
 from redrafter.attention_probe import probe_attention
 from redrafter.blocks import BLOCK
 from redrafter.by_position import by_position, slot_readers
@@ -40,7 +41,8 @@ ATTENTION = ("eager", "sdpa")  # what takes a 4-D mask
 class Target:
     """A causal LM bound for tree verification.
 
-    model: a loaded `PreTrainedModel` with a language-modelling head, in eval mode.
+    model: a loaded `PreTrainedModel` with a language-modelling head, in eval mode; a `PeftModel` is served as the model
+    in it, with its adapters.
     context: positions the model can tell apart, or None when it names no limit.
     layers: decoder layers whose outputs are part of what is returned as hidden states, once `tap` was called.
     unpacked: why it cannot be decoded packed, on a paged cache; None when it can.
@@ -50,6 +52,7 @@ class Target:
 
     @explained
     def __init__(self, model: PreTrainedModel):
+        model = base_of(model)
         self.name = type(model).__name__
         _refuse(model, self.name)
         self.model: Any = model.eval()

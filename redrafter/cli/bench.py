@@ -3,7 +3,6 @@
 import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from redrafter.bench.facts import facts, head
 from redrafter.bench.pad import SHAPES, describe, pad_drafter, pad_model, unmasked
@@ -86,8 +85,9 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     pair, shape = Pair.load(replace(load, device="cpu", tuning="none")), SHAPES[options.pad_to]
     device, small = load.device or "cpu", pair.engine
     assert isinstance(small, ReDrafter)
-    sizes: dict[str, Any] = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "head_rank": options.pad_head_rank}
-    drafter = pad_drafter(small.drafter, **sizes, device=device)
+    drafter = pad_drafter(
+        small.drafter, shape.hidden_size, shape.vocab_size, head_rank=options.pad_head_rank, device=device
+    )
     model = pad_model(small.model, shape, device=device)
     with unmasked(model):
         target = Target(model)
