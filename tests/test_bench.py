@@ -11,7 +11,7 @@ import torch
 from test_cli import TEXT, byte_tokenizer
 
 from conftest import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
-from redrafter import ArgumentError, UnsupportedError
+from redrafter import ArgumentError, CheckpointError, ReDrafterError, UnsupportedError
 from redrafter.bench import plot as plot_module
 from redrafter.bench import timing
 from redrafter.bench.divergence import compare, first_difference
@@ -26,9 +26,15 @@ from redrafter.bench.suite import Plan, run_suite
 from redrafter.bench.timing import Bandwidth, copy_bandwidth
 from redrafter.bench.workload import Workload
 from redrafter.blocks import BLOCK
+from redrafter.cli import bench as bench_module
+from redrafter.cli import compare as compare_module
 from redrafter.cli import main
+from redrafter.cli import tune as tune_module
 from redrafter.cli.options import BenchOptions
 from redrafter.target import Target
+from redrafter.train.data.documents import documents
+from redrafter.train.data.rows import Row
+from redrafter.train.evaluate import command as evaluate_module
 
 PROMPTS = [[5, 9, 14, 3, 22, 8], [7, 7, 30], [41, 12, 13, 60, 2, 4, 4, 19]]
 QUICK = ("--max-new-tokens", "12", "--repeats", "1", "--num-prompts", "2")
@@ -216,25 +222,90 @@ def test_prompts_of_all_forms(tmp_path):
     lines = [json.dumps({"text": "a\nb", "source": "x"}), "", json.dumps({"prompt": "c"})]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     (tmp_path / "p.txt").write_text("one\n\ntwo\n")
-    assert read_prompts(str(tmp_path / "p.jsonl")) == ["a\nb", "c"]
-    assert read_prompts(str(tmp_path / "p.txt")) == ["one", "two"]
+    assert [row.text or row.prompt for row in read_prompts(str(tmp_path / "p.jsonl"))] == ["a\nb", "c"]
+    assert [row.prompt for row in read_prompts(str(tmp_path / "p.txt"))] == ["one", "two"]
     assert len(read_prompts(None)) == 16
-    for content, message in (("", "no prompts"), ("{", "line 1"), ('{"texts": 1}', 'no "text"')):
+    for content, message in (
+        ("", "holds no prompts"),
+        ("{", "bad.jsonl:1: not JSON"),
+        ('{"texts": 1}', "bad.jsonl:1: a row has one of"),
+        ('{"text": "a", "split": "train"}', "holds no prompts: rows of the split train are left out"),
+    ):
         (tmp_path / "bad.jsonl").write_text(content)
-        with pytest.raises(ArgumentError, match=message):
+        with pytest.raises(ReDrafterError, match=message):
             read_prompts(str(tmp_path / "bad.jsonl"))
 
 
+ASKED = {"role": "user", "content": "Sag ja"}
+ROWS = [
+    ({"text": "to be or not"}, "to be or not"),
+    ({"prompt": "one", "completion": " two"}, "one"),
+    ({"prompt": "<bos>one"}, "one"),  # which brings its own beginning
+    ({"instruction": "Sum up.", "input": "a b", "output": "x"}, "a b Sum up."),
+    ({"messages": [ASKED, {"role": "assistant", "content": "ja"}, ASKED]}, "u:Sag ja\na:"),
+    ({"turns": ["Sag ja", "warum?"]}, "u:Sag ja\na:"),
+    ("a string", "a string"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cut", "text"), [((), "to be or not"), (("--prompt-share", "0.5"), "to be"), (("--prompt-tokens", "3"), "to")]
+)
+def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, folder, cut, text):
+    """The ids that each gives to what decodes; a part is taken of a text only."""
+    tokenizer = byte_tokenizer()
+    expected = [tokenizer(text if "text" in row else begun).input_ids for row, begun in ROWS]
+    for index in (4, 5):  # rendered by the chat template, which writes no <bos>
+        expected[index] = expected[index][1:]
+    seen: list[list[int]] = []
+
+    class StopError(ArgumentError):
+        pass
+
+    def stop(*_: object, prompts: list[list[int]], **__: object) -> None:
+        seen.extend(prompts)
+        raise StopError("enough")
+
+    monkeypatch.setattr(bench_module.Workload, "of", stop)
+    monkeypatch.setattr(tune_module, "Tuner", lambda engine, prompts, **_: stop(prompts=prompts))
+    monkeypatch.setattr(compare_module, "_fitting", lambda prompts, *_: stop(prompts=prompts))
+    monkeypatch.setattr(evaluate_module, "written", lambda target, prompts, *_, **__: stop(prompts=prompts))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in ROWS))
+    names = ["--model", str(folder / "merged"), "--prompts", str(tmp_path / "rows.jsonl"), *cut]
+    for command in ("bench", "tune", "compare", "evaluate"):
+        seen.clear()
+        assert main([command, *names]) == 2
+        assert sorted(seen) == sorted(expected), command
+        assert command == "evaluate" or seen == expected  # which shuffles each category
+
+
+@pytest.mark.parametrize("command", ["bench", "tune", "compare", "evaluate"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--prompt-share", "0", "--prompt-share must be above 0 and at most 1, got 0"),
+        ("--prompt-share", "1.5", "--prompt-share must be above 0 and at most 1, got 1.5"),
+        ("--prompt-tokens", "0", "--prompt-tokens must be from 1"),
+    ],
+)
+def test_parts_of_a_text_that_are_none_are_refused(capsys, command, option, value, message):
+    assert message in test_cli.fails(capsys, command, option, value)
+
+
+def test_a_row_without_a_prompt_is_refused_by_name(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"text": "fine"}\n{"messages": [{"role": "assistant", "content": "hello"}]}')
+    with pytest.raises(ArgumentError, match=r"p\.jsonl:2 has no tokens"):
+        encode(read_prompts(str(tmp_path / "p.jsonl")), byte_tokenizer())
+    with pytest.raises(ArgumentError, match=r"p\.jsonl:1 has no tokens"):
+        encode(read_prompts(str(tmp_path / "p.jsonl")), byte_tokenizer(), share=0.1)
+
+
 def test_a_prompt_that_begins_the_text_itself_gets_no_second_beginning():
-    class Tokenizer:
-        bos_token = "<b>"
-
-        def __call__(self, text, add_special_tokens):
-            ids = [ord(c) for c in text.removeprefix("<b>")]
-            return type("Found", (), {"input_ids": [1] * (add_special_tokens or text != text[3:]) + ids})
-
-    assert encode(["a"], Tokenizer()) == [[1, 97]]
-    assert encode(["<b>a"], Tokenizer()) == [[1, 97]]
+    tokenizer = byte_tokenizer()
+    rows = [Row("a", text="ja"), Row("b", text="<bos>ja"), Row("c", prompt="<bos>ja")]
+    assert encode(rows, tokenizer) == [tokenizer("ja").input_ids] * 3
+    learnt = [*documents([*rows[:2], Row("d", prompt="<bos>j", answer="a!")], tokenizer)]
+    assert [document.ids.count(tokenizer.bos_token_id) for document in learnt] == [1, 1, 1]
 
 
 def test_floors_count_what_one_forward_reads():
@@ -419,13 +490,15 @@ def test_only_a_line_feed_ends_a_prompt(tmp_path):
     texts = ["one\u2028two\u0085three", "four"]
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     path.write_text("\ufeff" + "\n\n".join(lines) + "\r\n", encoding="utf-8")
-    assert read_prompts(str(path)) == texts
+    assert [row.text for row in read_prompts(str(path))] == texts
     path.write_text("\n{\n", encoding="utf-8")
-    with pytest.raises(ArgumentError, match="line 2 of"):
+    with pytest.raises(CheckpointError, match=r"p\.jsonl:2: not JSON"):
         read_prompts(str(path))
     path.write_text('{"text": "a\\ud800b"}', encoding="utf-8")
-    with pytest.raises(ArgumentError, match="surrogate"):
+    with pytest.raises(CheckpointError, match="surrogate"):
         read_prompts(str(path))
+    path.with_suffix(".txt").write_text("one\u2028two\r\n\nthree", encoding="utf-8")
+    assert [row.prompt for row in read_prompts(str(path.with_suffix(".txt")))] == ["one\u2028two", "three"]
 
 
 def test_a_number_given_twice_is_measured_once():

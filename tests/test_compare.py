@@ -8,7 +8,7 @@ import pytest
 import test_cli
 from test_cli import TEXT, byte_tokenizer, fails
 
-from redrafter import ArgumentError, ReDrafter
+from redrafter import ReDrafter, ReDrafterError
 from redrafter import step as step_module
 from redrafter.bench.divergence import first_difference
 from redrafter.bench.prompts import read_prompts
@@ -264,7 +264,9 @@ def test_instructions_come_after_their_input(tmp_path):
         {"input": "c"},
     ]
     (tmp_path / "p.json").write_text("\ufeff" + json.dumps(rows, ensure_ascii=False, indent=1), encoding="utf-8")
-    assert read_prompts(str(tmp_path / "p.json")) == ["a b Sum up.", "Sag ja 🙂", "c"]
+    found = read_prompts(str(tmp_path / "p.json"))
+    assert [row.prompt for row in found] == ["a b Sum up.", "Sag ja 🙂", "c"]
+    assert [row.answer for row in found] == ["\nx", None, None]
 
 
 @pytest.mark.parametrize("name", ["prompts.json", "prompts.jsonl"])
@@ -282,22 +284,22 @@ def test_prompts_of_other_forms_are_the_same_prompts(compare, runs, tmp_path, na
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("p.json", '{"input": "a"}', "is not a list of"),
-        ("p.json", "[]", "or an empty one"),
-        ("p.json", "", "is not JSON"),
-        ("p.json", "[" * 100_000, "is not JSON"),
-        ("p.json", '[{"input": "a"}, {"output": "b"}]', "entry 2 of"),
-        ("p.json", '[{"input": "", "instruction": ""}]', "entry 1 of"),
-        ("p.json", '["a"]', "entry 1 of"),
-        ("p.json", '[{"input": "a", "instruction": 7}]', "entry 1 of"),
+        ("p.json", "[]", "holds no prompts"),
+        ("p.json", "", "holds no prompts"),
+        ("p.json", "[" * 100_000, "not JSON"),
+        ("p.json", '[{"input": "a"}, {"output": "b"}]', "p.json:row 2: a row has one of"),
+        ("p.json", '[{"input": "", "instruction": ""}]', "p.json:row 1: the prompt is empty"),
+        ("p.json", '[["a"]]', "p.json:row 1: a row has one of"),
+        ("p.json", '[{"input": "a", "instruction": 7}]', 'p.json:row 1: "instruction" must be a string'),
         ("p.json", '[{"input": "a", "instruction": "\\ud83d"}]', "half a surrogate pair"),
-        ("p.jsonl", '{"text": "a"}\n{"text": 7}', "line 2 of"),
+        ("p.jsonl", '{"text": "a"}\n{"text": 7}', "p.jsonl:2: "),
         ("p.jsonl", '{"text": "\\ude42"}', "half a surrogate pair"),
-        ("p.jsonl", '["a"]', "line 1 of"),
+        ("p.jsonl", '["a"]', "p.jsonl:1: "),
+        ("p.jsonl", '{"prompt": "a", "completion": "b", "response": "c"}', "both completion and response"),
         ("p.jsonl", "", "holds no prompts"),
         ("p.txt", " \n\n", "holds no prompts"),
         ("p.txt", b"\xff", "cannot read prompts"),
-        ("nowhere.json", None, "cannot read prompts"),
+        ("nowhere.json", None, "cannot be read"),
         ("nowhere.txt", None, "cannot read prompts"),
     ],
 )
@@ -306,7 +308,7 @@ def test_prompts_that_are_none_are_refused_in_one_line(folder, capsys, tmp_path,
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     err = fails(capsys, "compare", "--model", str(folder / "merged"), "--prompts", str(tmp_path / name))
     assert says in err and str(tmp_path / name) in err
-    with pytest.raises(ArgumentError, match=re.escape(says)):
+    with pytest.raises(ReDrafterError, match=re.escape(says)):
         read_prompts(str(tmp_path / name))
 
 

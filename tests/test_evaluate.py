@@ -332,13 +332,19 @@ def test_prompts_come_by_category_from_rows_of_every_kind(tmp_path):
     }
     [play] = found["plays"]
     whole = tokenizer(rows[0]["text"]).input_ids
-    assert play == whole[: len(whole) // 2]
+    assert play == whole
+    for share, most, count in ((0.5, None, len(whole) // 2), (1.0, 3, 3), (0.5, 64, len(whole) // 2)):
+        cut = categories([str(tmp_path / "rows.jsonl")], tokenizer, None, 100, 0, share=share, most=most)
+        assert cut["plays"] == [whole[:count]]
+        assert {name: some for name, some in cut.items() if name != "plays"} == {
+            name: some for name, some in found.items() if name in ("chat", "rows")
+        }
     few = categories([str(tmp_path / "rows.jsonl"), str(lines)], tokenizer, 1, 100, 0)
     assert {name: len(some) for name, some in few.items()} == dict.fromkeys(("plays", "chat", "rows", "lines"), 1)
-    shipped = categories([], tokenizer, None, 100, 0)
+    shipped = categories([], tokenizer, None, 500, 0)
     assert set(shipped) == {"classic_books", "peps", "eips"} and sum(map(len, shipped.values())) == 16
-    picked = [categories([], tokenizer, 2, 100, seed) for seed in range(4)]
-    assert picked[0] == categories([], tokenizer, 2, 100, 0) and any(one != picked[0] for one in picked)
+    picked = [categories([], tokenizer, 2, 500, seed) for seed in range(4)]
+    assert picked[0] == categories([], tokenizer, 2, 500, 0) and any(one != picked[0] for one in picked)
 
 
 # The command
@@ -369,7 +375,12 @@ def test_the_document_is_complete(measured):
     assert document["versions"].keys() >= {"redrafter", "torch", "transformers", "python"}
     facts = {"model": "boxed", "drafter": "drafter", "dtype": "float32", "device": "cpu", "seed": 4, "new_tokens": 24}
     assert {name: document[name] for name in facts} == facts and document["batch_size"] == 2
-    assert document["prompts"] == {"files": ["rows.jsonl"], "categories": {"kind 0": 2, "kind 1": 1}}
+    assert document["prompts"] == {
+        "files": ["rows.jsonl"],
+        "categories": {"kind 0": 2, "kind 1": 1},
+        "share_of_a_text": 1.0,
+        "most_tokens_of_a_text": None,
+    }
     assert [one["temperature"] for one in document["temperatures"]] == [0, 1]
     names = ["3x2, 5 nodes", "3x2, 2 nodes", "3x2, 7 nodes", "3x2, final beams", "1x2, 3 nodes", "1x2, 2 nodes"]
     for one in document["temperatures"]:
@@ -463,13 +474,15 @@ def test_the_table_shows_every_number(measured):
         ("--prompts gone.jsonl", "gone.jsonl cannot be read"),
         ("--prompts gone.txt", "cannot read prompts from gone.txt"),
         ("--prompts bad.jsonl", "bad.jsonl:2: not JSON"),
-        ("--prompts train.jsonl", "train.jsonl: no prompt of 1 to"),
+        ("--prompts train.jsonl", "train.jsonl holds no prompts: rows of the split train are left out"),
+        ("--prompts long.txt --new-tokens 1000", "long.txt: no prompt of 1 to 24 tokens"),
     ],
 )
 def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text('{"text": "fine enough"}\n{\n')
     write_rows(Path("train.jsonl"), [{"text": "for training alone", "split": "train"}])
+    Path("long.txt").write_text("so long " * 50)
     there = sorted(tmp_path.iterdir())
     more = [] if "--json" in words else ["--json", "out.json"]
     assert main(["evaluate", *words.split(), *more]) == 2

@@ -163,6 +163,15 @@ def test_prompts_without_answers_are_answered_turn_by_turn(engine, tokenizer, co
     assert row["shown"].index("one") < row["shown"].index("two")
 
 
+def test_a_prompt_is_answered_and_its_own_answer_left_out(engine, tokenizer, config):
+    rows = [Row("p:1", prompt="so ", answer="it is not"), Row("p:2", prompt="so ")]
+    for row in written(engine, tokenizer, rows, config):
+        start = len(tokenizer("so ").input_ids)
+        assert row["input_ids"][:start] == tokenizer("so ").input_ids
+        assert row["loss_mask"] == [0] * start + [1] * (len(row["input_ids"]) - start)
+        assert answers(row)[0][0] == start
+
+
 def test_texts_begin_with_a_drawn_number_of_tokens_and_ids_with_what_was_not_trained_on(engine, tokenizer, config):
     texts = [Row(f"t:{n}", text="abcdefgh" * 40) for n in range(40)]
     starts = [answers(row)[0][0] for row in written(engine, tokenizer, [*texts, ROWS[2], ROWS[4]], config)]

@@ -280,16 +280,61 @@ def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
         list(read_rows(["org/name"]))
 
 
+# Answers to prompts
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"prompt": "so ", "completion": "it is"}, "so ⟦it is⟧"),
+        ({"prompt": "so ", "response": "it is", "source": "x"}, "so ⟦it is⟧"),
+        ({"instruction": "Sum up.", "input": "a b", "output": "ab"}, "a b Sum up.⟦\nab⟧"),
+        ({"instruction": "Sum up.", "input": "", "output": "ab"}, "Sum up.⟦\nab⟧"),
+        ({"prompt": "left alone", "text": "all"}, "⟦all⟧"),  # as data sets have it that hold the whole text beside
+        ({"instruction": "a", "output": "b", "messages": CHAT["conversations"]}, None),
+    ],
+)
+def test_of_an_answer_to_a_prompt_the_answer_is_learnt(tmp_path, row, shown):
+    tokenizer = tiny_tokenizer()
+    [found] = documents(read(tmp_path, row), tokenizer)
+    if shown is None:
+        [chat] = documents(read(tmp_path, CHAT), tokenizer)
+        assert (found.ids, found.mask) == (chat.ids, chat.mask)
+        return
+    assert show_sample(found, tokenizer) == shown
+    [begun] = prompts(read(tmp_path, row), tokenizer, 1, 99, 0)
+    assert found.ids[: len(begun)] == begun and ("text" in row or not any(found.mask[: len(begun)]))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "so"}, "a.jsonl:1: a prompt without an answer, so there is nothing to learn"),
+        ('"so"', "a.jsonl:1: a prompt without an answer"),
+        ({"instruction": "so"}, "a.jsonl:1: a prompt without an answer"),
+        ({"prompt": "so", "completion": 7}, 'a.jsonl:1: "completion" must be a string'),
+        ({"prompt": ["so"], "completion": "it"}, 'a.jsonl:1: "prompt" must be a string'),
+        ({"prompt": "", "completion": "it"}, "a.jsonl:1: the prompt is empty"),
+        ({"completion": "it"}, "a.jsonl:1: a row has one of text, .* prompt, instruction; found {'completion'"),
+    ],
+)
+def test_prompts_that_teach_nothing_are_refused(tmp_path, row, message):
+    with pytest.raises(CheckpointError, match=message):
+        list(documents(read(tmp_path, row), tiny_tokenizer()))
+
+
 # Prompts
 
 
 def test_a_prompt_ends_where_the_assistant_begins(tmp_path):
     tokenizer = tiny_tokenizer()
     rows = read(tmp_path, CHAT, {"text": "x" * 300})
-    found = {tokenizer.decode(ids) for ids in prompts(rows, tokenizer, count=9, longest=70, seed=0)}
+    cut = {"share": 0.5, "most": 64, "seed": 0}
+    found = {tokenizer.decode(ids) for ids in prompts(rows, tokenizer, count=9, longest=70, **cut)}
     assert found == {"<s><|user|>\nhi\n<|assistant|>\n", "x" * 64}
-    assert len(prompts(rows, tokenizer, count=1, longest=70, seed=0)) == 1
-    assert [len(ids) for ids in prompts(rows, tokenizer, count=9, longest=63, seed=0)] == [8]
+    assert len(prompts(rows, tokenizer, count=1, longest=70, **cut)) == 1
+    assert [len(ids) for ids in prompts(rows, tokenizer, count=9, longest=63, **cut)] == [8]
+    assert sorted(len(ids) for ids in prompts(rows, tokenizer, count=9, longest=300, seed=0)) == [8, 300]
 
 
 @pytest.mark.parametrize(
@@ -306,11 +351,14 @@ def test_a_prompt_ends_where_the_assistant_begins(tmp_path):
         ({"text": "abcdef"}, "abc"),
         ({"text": "a"}, None),
         ({"text": ""}, None),
+        ({"prompt": "abcdef", "completion": "gh"}, "abcdef"),
+        ({"instruction": "ab", "input": "cd", "output": "ef"}, "cd ab"),
+        ('"abc"', "abc"),
     ],
 )  # fmt: skip
 def test_every_kind_of_row_gives_a_prompt(tmp_path, row, begun):
     tokenizer = tiny_tokenizer()
-    found = prompts(read(tmp_path, row), tokenizer, count=9, longest=80, seed=0)
+    found = prompts(read(tmp_path, row), tokenizer, count=9, longest=80, seed=0, share=0.5, most=64)
     ids = tokenizer(begun)["input_ids"] if isinstance(begun, str) else begun
     assert found == ([] if begun is None else [ids])
 

@@ -46,6 +46,7 @@ from redrafter.train.trackers import start_trackers, tracking
 
 __all__ = ["Report", "TrainConfig", "main", "new_drafter", "train"]
 
+VALIDATE_SHARE, VALIDATE_TOKENS = 0.5, 64  # of a held-out text: the share that is a prompt, and its most tokens
 OWN = ("num_layers", "exit_dim", "rnn", "recurrence", "target_layers", "head_rank", "draft_vocab_size")
 
 
@@ -207,7 +208,15 @@ class _Session:
         chosen = (row for row in rows if row.split == "val" or (config.validate and row.split != "train"))
         length = row_length(config)
         room = length if context is None else min(length, context - 1)
-        begun = prompts(chosen, self.tokenizer, config.validate_prompts, room, config.seed)
+        begun = prompts(
+            chosen,
+            self.tokenizer,
+            config.validate_prompts,
+            room,
+            config.seed,
+            share=VALIDATE_SHARE,
+            most=VALIDATE_TOKENS,
+        )
         if not begun and (config.validate or config.validate_every):
             raise ArgumentError(
                 f"{config.validate or ', '.join(config.data)}: no prompt of 1 to {room} tokens to validate on; give "

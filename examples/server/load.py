@@ -8,9 +8,10 @@ import asyncio
 import json
 import statistics
 import time
-from pathlib import Path
 
 import httpx
+
+from redrafter.bench.prompts import read_prompts
 
 
 async def ask(client: httpx.AsyncClient, body: dict) -> tuple[float, int, dict]:
@@ -55,11 +56,13 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--prompts", type=Path, help='a file of lines such as {"text": "Once upon a time"}')
+    parser.add_argument("--prompts", help="a file of texts and prompts, read as by every --prompts")
     args = parser.parse_args()
     texts = ["Once upon a time", "def main():", "The sea was", "How do I list the files of a folder?"]
     if args.prompts is not None:
-        texts = [json.loads(line)["text"] for line in args.prompts.read_text(encoding="utf-8").splitlines()]
+        texts = [row.prompt or row.text for row in read_prompts(args.prompts)]
+        if None in texts:
+            raise SystemExit(f"{args.prompts}: this asks for completions of text, and some rows are no plain text")
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=args.url, timeout=None, limits=limits) as client:
         for at_once in map(int, args.concurrency.split(",")):

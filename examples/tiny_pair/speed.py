@@ -6,7 +6,6 @@ The bare loop is the least that plain decoding can cost: the model, a `DynamicCa
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,10 +17,11 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from redrafter import ReDrafter, boxed_pair
+from redrafter.bench.prompts import encode, read_prompts
 from redrafter.checkpoint import load_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with a "prompt" each')
+parser.add_argument("--prompts", type=Path, required=True, help="rows, as of every --prompts")
 parser.add_argument("--count", type=int, default=20, help="prompts, the first of the file (default: %(default)s)")
 parser.add_argument("--new", type=int, default=64, help="tokens written after each (default: %(default)s)")
 parser.add_argument("--budgets", type=int, nargs="+", default=[8, 12, 16, 20, 26], help="node budgets")
@@ -36,9 +36,8 @@ logging.disable_progress_bar()
 tokenizer = load_tokenizer(boxed_pair())
 first = ReDrafter.from_pretrained(boxed_pair())
 engines = {n: ReDrafter.from_pretrained(first.model, first.drafter, node_budget=n) for n in args.budgets}
-rows = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
-prompts = [tokenizer(row, add_special_tokens=False, return_tensors="pt").input_ids for row in rows]
-prompts = prompts[: args.count]
+rows = read_prompts(str(args.prompts))[: args.count]
+prompts = [torch.tensor([ids]) for ids in encode(rows, tokenizer)]
 length = {"max_new_tokens": args.new, "eos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
 how = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {"do_sample": False}
 

@@ -38,14 +38,14 @@ def run(args: argparse.Namespace) -> int:
         check_directory(name)
     if options.json is not None:
         check_writable(Path(options.json), "--json")
-    texts = read_prompts(options.prompts)
+    rows = read_prompts(options.prompts)
     pair = Pair.load(load) if options.pad_to is None else _padded(load, options)
     engine = pair.engine
     assert isinstance(engine, ReDrafter)
     work = Workload.of(
         engine,
         pair.tokenizer,
-        prompts=encode(texts, pair.tokenizer),
+        prompts=encode(rows, pair.tokenizer, **options.cut),
         num_prompts=options.num_prompts,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,

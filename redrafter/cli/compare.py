@@ -126,14 +126,16 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError("--assisted is for --draft-model: give that too")
     if options.assisted and writing.stop:
         raise ArgumentError("--assisted takes no --stop: transformers' assisted generation has no tokenizer for it")
-    texts = read_prompts(options.prompts)
+    rows = read_prompts(options.prompts)
     out = None if options.out is None else Path(options.out)
     if out is not None:
         check_writable(out, "--out")
         if options.prompts is not None and out.resolve() == Path(options.prompts).resolve():
             raise ArgumentError("--out would overwrite the prompts: give another name")
     pairs = _load(*checked(load, draft))
-    prompts, left_out = _fitting(encode(texts, pairs[0].tokenizer), options, pairs[0].engine.target.context)
+    prompts, left_out = _fitting(
+        encode(rows, pairs[0].tokenizer, **options.cut), options, pairs[0].engine.target.context
+    )
     plain = _Way(replace(pairs[0], way=PLAIN, drafts=None), replace(writing, speculate=False))
     ways = [plain, *(_Way(pair, writing) for pair in pairs)]
     if options.assisted:

@@ -11,15 +11,21 @@ from redrafter.options import EngineOptions
 
 __all__ = [
     "ONLY_TEXTS",
+    "PROMPTS",
     "BenchOptions",
     "CompareOptions",
     "DraftOptions",
     "GenerationOptions",
     "LoadOptions",
+    "PromptOptions",
     "TuneOptions",
 ]
 
 MOST = 1_000_000  # of anything that is counted
+PROMPTS = (
+    "rows to write on from, in .jsonl, .json or a dataset: their text, prompt, input and instruction, or messages up "
+    "to the first answer; any other file: one prompt a line (default: sixteen that ship)"
+)
 
 
 @dataclass(frozen=True)
@@ -89,15 +95,29 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
-class CompareOptions:
+class PromptOptions:
+    """How much of a row of text is a prompt; the same for every command that takes `--prompts`."""
+
+    prompt_share: float = option(1.0, "of the tokens of a row of text, the share that is its prompt")
+    prompt_tokens: int | None = option(None, "of a row of text, at most so many tokens are its prompt (default: all)")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prompt_share <= 1:
+            raise ArgumentError(f"--prompt-share must be above 0 and at most 1, got {self.prompt_share:g}")
+        if self.prompt_tokens is not None:
+            _check_numbers(self, "prompt_tokens")
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """Arguments for `encode` of the prompts."""
+        return {"share": self.prompt_share, "most": self.prompt_tokens}
+
+
+@dataclass(frozen=True)
+class CompareOptions(PromptOptions):
     """What `redrafter compare` writes on from, and how it counts."""
 
-    prompts: str | None = option(
-        None,
-        'a JSON list of {"input", "instruction", "output"}, .jsonl with a "text" a line, or one prompt a line '
-        "(default: sixteen that ship)",
-        metavar="FILE",
-    )
+    prompts: str | None = option(None, PROMPTS, metavar="FILE")
     num_prompts: int | None = option(None, "of them, the first N (default: all)")
     max_input_len: int | None = option(None, "leave out prompts of more tokens (default: none)")
     batch_size: int = option(1, "prompts decoded at once")
@@ -109,6 +129,7 @@ class CompareOptions:
     out: str | None = option(None, "write the JSON document to a file too", metavar="FILE")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("num_prompts", "max_input_len", "batch_size", "repeats"):
             if getattr(self, name) is not None:
                 _check_numbers(self, name)
@@ -184,14 +205,10 @@ ONLY_TEXTS = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_words"
 
 
 @dataclass(frozen=True)
-class TuneOptions:
+class TuneOptions(PromptOptions):
     """What `redrafter tune` tries, on what, and for how long."""
 
-    prompts: str | None = option(
-        None,
-        'prompts like those to come: .jsonl with a "text" a line, or one prompt a line (default: a few that ship)',
-        metavar="FILE",
-    )
+    prompts: str | None = option(None, PROMPTS, metavar="FILE")
     max_new_tokens: int = option(64, "tokens that each tree writes on from a prompt")
     batch_sizes: Sequence[int] | None = option(
         None, "rows decoded at once (default: 1,2,4,8,16,32,64; on a CPU 1,2,4)", type=integers, metavar="N,..."
@@ -205,6 +222,7 @@ class TuneOptions:
     plot: str | None = option(None, "draw it too; needs matplotlib", metavar="FILE.png")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("beams", "lengths", "batch_sizes"):
             if getattr(self, name) is not None:
                 _check_numbers(self, name)
@@ -214,12 +232,10 @@ class TuneOptions:
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(PromptOptions):
     """What `redrafter bench` measures, and against what."""
 
-    prompts: str | None = option(
-        None, '.jsonl with a "text" a line, or one prompt a line (default: sixteen that ship)', metavar="FILE"
-    )
+    prompts: str | None = option(None, PROMPTS, metavar="FILE")
     num_prompts: int = option(8, "rows that each batch size is measured on, at least")
     max_new_tokens: int = option(128, "tokens that each row writes; no token ends a text")
     batch_sizes: Sequence[int] = option((1,), "rows decoded at once", type=integers, metavar="N,...")
@@ -253,6 +269,7 @@ class BenchOptions:
     json: str | None = option(None, "write the JSON document to a file too, as far as it has come", metavar="FILE")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats"):
             _check_numbers(self, name)
         if self.pad_head_rank is not None:

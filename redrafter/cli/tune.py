@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         check_plot(Path(options.plot))
     if options.out is not None:
         check_writable(Path(options.out), "--out")
-    texts = read_prompts(options.prompts)
+    prompts = read_prompts(options.prompts)
     pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
     engine, own = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"the drafter's vocabulary is smaller than --beams {min(options.beams)}")
     tuner = Tuner(
         engine,
-        encode(texts, pair.tokenizer),
+        encode(prompts, pair.tokenizer, **options.cut),
         batch_sizes=options.batch_sizes or (CPU_BATCH_SIZES if engine.target.device.type == "cpu" else GPU_BATCH_SIZES),
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,

@@ -1,7 +1,7 @@
 """From rows to documents: token ids with a loss mask, and to prompts.
 
 Conversations are rendered with the tokenizer's chat template and only the assistant's turns are learnt; of a text,
-everything is; rows of token ids say it themselves.
+everything is; of a prompt and its answer, the answer; rows of token ids say it themselves.
 """
 
 import random
@@ -19,7 +19,6 @@ from redrafter.train.data.windows import Document
 __all__ = ["documents", "prompt", "prompts", "show_sample"]
 
 GROUP = 1_000_000  # characters of rows that are tokenized at once, on all cores
-PROMPT = 64  # longest prompt taken from a plain text, in tokens
 SHOWN = 200  # characters of a sample in a message
 
 Span = tuple[int, int]
@@ -32,20 +31,22 @@ def documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) -> Iterat
     """
     for group in _groups(rows):
         found: list[list[Document]] = [[] for _ in group]
-        texts, chats = list[tuple[int, str]](), list[tuple[int, str, list[Span]]]()
+        texts, marked = list[tuple[int, str]](), list[tuple[int, str, list[Span]]]()
         for index, row in enumerate(group):
             _check_tokenizer(row, tokenizer)
             if row.text is not None:
                 texts.append((index, row.text))
             elif row.ids is not None and row.loss_mask is not None:
                 found[index].append(Document(row.ids, row.loss_mask, row.where))
+            elif row.prompt is not None:
+                marked.append((index, *_answered(row)))
             else:
-                chats += [(index, text, spans) for text, spans in _render(row, tokenizer)]
+                marked += [(index, text, spans) for text, spans in _render(row, tokenizer)]
         encoded = _encode([(group[index], text) for index, text in texts], tokenizer)
         for (index, _), (ids, _) in zip(texts, encoded, strict=True):
             found[index].append(Document(ids, [True] * len(ids), group[index].where))
-        encoded = _encode([(group[index], text) for index, text, _ in chats], tokenizer, rendered=True)
-        for (index, _, spans), (ids, offsets) in zip(chats, encoded, strict=True):
+        encoded = _encode([(group[index], text) for index, text, _ in marked], tokenizer, offsets=True)
+        for (index, _, spans), (ids, offsets) in zip(marked, encoded, strict=True):
             found[index].append(Document(ids, _mask(spans, offsets), group[index].where))
         for row, made in zip(group, found, strict=True):
             yield from _learnable(row, made, tokenizer)
@@ -56,7 +57,8 @@ def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
     group, size = list[Row](), 0
     for row in rows:
         group.append(row)
-        size += len(row.text or row.ids or ()) + sum(len(turn["content"]) for turn in row.messages or ())
+        written = [row.text or row.ids or "", row.prompt or "", row.answer or ""]
+        size += sum(map(len, [*written, *(turn["content"] for turn in row.messages or ())]))
         if size >= GROUP:
             yield group
             group, size = [], 0
@@ -80,6 +82,15 @@ def _learnable(row: Row, made: list[Document], tokenizer: PreTrainedTokenizerBas
         raise CheckpointError(f"{row.where}: too short: two tokens in a row, after a first, are needed to learn from")
     shown = _decode(made[0].ids if made else [], tokenizer)[:SHOWN]
     raise CheckpointError(f"{row.where}: nothing to learn, its loss mask is empty; the sample is {shown!r}")
+
+
+def _answered(row: Row) -> tuple[str, list[Span]]:
+    """A prompt and its answer as one text, and where in it the answer is, as indices of characters."""
+    assert row.prompt is not None
+    if not row.answer:
+        raise CheckpointError(f"{row.where}: a prompt without an answer, so there is nothing to learn")
+    text = row.prompt + row.answer
+    return text, [(len(row.prompt), len(text))]
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Span]]]:
@@ -126,17 +137,31 @@ def _template(
 
 
 def _encode(
-    texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, rendered: bool = False
+    texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, offsets: bool = False
 ) -> list[tuple[list[int], list[Span]]]:
-    """Token ids of some texts, and of rendered ones, which bring their special tokens, the characters of each token."""
-    if rendered and texts and not tokenizer.is_fast:
+    """Token ids of some texts, and, where `offsets` are wanted, the characters of each token.
+
+    A rendered conversation brings its special tokens; so does a text that opens with the token that begins one.
+    """
+    if offsets and texts and not tokenizer.is_fast:
         raise UnsupportedError(
-            f"{type(tokenizer).__name__} does not say which characters a token stands for, so assistant turns cannot "
-            "be told apart; use a base with a fast tokenizer, or rows of plain text"
+            f"{type(tokenizer).__name__} does not say which characters a token stands for, so answers cannot be told "
+            "from what they answer; use a base with a fast tokenizer, or rows of plain text"
         )
-    how: dict[str, Any] = {"add_special_tokens": not rendered, "return_offsets_mapping": rendered, "verbose": False}
+    bare = [row.messages is not None or _opens(text, tokenizer) for row, text in texts]
+    found: list[tuple[list[int], list[Span]]] = [([], [])] * len(texts)
+    for special in (False, True):
+        places = [place for place, has in enumerate(bare) if has != special]
+        how: dict[str, Any] = {"add_special_tokens": special, "return_offsets_mapping": offsets, "verbose": False}
+        encoded = _tokenized([texts[place] for place in places], tokenizer, how) if places else {"input_ids": []}
+        for number, place in enumerate(places):
+            found[place] = encoded["input_ids"][number], encoded["offset_mapping"][number] if offsets else []
+    return found
+
+
+def _tokenized(texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, how: dict[str, Any]) -> Any:
     try:
-        encoded = tokenizer([text for _, text in texts], **how) if texts else {"input_ids": []}
+        return tokenizer([text for _, text in texts], **how)
     except Exception:  # which of them was it?
         for row, text in texts:
             try:
@@ -144,8 +169,11 @@ def _encode(
             except Exception as error:
                 raise CheckpointError(f"{row.where}: the tokenizer fails: {first_line(error)}") from error
         raise
-    ids = encoded["input_ids"]
-    return list(zip(ids, encoded["offset_mapping"] if rendered and texts else [[]] * len(ids), strict=True))
+
+
+def _opens(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a text brings the token that begins a text itself, and so must get no second one."""
+    return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
 
 
 def _mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
@@ -155,7 +183,14 @@ def _mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
 
 
 def prompts(
-    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, count: int, longest: int, seed: int
+    rows: Iterable[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    longest: int,
+    seed: int,
+    *,
+    share: float = 1.0,
+    most: int | None = None,
 ) -> list[list[int]]:
     """At most `count` prompts of at most `longest` tokens, as `prompt` makes them. Which rows: shuffled by seed."""
     chosen = list(rows)
@@ -164,17 +199,18 @@ def prompts(
     for row in chosen:
         if len(found) == count:
             break
-        begun = prompt(row, tokenizer)
+        begun = prompt(row, tokenizer, share=share, most=most)
         if 0 < len(begun) <= longest:
             found.append(begun)
     return found
 
 
-def prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def prompt(row: Row, tokenizer: PreTrainedTokenizerBase, *, share: float = 1.0, most: int | None = None) -> list[int]:
     """The token ids that a base is to write on from; none where a row has no such.
 
     Of a conversation all before the assistant's first answer, or its first user turn when nobody answers; of tokens all
-    before the first to be learnt; of a text, or where no token comes before more than one, the beginning.
+    before the first to be learnt; of a text, or where no token comes before more than one, the beginning: this `share`
+    of its tokens, rounded down, and at most `most`.
     """
     _check_tokenizer(row, tokenizer)
     if row.messages is not None:
@@ -185,10 +221,14 @@ def prompt(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             return []
         text = _template(row, row.messages[:stop], tokenizer, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if row.prompt is not None:
+        return list(_encode([(row, row.prompt)], tokenizer)[0][0])
+    if row.text == "":
+        return []
     ids = row.ids if row.ids is not None else _encode([(row, row.text or "")], tokenizer)[0][0]
     mask = row.loss_mask or [True]
     first = mask.index(True) if True in mask else len(mask)
-    return ids[:first] if first > 1 else ids[: min(len(ids) // 2, PROMPT)]
+    return list(ids[:first] if first > 1 else ids[: int(len(ids) * share)][:most])
 
 
 def show_sample(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -7,7 +7,12 @@ A row is one JSON object, with one of:
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
     {"turns": ["...", "..."]}                              what a user says, turn by turn; good for prompts only
     {"input_ids": [1, 15, 8, 9], "loss_mask": [0, 0, 1, 1]}  tokens, and which of them the base is to write
+    {"prompt": "...", "completion": "..."}                 also "response"; without either good for prompts only
+    {"instruction": "...", "input": "...", "output": "..."}  prompt: input, a space, instruction; answer: a line feed
+                                                           and the output; any but one of the first two may be missing
+    "..."                                                  a string alone is a prompt
 
+The last three count only in rows that have none of the keys of the others, and are plain text: no chat template.
 `messages` and `conversations` may each hold either kind of turn. `split` may be "train" (when it is left out), "val" or
 "test". `source` or `category` names a kind of text, for reports by kind; `tokenizer` is the `fingerprint` of the one
 that made the ids. Other keys are left alone, and a key that is null is one that is not there.
@@ -36,6 +41,7 @@ OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 SUFFIXES = (".jsonl", ".json", *OPENERS)
 HUB = re.compile(r"[\w.-]+(/[\w.-]+)?(:.+)?")
 KINDS = ("text", "messages", "conversations", "turns", "input_ids")
+ANSWERS = ("completion", "response")
 SPLITS = ("train", "val", "test")
 SPEAKERS = {"system": "system", "human": "user", "user": "user"} | dict.fromkeys(
     ("gpt", "chatgpt", "assistant", "bing", "bard"), "assistant"
@@ -44,15 +50,18 @@ SPEAKERS = {"system": "system", "human": "user", "user": "user"} | dict.fromkeys
 
 @dataclass(frozen=True)
 class Row:
-    """A checked row. where: its file and line, for messages. One of text, messages and ids is set, loss_mask with ids.
+    """A checked row. where: its file and line, for messages. One of text, messages, ids and prompt is set, loss_mask
+    with ids. answer: what the base is to write after the prompt.
 
-    A row that can only be a prompt has messages without an assistant's turn.
+    A row that can only be a prompt has messages without an assistant's turn, or a prompt without an answer.
     """
 
     where: str
     split: str | None = None
     text: str | None = None
     messages: list[dict[str, str]] | None = None
+    prompt: str | None = None
+    answer: str | None = None
     ids: list[int] | None = None
     loss_mask: list[bool] | None = None
     source: str | None = None
@@ -137,19 +146,23 @@ def _dataset(source: str) -> Iterator[tuple[str, Any]]:
         yield f"{source}:row {place}", entry
 
 
-def _row(entry: Any, where: str) -> Row:
+def _row(found: Any, where: str) -> Row:
     """An entry, checked."""
-    entry = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else entry
-    kinds = [kind for kind in KINDS if isinstance(entry, dict) and kind in entry]
-    if len(kinds) != 1:
-        raise CheckpointError(f"{where}: a row has one of {', '.join(KINDS)}; found {str(entry)[:80]}")
-    kind, value = kinds[0], entry[kinds[0]]
+    entry = {"prompt": found} if isinstance(found, str) else found
+    entry = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
+    kinds = [kind for kind in KINDS if kind in entry] or ["prompt"]
+    if len(kinds) != 1 or not any(name in entry for name in (*kinds, "instruction", "input")):
+        known = ", ".join((*KINDS, "prompt", "instruction"))
+        raise CheckpointError(f"{where}: a row has one of {known}; found {str(found)[:80]}")
+    kind, value = kinds[0], entry.get(kinds[0])
     split, source = entry.get("split"), entry.get("source", entry.get("category"))
     if split is not None and split not in SPLITS:
         raise CheckpointError(f'{where}: "split" is one of {", ".join(SPLITS)}; found {split!r}')
     common = {"split": split, "source": source if isinstance(source, str) else None, "tokenizer": None}
     if entry.get("tokenizer") is not None:
         common["tokenizer"] = _string(entry["tokenizer"], where, '"tokenizer"')
+    if kind == "prompt":
+        return Row(where, **_prompt(entry, where), **common)
     if kind == "text":
         return Row(where, text=_string(value, where, '"text"'), **common)
     if kind == "input_ids":
@@ -159,6 +172,23 @@ def _row(entry: Any, where: str) -> Row:
     if kind == "turns":
         turns = [{"role": "user", "content": turn} for turn in turns]
     return Row(where, messages=[_turn(turn, where) for turn in turns], **common)
+
+
+def _prompt(entry: dict[str, Any], where: str) -> dict[str, str | None]:
+    """The prompt of a row and its answer."""
+    if "prompt" in entry:
+        answers = [name for name in ANSWERS if name in entry]
+        if len(answers) > 1:
+            raise CheckpointError(f"{where}: a prompt has one answer, here both {' and '.join(answers)}; leave one out")
+        prompt = _string(entry["prompt"], where, '"prompt"')
+        answer = _string(entry[answers[0]], where, f'"{answers[0]}"') if answers else None
+    else:
+        parts = [_string(entry.get(name, ""), where, f'"{name}"') for name in ("input", "instruction")]
+        prompt = " ".join(filter(None, parts))
+        answer = "\n" + _string(entry["output"], where, '"output"') if "output" in entry else None
+    if not prompt:
+        raise CheckpointError(f"{where}: the prompt is empty")
+    return {"prompt": prompt, "answer": answer}
 
 
 def _string(value: Any, where: str, name: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from redrafter.bench.tune_plot import check_plot
 from redrafter.checkpoint import check_beams
 from redrafter.cli.loading import Pair
-from redrafter.cli.options import LoadOptions
+from redrafter.cli.options import PROMPTS, LoadOptions, PromptOptions
 from redrafter.cli.parser import Parser
 from redrafter.cli.program import guarded
 from redrafter.document import check_writable, write_whole
@@ -57,14 +57,10 @@ def searches(text: str) -> tuple[Search, ...]:
 
 
 @dataclass(frozen=True)
-class EvaluateOptions:
+class EvaluateOptions(PromptOptions):
     """On what a drafter is measured, and as which trees."""
 
-    prompts: tuple[str, ...] = option(
-        (),
-        "rows as for training, or questions, in .jsonl; else one prompt a line (default: a few that ship)",
-        path=True,
-    )
+    prompts: tuple[str, ...] = option((), PROMPTS, path=True)
     num_prompts: int | None = option(None, "of each category, so many, chosen by the seed (default: all)")
     new_tokens: int = option(128, "tokens that the model writes on from a prompt, at most")
     shapes: tuple[Search, ...] = option(
@@ -80,6 +76,7 @@ class EvaluateOptions:
     json: str | None = option(None, "write everything as one JSON document", metavar="FILE", path=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         counts = ("num_prompts", "batch_size", "node_budgets")
         for name, least in (*((each, 1) for each in counts), ("new_tokens", 2), ("temperatures", 0), ("seed", 0)):
             value = getattr(self, name)
@@ -124,7 +121,7 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
         raise ArgumentError(
             f"--new-tokens {options.new_tokens} leaves no room for a prompt in the model's context of {target.context}"
         )
-    prompts = categories(options.prompts, pair.tokenizer, options.num_prompts, room, options.seed)
+    prompts = categories(options.prompts, pair.tokenizer, options.num_prompts, room, options.seed, **options.cut)
     every = [prompt for some in prompts.values() for prompt in some]
     for temperature in options.temperatures:
         texts = written(

@@ -45,7 +45,12 @@ def report(
         "sampling": "temperature alone: no top-k, no top-p, no penalty",
         "new_tokens": options.new_tokens,
         "batch_size": options.batch_size,
-        "prompts": {"files": [own_name(file) for file in options.prompts], "categories": categories},
+        "prompts": {
+            "files": [own_name(file) for file in options.prompts],
+            "categories": categories,
+            "share_of_a_text": options.prompt_share,
+            "most_tokens_of_a_text": options.prompt_tokens,
+        },
         "temperatures": [_temperature(result, categories) for result in results],
     }
 

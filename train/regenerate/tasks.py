@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.errors import CheckpointError, MismatchError, first_line
+from redrafter.train.data.documents import prompt
 from redrafter.train.data.rows import Row, fingerprint
 
 __all__ = ["Limits", "Task", "task_of"]
@@ -106,6 +107,8 @@ def _parts(row: Row, tokenizer: PreTrainedTokenizerBase, most: int) -> list[list
     """What stands before each answer."""
     if row.messages is not None:
         return _turns(row.messages, tokenizer)
+    if row.prompt is not None:
+        return [prompt(row, tokenizer)]
     if row.text is not None:
         return [_beginning(tokenizer(row.text[:BEGINNING])["input_ids"], most)]
     assert row.ids is not None
