@@ -63,7 +63,8 @@ def test_an_attention_that_takes_no_tree_mask_is_refused():
         Target(model)
 
 
-def test_the_self_test_catches_a_model_that_looks_at_slots_instead_of_positions():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_self_test_catches_a_model_that_looks_at_slots_instead_of_positions(dtype):
     class Shifted(nn.Module):
         def __init__(self, inner):
             super().__init__()
@@ -72,7 +73,7 @@ def test_the_self_test_catches_a_model_that_looks_at_slots_instead_of_positions(
         def forward(self, x, position_ids):
             return self.inner(x, torch.arange(x.shape[1])[None].expand_as(position_ids))
 
-    model = tiny_model("llama")
+    model = tiny_model("llama").to(dtype)
     model.model.rotary_emb = Shifted(model.model.rotary_emb)
     with pytest.raises(UnsupportedError, match="gives other logits"):
         Target(model)

@@ -79,12 +79,6 @@ def test_a_mask_that_depends_on_the_text_is_refused():
         Target(tiny_model("doge", keep_window_size=40))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_positions_by_slot_are_refused_in_every_dtype(dtype):
-    with pytest.raises(UnsupportedError, match="gives other logits"):
-        Target(tiny_model("mpt", d_model=32, n_heads=4, n_layers=2).to(dtype))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_model_may_return_float32_logits(dtype):
     model = tiny_model("llama").to(dtype)
