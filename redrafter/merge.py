@@ -65,11 +65,12 @@ class _Joined:
 
 
 class _StandIn(nn.Module):
-    """Has the weight and the bias of the layer in whose place it stands, at which others may look."""
+    """Has the weight, the bias and the mode of the layer in whose place it stands, at which others may look."""
 
     def __init__(self, module: nn.Linear, joined: _Joined):
         super().__init__()
         self.weight, self.bias, self.joined = module.weight, module.bias, joined
+        self.train(module.training)
 
 
 class _First(_StandIn):
