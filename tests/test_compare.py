@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import test_cli
+import torch
 from test_cli import TEXT, byte_tokenizer, fails
+from transformers import AutoModelForCausalLM
 
 from redrafter import ReDrafter, ReDrafterError
 from redrafter import step as step_module
@@ -14,7 +16,9 @@ from redrafter.bench.divergence import first_difference
 from redrafter.bench.prompts import read_prompts
 from redrafter.cli import compare as compare_module
 from redrafter.cli import engines, main
+from redrafter.cli.differences import tolerance
 from redrafter.cli.loading import Pair
+from redrafter.noise import gumbel
 from redrafter.verify import Path as Kept
 
 folder = test_cli.folder  # the fixture
@@ -207,8 +211,12 @@ def test_a_way_that_writes_other_tokens_fails_and_the_report_says_where(compare,
         row = next(row for row, at in enumerate(found) if at is not None)
         assert way["same"] == (found.count(None) if asked else None)
         assert way["first_difference"] == ([row, found[row]] if asked else None)
-        line = f"  OTHER TOKENS, first in prompt {row + 1} at new token {found[row] + 1}"
-        assert (line in table.splitlines()) == asked
+        line = f"  OTHER TOKENS in prompt {row + 1} at new token {found[row] + 1}: the lower is "
+        assert (line in table) == asked
+        assert len(way["differences"]) == (len(found) - found.count(None) if asked else 0)
+        assert table.count("OTHER TOKENS") <= 6 and (f"  and {len(found) - found.count(None) - 3} more" in table) == (
+            asked and len(found) - found.count(None) > 3
+        )
     assert code == int(asked) and document["complete"] and document["errors"] == []
 
 
@@ -224,12 +232,113 @@ def test_a_difference_is_counted_by_prompt_across_batches(compare, runs):
     assert code == 1
     assert [way["same"] for way in document["ways"]] == [None, 5, 5, 4]
     assert document["ways"][-1]["first_difference"] == [4, 3]
-    assert table.splitlines()[-2].split()[-3:] == ["4", "of", "5"]
-    assert table.splitlines()[-1] == "  OTHER TOKENS, first in prompt 5 at new token 4"
+    *_, row, where, plain, other = table.splitlines()
+    assert row.split()[-3:] == ["4", "of", "5"]
+    assert where.startswith("  OTHER TOKENS in prompt 5 at new token 4: the lower is ")
+    [found] = document["ways"][-1]["differences"]
+    text = runs.texts("plain")[4]
+    assert (found["prompt"], found["token"], found["plain"], found["other"]) == (4, 3, text[3], text[3] + 1)
+    decode = byte_tokenizer().decode
+    assert found["common"] == decode(text[:3]) and found["common"] + found["plain_text"] == decode(text)
+    assert not found["near_tie"] and found["margin"] > found["tolerance"] == 1e-4
+    for line, name, which in ((plain, "plain", "plain"), (other, "prompt lookup", "other")):
+        shown = (json.dumps(part, ensure_ascii=False)[1:-1] for part in (found["common"], found[f"{which}_text"]))
+        assert line == f"    {name:<13}  {'»'.join(shown)}  (id {found[which]})"
+
+
+@pytest.fixture(scope="module")
+def tied(folder, tmp_path_factory) -> tuple[str, int, int]:
+    """A model that cannot tell two ids apart, one of which it writes often, and the two; the first wins greedily."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    first, second = sorted(byte_tokenizer()("A ", add_special_tokens=False).input_ids)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[first] = model.get_output_embeddings().weight[second]
+    where = tmp_path_factory.mktemp("tied")
+    model.save_pretrained(where)
+    byte_tokenizer().save_pretrained(where)
+    return str(where), first, second
+
+
+def swapped(first: int, second: int):
+    """A patch: prompt lookup writes the second id where it first writes the other."""
+
+    def patch(way, run):
+        for row, text in enumerate(run.tokens):
+            if way == "prompt lookup" and first in text:
+                changed = [*text]
+                changed[text.index(first)] = second
+                return replace(run, tokens=[*run.tokens[:row], changed, *run.tokens[row + 1 :]])
+        return run
+
+    return patch
+
+
+def test_a_near_tie_is_counted_apart_and_does_not_fail(compare, runs, tied):
+    model, first, second = tied
+    runs.patch = swapped(first, second)
+    code, table, document = compare("--model", model, "--batch-size", "5", draft_model=None)
+    lookup = by_way(document)["prompt lookup"]
+    assert code == 0 and (lookup["same"], lookup["near_ties"], lookup["first_difference"]) == (4, 1, None)
+    [found] = lookup["differences"]
+    assert found["near_tie"] and found["margin"] == 0 and {found["plain"], found["other"]} == {first, second}
+    assert "4 of 5, 1 near-ties" in table and "  near-tie in prompt" in table and "OTHER TOKENS" not in table
+
+
+def test_the_noise_of_a_sampled_text_is_part_of_its_margin(compare, runs, tied):
+    """Two equal logits are no tie under noise that is not."""
+    model, first, second = tied
+    runs.patch = swapped(first, second)
+    code, _, document = compare(
+        "--model", model, "--batch-size", "5", "--temperature", "1", "--seed", "3", draft_model=None
+    )
+    [found] = by_way(document)["prompt lookup"]["differences"]
+    row, place = found["prompt"], found["token"]
+    position = len(byte_tokenizer()(PROMPTS[row]).input_ids) + place
+    noise = gumbel(torch.tensor([3 + row]), torch.tensor([[position]]), torch.tensor([first, second]))[0, 0]
+    assert code == 1 and not found["near_tie"]
+    assert found["margin"] == pytest.approx(float(noise[0] - noise[1]), abs=1e-5) and found["margin"] > 1e-4
+
+
+def test_a_token_that_a_sampling_parameter_rules_out_is_a_true_difference(compare, runs):
+    def patch(way, run):
+        text = run.tokens[0]
+        return replace(run, tokens=[[(text[0] + 1) % 200 + 3, *text[1:]]]) if way == "prompt lookup" else run
+
+    runs.patch = patch
+    args = ("--num-prompts", "1", "--temperature", "1", "--top-k", "1")
+    code, table, document = compare(*args, model="base", draft_model=None)
+    [found] = by_way(document)["prompt lookup"]["differences"]
+    assert code == 1 and found["margin"] is None and not found["near_tie"]
+    assert "a sampling parameter rules one of the two out" in table
+
+
+def test_a_text_that_ends_early_is_a_true_difference(compare, runs):
+    runs.patch = lambda way, run: replace(run, tokens=[run.tokens[0][:5]]) if way == "prompt lookup" else run
+    code, table, document = compare("--num-prompts", "1", model="base", draft_model=None)
+    [found] = by_way(document)["prompt lookup"]["differences"]
+    assert code == 1 and (found["token"], found["other"], found["other_text"]) == (5, None, "")
+    assert "one text ends there" in table and "(id none)" in table
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "most"),
+    [("bfloat16", 12.0, 4 / 16), ("bfloat16", -3.0, 4 / 64), ("float16", 12.0, 4 / 128), ("float32", 12.0, 1e-4)],
+)
+def test_a_near_tie_is_four_steps_of_a_half_precision(dtype, largest, most):
+    logits = torch.tensor([0.5, largest, -1.0, float("-inf")])
+    assert tolerance(logits, getattr(torch, dtype)) == most
+
+
+def test_the_document_holds_every_text(compare, runs):
+    _, _, document = compare("--batch-size", "3", model="base", draft_model=None)
+    decode = byte_tokenizer().decode
+    prompts = [decode(byte_tokenizer()(prompt).input_ids) for prompt in PROMPTS]
+    assert [each["prompt"] for each in document["texts"]] == prompts
+    assert [each["plain"] for each in document["texts"]] == [decode(text) for text in runs.texts("plain")]
 
 
 def test_the_file_holds_the_document_too(compare, tmp_path):
-    _, _, document = compare("--num-prompts", "1", "--out", str(tmp_path / "found.json"))
+    _, _, document = compare("--num-prompts", "1", "--output", str(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text()) == document
     assert [file.name for file in tmp_path.iterdir()] == ["found.json"]
 
@@ -242,7 +351,7 @@ def test_a_run_that_is_cut_short_leaves_the_file_as_it_was(folder, prompts, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compare_module, "_decode", stop)
-    args = ("--model", str(folder / "merged"), "--prompts", prompts, "--out", str(file))
+    args = ("--model", str(folder / "merged"), "--prompts", prompts, "--output", str(file))
     assert main(["compare", *args]) == 130
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 
@@ -251,10 +360,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_decoded(
     folder, prompts, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(Pair, "run", None)
-    for name, says in (("/nowhere/found.json", "/nowhere/found.json"), (str(tmp_path), "directory"), ("", "--out")):
-        args = ("--model", str(folder / "merged"), "--prompts", prompts, "--out", name)
+    for name, says in (("/nowhere/found.json", "/nowhere/found.json"), (str(tmp_path), "directory"), ("", "--output")):
+        args = ("--model", str(folder / "merged"), "--prompts", prompts, "--output", name)
         err = fails(capsys, "compare", *args)
-        assert says in err and "--out" in err
+        assert says in err and "--output" in err
 
 
 def test_instructions_come_after_their_input(tmp_path):
@@ -345,7 +454,7 @@ def test_help_names_every_option(capsys):
         main(["compare", "--help"])
     assert end.value.code == 0
     shown = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    assert shown >= {"--prompts", "--num-prompts", "--max-input-len", "--batch-size", "--repeats", "--out"}
+    assert shown >= {"--prompts", "--num-prompts", "--max-input-len", "--batch-size", "--repeats", "--output"}
     assert shown >= {"--disable-output-comparison", "--model", "--drafter", "--draft-model", "--draft-len", "--ngram"}
     assert shown >= {"--acceptance", "--adaptive", "--draft-device", "--draft-target-model-config", "--temperature"}
     assert not shown & {"--prompt-lookup", "--no-speculate"}

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from redrafter.bench.divergence import first_difference
 from redrafter.bench.facts import hardware, versions
 from redrafter.bench.prompts import encode, read_prompts
 from redrafter.bench.report import Report
 from redrafter.checkpoint import holds_drafter, load_tokenizer
+from redrafter.cli.differences import Difference, find_differences, parting
 from redrafter.cli.engines import DRAFT_MODEL, DRAFTER, LOOKUP, WAYS, check_flags, drafts_by, load_engine, shape
 from redrafter.cli.loading import Pair, Run, checked
 from redrafter.cli.options import CompareOptions, DraftOptions, GenerationOptions, LoadOptions
@@ -32,14 +32,15 @@ __all__ = ["run"]
 
 PLAIN, ASSISTED = "plain", "HF assisted"
 WARM_UP = 8  # new tokens of the runs on a CPU that pay for what only first runs pay; a GPU captures whole ones
-COLUMNS = (("", 14), ("tokens/s", 9), ("x plain", 8), ("tokens/step", 12), ("drafts kept", 12), ("same outputs", 13))
+COLUMNS = (("", 14), ("tokens/s", 9), ("x plain", 8), ("tokens/step", 12), ("drafts kept", 12), ("same outputs", 24))
 
 
 @dataclass(frozen=True)
 class Result:
     """One way. seconds: of all prompts, the median over repeats. speedup: over plain decoding, the median of the
-    repeats' own ratios of tokens/s. same: outputs equal to plain decoding's, None where that is not promised or not
-    asked; first_difference: prompt and new token of the first that is not."""
+    repeats' own ratios of tokens/s. same: outputs equal to plain decoding's; near_ties: those that part at a near-tie;
+    both None where that is not promised or not asked. first_difference: prompt and new token of the first output that
+    parts where there is none. differences: every output that parts."""
 
     way: str
     name: str | None
@@ -54,7 +55,9 @@ class Result:
     tokens_per_step: float
     accepted_by_depth: list[int]
     same: int | None
+    near_ties: int | None
     first_difference: tuple[int, int] | None
+    differences: list[Difference]
 
 
 @dataclass
@@ -127,11 +130,11 @@ def run(args: argparse.Namespace) -> int:
     if options.assisted and writing.stop:
         raise ArgumentError("--assisted takes no --stop: transformers' assisted generation has no tokenizer for it")
     rows = read_prompts(options.prompts)
-    out = None if options.out is None else Path(options.out)
+    out = None if options.output is None else Path(options.output)
     if out is not None:
-        check_writable(out, "--out")
+        check_writable(out, "--output")
         if options.prompts is not None and out.resolve() == Path(options.prompts).resolve():
-            raise ArgumentError("--out would overwrite the prompts: give another name")
+            raise ArgumentError("--output would overwrite the prompts: give another name")
     pairs = _load(*checked(load, draft))
     prompts, left_out = _fitting(
         encode(rows, pairs[0].tokenizer, **options.cut), options, pairs[0].engine.target.context
@@ -147,20 +150,23 @@ def run(args: argparse.Namespace) -> int:
     batches = [prompts[start : start + options.batch_size] for start in range(0, len(prompts), options.batch_size)]
     _warm_up(ways, batches)
     facts = _facts(pairs[0], prompts, left_out, asdict(load) | asdict(draft) | asdict(writing) | asdict(options))
-    report = Report(facts, path=out, flag="--out")
+    report = Report(facts, path=out, flag="--output")
     for line in _head(facts, options, writing):
         report.line(line)
     _decode(ways, batches, options, report)
+    decoded = pairs[0].tokenizer.decode
+    report.document["texts"] = [
+        {"prompt": decoded(prompt), "plain": decoded(text)} for prompt, text in zip(prompts, plain.texts(), strict=True)
+    ]
     table, same = report.table("", COLUMNS), True
     for way in ways:
-        result = _result(way, plain, options)
+        result = _result(way, plain, prompts, options)
         if not isinstance(way, _Assisted):  # what it promises is not ours to fail for
             same = same and result.first_difference is None
         report.add("ways", result)
         table.row(*_cells(result, len(prompts)))
-        if result.first_difference is not None:
-            prompt, token = result.first_difference
-            report.line(f"  OTHER TOKENS, first in prompt {prompt + 1} at new token {token + 1}")
+        for line in parting(result.differences, result.way):
+            report.line(line)
     return report.finish() or int(not same)
 
 
@@ -249,18 +255,17 @@ def _decode(ways: Sequence[_Way], batches: Sequence[list[list[int]]], options: C
                 way.runs[-1].append(way.run(batch, replace(way.writing, seed=seed)))
 
 
-def _result(way: _Way, plain: _Way, options: CompareOptions) -> Result:
+def _result(way: _Way, plain: _Way, prompts: Sequence[Sequence[int]], options: CompareOptions) -> Result:
     stats = [run.stats for run in way.runs[0]]
     rows = max(len(run.tokens) for run in way.runs[0])
     steps, emitted = sum(each.steps for each in stats), sum(each.emitted for each in stats)
-    same = first = None
+    same = near_ties = None
+    differences: list[Difference] = []
     repeats = range(options.repeats)
     if way is not plain and way.exact and not options.disable_output_comparison:
-        expected, found = plain.texts(), [way.texts(repeat) for repeat in repeats]
-        places = [[first_difference(mine, each[row]) for each in found] for row, mine in enumerate(expected)]
-        differences = [min((at for at in each if at is not None), default=None) for each in places]
-        same = differences.count(None)
-        first = next(((row, at) for row, at in enumerate(differences) if at is not None), None)
+        found = [way.texts(repeat) for repeat in repeats]
+        differences = find_differences(plain.pair, plain.writing, prompts, plain.texts(), found)
+        same, near_ties = len(prompts) - len(differences), sum(each.near_tie for each in differences)
     return Result(
         way=way.pair.way,
         name=way.pair.drafts,
@@ -275,11 +280,14 @@ def _result(way: _Way, plain: _Way, options: CompareOptions) -> Result:
         tokens_per_step=emitted / steps if steps else 0.0,
         accepted_by_depth=[sum(depth) for depth in zip_longest(*(s.accepted_by_depth for s in stats), fillvalue=0)],
         same=same,
-        first_difference=first,
+        near_ties=near_ties,
+        first_difference=next(((each.prompt, each.token) for each in differences if not each.near_tie), None),
+        differences=differences,
     )
 
 
 def _cells(result: Result, prompts: int) -> tuple[Any, ...]:
     kept = f"{result.accepted / result.drafted:.0%}" if result.drafted else None
-    same = None if result.same is None else f"{result.same} of {prompts}"
+    ties = f", {result.near_ties} near-ties" if result.near_ties else ""
+    same = None if result.same is None else f"{result.same} of {prompts}{ties}"
     return result.way, result.tokens_per_second, result.speedup, result.tokens_per_step, kept, same

@@ -126,15 +126,17 @@ class CompareOptions(PromptOptions):
         False, "Hugging Face's assisted generation with the same draft model too, one prompt at a time"
     )
     disable_output_comparison: bool = option(False, "do not compare the outputs, nor fail where they differ")
-    out: str | None = option(None, "write the JSON document to a file too", metavar="FILE")
+    output: str | None = option(
+        None, "write the JSON document to a file too, with all texts and where they part", metavar="FILE"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("num_prompts", "max_input_len", "batch_size", "repeats"):
             if getattr(self, name) is not None:
                 _check_numbers(self, name)
-        if self.out == "":
-            raise ArgumentError("--out needs a name, got an empty one")
+        if self.output == "":
+            raise ArgumentError("--output needs a name, got an empty one")
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,8 @@ def _add_compare(commands: Any) -> None:
         "compare",
         help="set ways of drafting side by side on the same prompts",
         description="Plain decoding, a drafter, a draft model and prompt lookup, those that there are, in turn on the\n"
-        "same prompts with the same model. A table, and one JSON document as the last line. Exit code 1 when a way\n"
-        "that promises plain decoding's tokens wrote others.",
+        "same prompts with the same model. A table, the texts where they part, one JSON document as the last line.\n"
+        "Exit code 1 when a way that promises plain decoding's tokens wrote others where the logits were no near-tie.",
         epilog="examples:\n"
         "  redrafter compare --model my-70b --draft-model my-1b --prompts prompts.json --max-input-len 200\n"
         "  redrafter compare --model my-base --drafter my-drafter --batch-size 8 --temperature 0.7 --seed 1",
