@@ -82,14 +82,28 @@ def _difference(
     at = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
     if at == len(plain) == len(other):
         return None
-    tokens = [text[at] if at < len(text) else None for text in (plain, other)]
+    mine, theirs = (text[at] if at < len(text) else None for text in (plain, other))
     margin, most, near = None, None, False
-    if None not in tokens:
-        margin, most, near = _judge(pair, writing, [*prompt, *plain[:at]], [t for t in tokens if t is not None])
-    common = pair.tokenizer.decode(plain[:at])
+    if mine is not None and theirs is not None:
+        margin, most, near = _judge(pair, writing, [*prompt, *plain[:at]], [mine, theirs])
+
+    def decoded(tokens: list[int]) -> str:
+        return str(pair.tokenizer.decode(tokens))
+
+    common = decoded(plain[:at])
     # Decoded as a whole: a token by itself may lose its space.
-    rest = [pair.tokenizer.decode(text)[len(common) :] for text in (plain, other)]
-    return Difference(number, at, common, *tokens, *rest, margin, most, near)
+    return Difference(
+        prompt=number,
+        token=at,
+        common=common,
+        plain=mine,
+        other=theirs,
+        plain_text=decoded(plain)[len(common) :],
+        other_text=decoded(other)[len(common) :],
+        margin=margin,
+        tolerance=most,
+        near_tie=near,
+    )
 
 
 def _judge(
@@ -115,8 +129,8 @@ def _draw(pair: Pair, writing: GenerationOptions, text: list[int], bias: dict[in
     one = replace(writing, max_new_tokens=1, stop=(), speculate=False)
     ids = torch.tensor([text])
     pair.engine.forget_prefixes()
-    wanted = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "logit_bias": bias}
-    out = pair.engine.generate(ids, torch.ones_like(ids), **wanted, **pair.arguments(one))
+    arguments = pair.arguments(one) | {"output_logits": True, "output_scores": True, "logit_bias": bias}
+    out = pair.engine.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **arguments)
     assert isinstance(out, GenerateOutput)
     return out
 

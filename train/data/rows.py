@@ -158,11 +158,12 @@ def _row(found: Any, where: str) -> Row:
     split, source = entry.get("split"), entry.get("source", entry.get("category"))
     if split is not None and split not in SPLITS:
         raise CheckpointError(f'{where}: "split" is one of {", ".join(SPLITS)}; found {split!r}')
-    common = {"split": split, "source": source if isinstance(source, str) else None, "tokenizer": None}
+    common: dict[str, Any] = {"split": split, "source": source if isinstance(source, str) else None, "tokenizer": None}
     if entry.get("tokenizer") is not None:
         common["tokenizer"] = _string(entry["tokenizer"], where, '"tokenizer"')
     if kind == "prompt":
-        return Row(where, **_prompt(entry, where), **common)
+        prompt, answer = _prompt(entry, where)
+        return Row(where, prompt=prompt, answer=answer, **common)
     if kind == "text":
         return Row(where, text=_string(value, where, '"text"'), **common)
     if kind == "input_ids":
@@ -174,8 +175,8 @@ def _row(found: Any, where: str) -> Row:
     return Row(where, messages=[_turn(turn, where) for turn in turns], **common)
 
 
-def _prompt(entry: dict[str, Any], where: str) -> dict[str, str | None]:
-    """The prompt of a row and its answer."""
+def _prompt(entry: dict[str, Any], where: str) -> tuple[str, str | None]:
+    """The prompt of a row and its answer, None where it has none."""
     if "prompt" in entry:
         answers = [name for name in ANSWERS if name in entry]
         if len(answers) > 1:
@@ -188,7 +189,7 @@ def _prompt(entry: dict[str, Any], where: str) -> dict[str, str | None]:
         answer = "\n" + _string(entry["output"], where, '"output"') if "output" in entry else None
     if not prompt:
         raise CheckpointError(f"{where}: the prompt is empty")
-    return {"prompt": prompt, "answer": answer}
+    return prompt, answer
 
 
 def _string(value: Any, where: str, name: str) -> str:

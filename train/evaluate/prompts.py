@@ -29,7 +29,8 @@ def categories(
     Raises `ArgumentError` where nothing is left, and `CheckpointError` naming the row that cannot be read.
     """
     found: dict[str, list[list[int]]] = {}
-    for file in files or [None]:
+    sources: Sequence[str | None] = files or [None]
+    for file in sources:
         rows: dict[str, list[Row]] = {}
         for row in read_prompts(file):
             rows.setdefault(row.source or Path(file or "prompts").name.split(".")[0], []).append(row)
