@@ -13,7 +13,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="TYPE", default=architectures(), help="these model types alone")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one architecture (default: %(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="seconds for one architecture (default: %(default)s)"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write a table to this file")
     args = parser.parse_args()
     if unknown := sorted(set(args.only) - set(architectures())):

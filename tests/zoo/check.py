@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from conftest import Scripted, paged, row_texts, tiny_drafter
@@ -21,6 +21,7 @@ __all__ = ["CRASHED", "DIFFERENT", "EQUAL", "REFUSED", "UNMADE", "Outcome", "che
 
 EQUAL, UNMADE, REFUSED, DIFFERENT, CRASHED = "equal", "not made", "refused", "DIFFERENT", "CRASHED"
 NEW = 24  # tokens written
+TOLERANCE = 5e-3  # of logits; their spread is 1
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 SAMPLED: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "seed": [5, 6, 7, 8]}
 
@@ -45,6 +46,13 @@ class Outcome:
 
 def check(model_type: str, variant: Variant) -> Outcome:
     """Bind a tiny model of that type, and compare drafted texts with plain ones, greedy and sampled."""
+    outcome = _check(model_type, variant)
+    if variant.served and outcome.status == REFUSED:
+        return Outcome(DIFFERENT, f"refused, though it is to be served: {outcome.detail}")
+    return outcome
+
+
+def _check(model_type: str, variant: Variant) -> Outcome:
     try:
         model = random_model(model_type, variant)
     except Exception as error:
@@ -57,14 +65,14 @@ def check(model_type: str, variant: Variant) -> Outcome:
         return Outcome(CRASHED, f"when bound: {_told(error)}")
     ids, mask = uneven_prompts(variant.lengths)
     try:
-        expected = torch.cat([_alone(model, ids, mask, row) for row in range(len(ids))])
+        expected, logits = map(torch.cat, zip(*(_alone(model, ids, mask, row) for row in range(len(ids))), strict=True))
     except Exception as error:
         return Outcome(UNMADE, f"by model.generate: {_told(error)}")
     for cache in ("dense", "paged"):
         try:
             if cache == "paged" and target.unpaged is not None:
                 return Outcome(EQUAL, unpaged=target.unpaged)
-            for what in _differences(target, ids, mask, expected, cache):
+            for what in _differences(target, ids, mask, expected, logits, cache):
                 return Outcome(DIFFERENT, f"{cache}, {what}")
         except ReDrafterError as error:
             return Outcome(REFUSED, f"{error}")
@@ -81,9 +89,12 @@ def random_model(model_type: str, variant: Variant) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
+                parameter.normal_(0, 0.3)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.weight.normal_(0, 0.05)  # else a tied head repeats what it reads
     model.generation_config = GenerationConfig(pad_token_id=0)  # no end of text
     return model
 
@@ -96,21 +107,31 @@ def uneven_prompts(lengths: list[int]) -> tuple[Tensor, Tensor]:
     return ids * mask, mask
 
 
-def _alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, row: int) -> Tensor:
-    """Return what `model.generate` writes for one row alone, `[1, P + NEW]`, with its padding put back."""
+def _alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, row: int) -> tuple[Tensor, Tensor]:
+    """Decode one row alone with `model.generate`.
+
+    Returns:
+        The text with the padding put back, `[1, P + NEW]`, and the logits it was chosen from, `[1, NEW, V]`.
+    """
     own = ids[row, mask[row].bool()][None]
-    text = model.generate(own, attention_mask=torch.ones_like(own), **GREEDY)
-    return torch.cat([ids[row : row + 1, : ids.shape[1] - own.shape[1]], text], dim=1)
+    out = model.generate(
+        own, attention_mask=torch.ones_like(own), output_logits=True, return_dict_in_generate=True, **GREEDY
+    )
+    padding = ids[row : row + 1, : ids.shape[1] - own.shape[1]]
+    return torch.cat([padding, out.sequences], dim=1), torch.stack(out.logits, dim=1)
 
 
-def _differences(target: Target, ids: Tensor, mask: Tensor, expected: Tensor, cache: str) -> Iterator[str]:
-    """Yield a line for each way of decoding that does not write the text that it should.
+def _differences(
+    target: Target, ids: Tensor, mask: Tensor, expected: Tensor, logits: Tensor, cache: str
+) -> Iterator[str]:
+    """Yield a line for each way of decoding that does not write what it should.
 
     Args:
         target: The model.
         ids: The prompts, `[B, P]`, left-padded.
         mask: `[B, P]`.
         expected: What `model.generate` writes, `[B, P + NEW]`.
+        logits: What it chose from, `[B, NEW, V]`.
         cache: "dense" or "paged".
     """
     ready = paged if cache == "paged" else lambda engine: engine
@@ -126,13 +147,19 @@ def _differences(target: Target, ids: Tensor, mask: Tensor, expected: Tensor, ca
             yield f"{how}, random drafts: {_where(out, wanted, ids)}"
         script = row_texts(wanted, mask)
         script[:, ::5] = (script[:, ::5] + 1) % VOCAB
-        told = ready(Engine(target, Scripted(script, 3, 3))).generate(
-            ids, mask, return_dict_in_generate=True, **arguments
-        )
+        scripted = ready(Engine(target, Scripted(script, 3, 3)))
+        told = scripted.generate(ids, mask, return_dict_in_generate=True, output_logits=True, **arguments)
         if not torch.equal(told.sequences, wanted):
             yield f"{how}, drafts that are mostly right: {_where(told.sequences, wanted, ids)}"
         elif not told.stats.accepted:
             yield f"{how}: no draft that is right was accepted"
+        elif how == "greedy" and (error := _error(torch.stack(told.logits, dim=1), logits)) > TOLERANCE:
+            yield f"the text is the same, its logits are not (relative error {error:.2g})"
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest error of logits `[B, NEW, V]` relative to the spread of a token's."""
+    return float(((found - expected).abs().amax(dim=-1) / expected.std(dim=-1)).max())
 
 
 def _where(found: Tensor, wanted: Tensor, ids: Tensor) -> str:

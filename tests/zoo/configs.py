@@ -10,44 +10,91 @@ __all__ = ["CONTEXT", "VOCAB", "WINDOWS", "tiny_config"]
 VOCAB, HIDDEN, LAYERS, CONTEXT = 97, 32, 4, 512
 HEADS, KEY_VALUE_HEADS, HEAD_DIM, ROTARY_DIM = 4, 2, 8, 4
 
-_NAMES: dict[int, str] = {
-    VOCAB: "vocab_size unpadded_vocab_size vocab_size_per_layer_input",
-    HIDDEN: """hidden_size d_model n_embd emb_dim embedding_size embedding_dim word_embed_proj_dim input_embedding_size
+_NAMES: tuple[tuple[int, str], ...] = (
+    (VOCAB, "vocab_size unpadded_vocab_size vocab_size_per_layer_input"),
+    (
+        HIDDEN,
+        """hidden_size d_model n_embd emb_dim embedding_size embedding_dim word_embed_proj_dim input_embedding_size
         output_embedding_size attention_hidden_size lru_width pronunciation_embed_dim shape_embed_dim
-        backbone_hidden_size mamba_d_ssm adapter_in_dim""",
-    48: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff dim_ff d_inner n_inner
+        backbone_hidden_size mamba_d_ssm adapter_in_dim adapter_input_size adapter_out_dim""",
+    ),
+    (
+        48,
+        """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff dim_ff d_inner n_inner
         intermediate_size_mlp dense_intermediate_size prefix_dense_intermediate_size feed_forward_size""",
-    16: """moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size
+    ),
+    (
+        16,
+        """moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size
         shared_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size hidden_size_per_layer_input
         prompt_mid_dim router_hidden_size o_lora_rank hc_lowrank laurel_rank adapter_rank ple_embed_dim""",
-    LAYERS: """num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers num_decoder_layers encoder_layers
+    ),
+    (
+        LAYERS,
+        """num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers num_decoder_layers encoder_layers
         num_encoder_layers""",
-    HEADS: """num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads
+    ),
+    (
+        HEADS,
+        """num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads
         num_decoder_attention_heads encoder_attention_heads num_encoder_attention_heads swa_num_attention_heads
         linear_num_key_heads linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads n_mamba_heads
         index_n_heads""",
-    KEY_VALUE_HEADS: """num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads indexer_kv_heads
+    ),
+    (
+        KEY_VALUE_HEADS,
+        """num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads indexer_kv_heads
         num_query_groups""",
-    HEAD_DIM: """head_dim global_head_dim swa_head_dim dim_head d_head kv_channels attention_head_size
+    ),
+    (
+        HEAD_DIM,
+        """head_dim global_head_dim swa_head_dim dim_head d_head kv_channels attention_head_size
         attention_head_dim query_pre_attn_scalar v_head_dim qk_nope_head_dim kv_lora_rank d_rel index_head_dim
         linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_head mamba_head_dim""",
-    ROTARY_DIM: """qk_rope_head_dim rotary_dim mamba_d_state state_size ssm_state_size gated_norm_rank num_experts
-        n_routed_experts num_local_experts moe_num_experts zero_expert_num encoder_hash_byte_group_vocab""",
-    HEAD_DIM + ROTARY_DIM: "q_lora_rank qk_head_dim",
-    2: """num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k n_group num_expert_group hc_mult o_groups
+    ),
+    (ROTARY_DIM, """qk_rope_head_dim rotary_dim mamba_d_state state_size ssm_state_size gated_norm_rank"""),
+    (
+        4,
+        """num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num
+        encoder_hash_byte_group_vocab""",
+    ),
+    (HEAD_DIM + ROTARY_DIM, "q_lora_rank qk_head_dim"),
+    (
+        2,
+        """num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k n_group num_expert_group hc_mult o_groups
         altup_num_inputs num_layers_per_stack max_window_layers eos_token_id sep_token_id forced_eos_token_id""",
-    1: """topk_group first_k_dense_replace num_shared_experts n_shared_experts bos_token_id start_token_id
+    ),
+    (
+        1,
+        """topk_group first_k_dense_replace num_shared_experts n_shared_experts bos_token_id start_token_id
         decoder_start_token_id cls_token_id""",
-    CONTEXT: """max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length
+    ),
+    (
+        CONTEXT,
+        """max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length
         max_target_positions max_source_positions""",
-    0: "pad_token_id",
-}
-SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
+    ),
+    (0, "pad_token_id"),
+)
+SIZES = {name: size for size, names in _NAMES for name in names.split()}
 FILLED = {"head_dim", "num_key_value_heads", "num_experts_per_tok"}  # where a default config leaves them out
 # How far back a layer looks, or by which step of positions it changes what it does.
-WINDOWS = """sliding_window sliding_window_size window_size attention_window_size local_attention keep_window_size
-    local_attention_window_len attention_chunk_size floor_scale log_scaling_n_floor rel_extent index_topk
-    relative_max_distance position_bias_max_distance""".split()
+WINDOWS = [
+    "sliding_window",
+    "sliding_window_size",
+    "window_size",
+    "attention_window_size",
+    "local_attention",
+    "keep_window_size",
+    "local_attention_window_len",
+    "attention_chunk_size",
+    "floor_scale",
+    "log_scaling_n_floor",
+    "rel_extent",
+    "index_topk",
+    "relative_max_distance",
+    "position_bias_max_distance",
+]
 
 # By model type: where one field follows from others, or a default config makes no model.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -118,8 +165,8 @@ def shrunk(default: PreTrainedConfig, window: int | None) -> dict[str, Any]:
             changes[name] = ROTARY_DIM if name == "head_dim" else HEADS
         elif name == "num_kv_shared_layers" and value == layers:
             changes[name] = LAYERS
-        elif name in SIZES and (value or name in FILLED):
-            changes[name] = SIZES[name]
+        elif name in SIZES and (value is not None or name in FILLED):
+            changes[name] = SIZES[name] if value != 0 else 0
         elif name == "num_kv_shared_layers" and value:
             changes[name] = 1
         elif name == "layer_types" and value and window and _alike(fields):

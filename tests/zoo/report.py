@@ -7,13 +7,13 @@ from .check import CRASHED, DIFFERENT, EQUAL, REFUSED, UNMADE, Outcome
 
 __all__ = ["counts", "line", "table"]
 
-WORST = (EQUAL, UNMADE, REFUSED, DIFFERENT, CRASHED)
+WEIGHT = (UNMADE, REFUSED, EQUAL, DIFFERENT, CRASHED)
 HEAD = "| architecture | outcome | paged | variants |\n|---|---|---|---|\n"
 
 
 def status(outcomes: dict[str, Outcome]) -> str:
-    """Return the worst status of an architecture's variants."""
-    return max((outcome.status for outcome in outcomes.values()), key=WORST.index, default=CRASHED)
+    """Return what an architecture's variants come to: a failure of one counts, and a refusal of all."""
+    return max((outcome.status for outcome in outcomes.values()), key=WEIGHT.index, default=CRASHED)
 
 
 def line(model_type: str, outcomes: dict[str, Outcome]) -> str:
@@ -46,14 +46,13 @@ def counts(found: Iterable[tuple[str, dict[str, Outcome]]]) -> str:
 
 def _details(outcomes: dict[str, Outcome]) -> str:
     """Say what happened to the variants, once for those that share it."""
-    by_reason: dict[str, list[str]] = {}
+    by_outcome: dict[tuple[str, str], list[str]] = {}
     for name, outcome in outcomes.items():
-        told = outcome.status if outcome.status == status(outcomes) else f"{outcome.status}, "
-        reason = outcome.detail if outcome.status == status(outcomes) else f"{told}{outcome.detail}".rstrip(", ")
-        by_reason.setdefault(reason, []).append(name)
-    if len(by_reason) == 1:
-        return next(iter(by_reason))
-    return "; ".join(f"[{', '.join(names)}] {reason}" for reason, names in by_reason.items())
+        by_outcome.setdefault((outcome.status, outcome.detail), []).append(name)
+    if len(by_outcome) == 1:
+        return next(iter(by_outcome))[1]
+    told = {": ".join(filter(None, outcome)): names for outcome, names in by_outcome.items()}
+    return "; ".join(f"[{', '.join(names)}] {outcome}" for outcome, names in told.items())
 
 
 def _unpaged(outcomes: dict[str, Outcome]) -> str:

@@ -39,12 +39,14 @@ class Variant:
     window: What every window becomes; with None, those that a default config lacks stay away.
     longest: Tokens of the longest prompt.
     fields: What else the config has.
+    served: Whether a refusal is a failure.
     """
 
     name: str
     window: int | None
     longest: int
     fields: dict[str, Any] = field(default_factory=dict)
+    served: bool = False
 
     @property
     def lengths(self) -> list[int]:
@@ -69,5 +71,6 @@ def variants(model_type: str) -> list[Variant]:
     for name, fields in FIELDS.get(model_type, {}).items():
         found += [Variant(name, None, 35, fields), Variant(f"{name}, long", None, 150, fields)]
     if model_type in STRAY:
-        found.append(Variant("stray window", None, 35, {"sliding_window": 8}))
+        for window, longest in ((SHORT, 23), (LONG, 150)):
+            found.append(Variant(f"stray window {window}", None, longest, {"sliding_window": window}, served=True))
     return found

@@ -30,7 +30,9 @@ def check_all(model_types: list[str], jobs: int, seconds: float) -> Iterator[tup
     context.set_forkserver_preload([__name__])
     with ThreadPoolExecutor(jobs) as pool:
         yield from zip(
-            model_types, pool.map(lambda model_type: _in_process(context, model_type, seconds), model_types), strict=True
+            model_types,
+            pool.map(lambda model_type: _in_process(context, model_type, seconds), model_types),
+            strict=True,
         )
 
 
