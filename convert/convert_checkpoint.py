@@ -7,8 +7,17 @@ hard links if the file system allows it, so a merged checkpoint costs the drafte
 weight files of either directory. Tensors are read a few rows at a time; a checkpoint appears whole or not at all.
 """
 
-import os
 import sys
+
+try:
+    from redrafter.script import check_script
+except ImportError:
+    print("redrafter: error: redrafter is not installed; type: pip install -e . in its checkout", file=sys.stderr)
+    sys.exit(2)
+if __name__ == "__main__":
+    check_script(__file__, "redrafter.convert.convert_checkpoint")
+
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -1,9 +1,18 @@
 """`redrafter info`: say what a checkpoint is."""
 
+import sys
+
+try:
+    from redrafter.script import check_script
+except ImportError:
+    print("redrafter: error: redrafter is not installed; type: pip install -e . in its checkout", file=sys.stderr)
+    sys.exit(2)
+if __name__ == "__main__":
+    check_script(__file__, "redrafter.convert.info")
+
 import json
 import math
 import platform
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path

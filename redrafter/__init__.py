@@ -7,6 +7,7 @@ more.
 """
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redrafter.errors import (
@@ -51,6 +52,10 @@ __all__ = [
     "__version__",
     "boxed_pair",
 ]
+
+_here = Path(__file__).parent
+if not (_here / "train").is_dir():  # a checkout, where `train` and `convert` stand beside this folder
+    __path__.append(str(_here.parent))
 
 # Module of each public name that needs torch: `redrafter --help` does not, and must not wait for it.
 _MODULES = {

@@ -8,10 +8,10 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from redrafter.cli.program import report
-from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError
+from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.train.config import TrainConfig
 
-__all__ = ["check_launcher", "new_accelerator", "refuse_together", "stays_on_cpu"]
+__all__ = ["check_launcher", "launcher_refused", "new_accelerator", "stays_on_cpu"]
 
 # The variable by which `accelerate launch` asks for a way of spreading a model, and that way's name.
 SPREADING = {
@@ -33,8 +33,10 @@ def check_launcher() -> None:
 
 
 def stays_on_cpu(config: TrainConfig) -> bool:
-    """Whether to train on the CPU: if asked to, and where there is nothing else, since accelerate makes several
-    processes one group there only when told so."""
+    """Return whether to train on the CPU: if `config` asks for it, and where there is no other device.
+
+    accelerate makes several processes on CPUs one group only if it is told that they stay there.
+    """
     return config.cpu or not torch.accelerator.is_available()
 
 
@@ -59,13 +61,17 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
     return accelerator
 
 
-def refuse_together(error: ReDrafterError) -> int:
-    """Report once what stops every process, and end them together, lest a launcher ends the one that is to report.
+def launcher_refused() -> bool:
+    """Return whether `check_launcher` raises, and report that once. Collective: call it in every process.
 
-    Collective: call it in all processes. Returns the exit code.
+    The processes return together, since a launcher ends all as soon as one has failed, the one that reports too.
     """
-    state = PartialState(cpu=True)
-    if state.is_main_process:
-        report("error", error)
-    state.wait_for_everyone()
-    return 2
+    try:
+        check_launcher()
+    except UnsupportedError as error:
+        state = PartialState(cpu=True)
+        if state.is_main_process:
+            report("error", error)
+        state.wait_for_everyone()
+        return True
+    return False

@@ -7,6 +7,15 @@
 """
 
 import sys
+
+try:
+    from redrafter.script import check_script
+except ImportError:
+    print("redrafter: error: redrafter is not installed; type: pip install -e . in its checkout", file=sys.stderr)
+    sys.exit(2)
+if __name__ == "__main__":
+    check_script(__file__, "redrafter.train.train_drafter")
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -22,7 +31,7 @@ from redrafter.checkpoint import check_fit, embedding_norms, load_model, load_to
 from redrafter.cli.loading import limit_threads
 from redrafter.cli.program import guarded
 from redrafter.drafter import RecurrentDrafter
-from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
+from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.flags import flag, own_name
 from redrafter.stopping import end_tokens
 from redrafter.target import Target
@@ -38,7 +47,7 @@ from redrafter.train.loop import Report, train
 from redrafter.train.new import new_drafter
 from redrafter.train.output import check_output, save
 from redrafter.train.plan import last_step, plan, row_length
-from redrafter.train.processes import check_launcher, new_accelerator, refuse_together, stays_on_cpu
+from redrafter.train.processes import launcher_refused, new_accelerator, stays_on_cpu
 from redrafter.train.progress import Console, NotFiniteError
 from redrafter.train.provenance import data_hash, provenance
 from redrafter.train.shard import load_sharded
@@ -255,10 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         config = parse(argv)
-        try:
-            check_launcher()
-        except UnsupportedError as error:
-            return refuse_together(error)
+        if launcher_refused():
+            return 2
         run(config, log=lambda line: print(line, flush=True))
         return 0
 

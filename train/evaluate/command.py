@@ -6,10 +6,19 @@ The base writes on from the prompts once at each temperature, by plain decoding;
 along those texts are then counted for every shape. Without --prompts, those that ship with the package.
 """
 
+import sys
+
+try:
+    from redrafter.script import check_script
+except ImportError:
+    print("redrafter: error: redrafter is not installed; type: pip install -e . in its checkout", file=sys.stderr)
+    sys.exit(2)
+if __name__ == "__main__":
+    check_script(__file__, "redrafter.train.evaluate.command")
+
 import json
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -7,6 +7,15 @@ makes it faster. Killed at any moment, the same command goes on; several process
 """
 
 import sys
+
+try:
+    from redrafter.script import check_script
+except ImportError:
+    print("redrafter: error: redrafter is not installed; type: pip install -e . in its checkout", file=sys.stderr)
+    sys.exit(2)
+if __name__ == "__main__":
+    check_script(__file__, "redrafter.train.regenerate.command")
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
