@@ -72,6 +72,8 @@ class DenseBatch:
             self.cache.reserve_one(longest)
         else:
             self._reserve(longest + self.proposer.depth + self.proposer.scratch)  # that overshoot
+        if self.target.rereads(longest):
+            self.target.reread(self.state.tokens, self.state.length, self.state.active, self.cache)
         self.state, drawn = step(
             self.state, self.proposer, self.target, self.cache, self.request.sampler, self.draft_cache
         )
@@ -125,7 +127,7 @@ class PagedBatch:
         with graphs.lock:
             try:
                 for text, limit in zip(self._texts, request.limits, strict=True):
-                    self.leases.append(graphs.blocks.admit(text, limit + extra))
+                    self.leases.append(graphs.blocks.admit(text, limit + extra, reuse=self._is_steady(limit)))
             except CacheFullError:
                 self._release()
                 raise
@@ -152,6 +154,10 @@ class PagedBatch:
 
     def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
         assert self.captured is not None, "prefill comes first"
+        state, target = self.captured.state, self.graphs.target
+        if target.rereads(longest):
+            with torch.inference_mode():
+                target.reread(state.tokens, state.length, state.active, self.captured.cache)
         self.captured.replay()
         report: list[list[int]] = [[] for _ in self.leases]
         for row, line in zip(self._rows, self.captured.read(), strict=False):
@@ -204,8 +210,14 @@ class PagedBatch:
         if self.graphs.draft_store is not None and self.proposer.model is None:
             return  # in these blocks a draft model would find nothing
         with self.graphs.lock:
-            for lease, text in zip(self.leases, texts, strict=True):
-                self.graphs.blocks.publish(lease, text)
+            for lease, text, limit in zip(self.leases, texts, self.request.limits, strict=True):
+                if self._is_steady(limit):
+                    self.graphs.blocks.publish(lease, text)
+
+    def _is_steady(self, limit: int) -> bool:
+        """Whether the blocks of a row of up to `limit` tokens hold what any row with the same text would have."""
+        steady = self.graphs.target.steady_context
+        return steady is None or limit <= steady
 
     def _release(self) -> None:
         with self.graphs.lock:

@@ -4,7 +4,8 @@ It is a Hugging Face `Cache`, so any stock model writes to it and reads from it.
 pool, so that committing a path is one gather and one scatter for the whole model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -152,6 +153,7 @@ class RaggedCache(Cache):
             ]
         )
         self.rows, self.window, self.committed, self._capacity = rows, 0, 0, 0
+        self._shapes = shapes
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots a row, and let attention read that many, rounded up so that shapes seldom change.
@@ -178,6 +180,17 @@ class RaggedCache(Cache):
             self.window = window
             for pool in self._pools:
                 pool.look(self.rows, window)
+
+    @contextmanager
+    def part(self, rows: Tensor, slots: int) -> Iterator["RaggedCache"]:
+        """Give a cache of these rows alone, `[B']` int64, whose first `slots` slots a row are theirs afterwards."""
+        part = RaggedCache(self._shapes, len(rows))
+        part.reserve(slots)
+        yield part
+        for mine, its in zip(self._pools, part._pools, strict=True):
+            to = rearrange(mine.data, "g (b s) h d -> g b s h d", b=self.rows)
+            of = rearrange(its.data, "g (b s) h d -> g b s h d", b=part.rows)
+            to[:, rows.to(to.device), :slots] = of[:, :, :slots]
 
     def address(self, length: Tensor, nodes: int) -> None:
         """Send the next forward's `nodes` nodes to the slots after each row's `length` `[B]`."""

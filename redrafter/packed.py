@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from redrafter.attention import ATTENTION_NAME, RUNNING_PLAN, Plan, tree_attenti
 from redrafter.features import join, tapped
 from redrafter.merge import MergedLinears, linear_calls, same_inputs
 from redrafter.paged import PagedCache
+from redrafter.rope import SwitchingRope
 from redrafter.tree import Tree
 
 __all__ = ["PackedForward"]
@@ -44,13 +45,23 @@ class PackedForward:
         self._layers: Sequence[nn.Module] = ()
         self._numbers: tuple[int, ...] = ()
         self._run: Any = self._plain
+        self.rope: SwitchingRope | None = None
+        self._long: Any = None
         self._merged: MergedLinears | None = None
         self._lock = threading.RLock()  # what stands on the model during a call must not be taken down by another's end
 
     def __call__(
-        self, tree: Tree, length: Tensor, cache: PagedCache, only: Tensor | None = None
+        self,
+        tree: Tree,
+        length: Tensor,
+        cache: PagedCache,
+        only: Tensor | None = None,
+        long: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, M, V]` and hidden `[B, M, F]`; with `only` `[B]`, at that one of the M, `[B, 1, ...]`."""
+        """Logits `[B, M, V]` and hidden `[B, M, F]`; with `only` `[B]`, at that one of the M, `[B, 1, ...]`.
+
+        long: `[B]` bool, whose rope is that of long texts, where a model's rope switches.
+        """
         rows, nodes = len(length), tree.new
         positions = length[:, None] + tree.depth[:, -nodes:]
         if self._context is not None:
@@ -64,10 +75,13 @@ class PackedForward:
             _aligned(wanted),
         )
         plan = cache.plan(tree, length, self._windows)
+        if long is not None:
+            long = _aligned(long[:, None].expand(-1, nodes).flatten())
+            torch._dynamo.maybe_mark_dynamic(long, 0)
         for x in (ids, positions, wanted, plan.length, plan.depth, plan.ancestors, plan.table):
             torch._dynamo.maybe_mark_dynamic(x, 0)
         with self._lock, self._attending(plan), self._merged or nullcontext():
-            logits, hidden = self._run(ids, positions, wanted, plan)
+            logits, hidden = self._run(ids, positions, wanted, plan, long)
         count = rows if only is not None else rows * nodes
         return logits[:count].view(rows, -1, logits.shape[-1]), hidden[:count].view(rows, -1, hidden.shape[-1])
 
@@ -90,14 +104,17 @@ class PackedForward:
         """From the next call on, run the forward as torch.compile makes it, or as it is."""
         self._run = torch.compile(self._plain, fullgraph=True, options=OPTIONS) if compiled else self._plain
 
-    def _plain(self, ids: Tensor, positions: Tensor, wanted: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """ids, positions: `[T]`. wanted: `[R]`, tokens to compute the head at. Returns `[R, V]` and `[R, F]`."""
-        self._wanted, self._outputs = wanted, ()
+    def _plain(
+        self, ids: Tensor, positions: Tensor, wanted: Tensor, plan: Plan, long: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """ids, positions: `[T]`. wanted: `[R]`, tokens to compute the head at. long: `[T]`. Returns `[R, V]` and
+        `[R, F]`."""
+        self._wanted, self._outputs, self._long = wanted, (), long
         out = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan)
         # A compiled forward is made anew when this changes; that hooks changed it would not see.
         assert len(self._outputs) == len(self._numbers)
         hidden = join(self._hidden, self._outputs)
-        self._hidden = self._wanted = None
+        self._hidden = self._wanted = self._long = None
         self._outputs = ()
         return out.logits[0], hidden[0]
 
@@ -109,6 +126,9 @@ class PackedForward:
     def _see(self, output: Tensor) -> None:
         self._outputs = (*self._outputs, output[:, self._wanted])
 
+    def _choosing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.rope is None else self.rope.choosing(lambda: self._long[None])
+
     @contextmanager
     def _attending(self, plan: Plan) -> Iterator[None]:
         before = self._config._attn_implementation
@@ -116,7 +136,7 @@ class PackedForward:
         hook = self._head.register_forward_pre_hook(self._tap)
         running = RUNNING_PLAN.set(plan)
         try:
-            with tapped(self._layers, self._see):
+            with tapped(self._layers, self._see), self._choosing():
                 yield
         finally:
             RUNNING_PLAN.reset(running)

@@ -1,6 +1,7 @@
 """Keys and values in blocks that any row may hold, so that memory is shared and prefixes are computed once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -72,6 +73,11 @@ class PagedCache:
             windows: positions that each layer looks back, 0 for all.
         """
         return Plan(self.store.homes, windows, *map(_spare, (length, tree.depth, tree.ancestors, self.table)))
+
+    @contextmanager
+    def part(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
+        """Give the cache of these rows alone, `[B']` int64, to be written from their first slot on."""
+        yield PagedCache(self.store, self.table[rows])
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
         """Move the path's keys and values next to the committed ones, as `RaggedCache.commit` does."""

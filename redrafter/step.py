@@ -125,7 +125,7 @@ def step(
         drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
-    path = accept(tree, drawn, proposer.depth)  # [B, K+1]
+    path = accept(target.kept(tree, state.length), drawn, proposer.depth)  # [B, K+1]
     if tree.branches:
         cache.commit(state.length, path.nodes)
         if draft_cache is not None:

@@ -6,6 +6,7 @@ plain forwards; an architecture whose answers differ is refused, so what is serv
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,6 +28,7 @@ from redrafter.mask import additive, visible
 from redrafter.packed import PackedForward
 from redrafter.paged import PagedCache, PagedStore
 from redrafter.quantization import warn_of_shared_scales
+from redrafter.rope import SwitchingRope, dynamic_context, find_rope, warn_of_dynamic_rope
 from redrafter.self_test import SelfTest
 from redrafter.supported import cache_layers, check_positions, explained, head_width, tree_attentions
 from redrafter.tree import Tree, chain
@@ -62,6 +64,8 @@ class Target:
         if self.head is None:
             raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
         self.context = context_of(self.config)
+        warn_of_dynamic_rope(self.config, self.name)
+        self.rope: SwitchingRope | None = None
         table = self.embedding.weight
         assert isinstance(table, Tensor)
         self.device = table.device
@@ -73,6 +77,12 @@ class Target:
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
         with torch.no_grad():
             self._bind()
+        self.rope = self.packed.rope = find_rope(self.model, self.config, self.new_cache(1))
+
+    @property
+    def steady_context(self) -> int | None:
+        """Positions up to which what a row has in its cache stays valid; None when the model names no limit."""
+        return self.context if self.rope is None else self.rope.at
 
     def new_cache(self, rows: int) -> RaggedCache:
         return RaggedCache(self.shapes, rows)
@@ -106,7 +116,7 @@ class Target:
         cache.reserve(1)
         try:
             with torch.no_grad():
-                self._padded(chain(nothing), nothing[0], cache, None)
+                self.verify(chain(nothing), nothing[0], cache)
         except UnsupportedError:
             self._tapped = []
             raise
@@ -121,16 +131,49 @@ class Target:
         return tokens.where(tokens < self.vocab_size, 0)
 
     def verify(
-        self, tree: Tree, length: Tensor, cache: RaggedCache | PagedCache, only: Tensor | None = None
+        self,
+        tree: Tree,
+        length: Tensor,
+        cache: RaggedCache | PagedCache,
+        only: Tensor | None = None,
+        text: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One forward over the new nodes of the tree. length: `[B]`, each row's committed tokens. only: `[B]`, compute
-        the head at this one of each row's M new nodes instead of at all of them.
+        the head at this one of each row's M new nodes instead of at all of them. text: `[B]`, each row's tokens once
+        it is read, where this forward reads a part of it; rope may depend on that.
 
         Returns logits `[B, M, V]` and the hidden states that the head saw, `[B, M, F]`. Nothing is committed.
         """
+        long = None
+        if self.rope is not None:
+            long = (length >= self.rope.at) if text is None else (text > self.rope.at)  # [B]
         if isinstance(cache, PagedCache):
-            return self.packed(tree, length, cache, only)
-        return self._padded(tree, length, cache, only)
+            return self.packed(tree, length, cache, only, long)
+        return self._padded(tree, length, cache, only, long)
+
+    def kept(self, tree: Tree, length: Tensor) -> Tree:
+        """The tree as far as its tokens can be accepted behind rows of `length` `[B]` committed tokens."""
+        return tree if self.rope is None else self.rope.kept(tree, length)
+
+    def reread(self, tokens: Tensor, length: Tensor, active: Tensor, cache: RaggedCache | PagedCache) -> None:
+        """Read those rows anew whose text is about to become longer than the context that its cache is valid for.
+
+        Args:
+            tokens: `[B, T]`, each row's text.
+            length: `[B]`, committed tokens.
+            active: `[B]` bool, the rows that go on.
+        """
+        assert self.rope is not None and self.rope.rereads
+        rows = ((length == self.rope.at) & active).nonzero()[:, 0]
+        if not len(rows):
+            return
+        upto = length[rows]
+        with cache.part(rows, self.rope.at) as part:
+            self._read(tokens[rows], upto, part, upto + 1, new=self.rope.at)
+
+    def rereads(self, longest: int) -> bool:
+        """Whether `reread` may be due, when the longest row has so many committed tokens."""
+        return self.rope is not None and self.rope.rereads and longest >= self.rope.at
 
     def prefill(
         self,
@@ -146,6 +189,19 @@ class Target:
         start: `[B]`, tokens that the cache already holds, fewer than `length`; new: the most that a row has beyond.
         Returns the last prompt token's logits `[B, V]` and hidden `[B, F]`.
         """
+        return self._read(prompts, length, cache, length, start=start, new=new)
+
+    def _read(
+        self,
+        prompts: Tensor,
+        length: Tensor,
+        cache: RaggedCache | PagedCache,
+        text: Tensor,
+        *,
+        start: Tensor | None = None,
+        new: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same. text: `[B]`, see `verify`."""
         rows, width = prompts.shape
         start = torch.zeros_like(length) if start is None else start
         new = width if new is None else new
@@ -158,14 +214,16 @@ class Target:
             piece = chain(prompts.gather(1, at.clamp(max=width - 1)))
             last = length - 1 - behind  # [B], the node of the last prompt token, if it is here
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
-            found = self.verify(piece, behind, cache, last.clamp(0, size - 1))
+            found = self.verify(piece, behind, cache, last.clamp(0, size - 1), text)
             new_logits, new_hidden = (x.squeeze(1) for x in found)
             logits = new_logits if logits is None else torch.where(here, new_logits, logits)
             hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
         assert logits is not None and hidden is not None, "a prompt has at least one token"
         return logits, hidden
 
-    def _padded(self, tree: Tree, length: Tensor, cache: RaggedCache, only: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _padded(
+        self, tree: Tree, length: Tensor, cache: RaggedCache, only: Tensor | None, long: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         read: list[Tensor] = []
         outputs: list[Tensor] = []
 
@@ -189,7 +247,11 @@ class Target:
         hook = self.head.register_forward_pre_hook(tap)
         seen = partial(visible, length, tree.depth, tree.ancestors, cache.window)
         try:
-            with tapped(self._tapped, see), by_position(self._slot_readers, positions, seen):
+            with (
+                tapped(self._tapped, see),
+                by_position(self._slot_readers, positions, seen),
+                self._rope(long, new),
+            ):
                 out = self.model(
                     input_ids=tree.tokens[:, -new:],
                     attention_mask=None if cache.committed else self._mask(tree, length, cache.window),
@@ -203,6 +265,12 @@ class Target:
         if len(read) != 1:
             raise UnsupportedError(f"{self.name} calls its head {len(read)} times a forward; it must be once")
         return out.logits.to(self.device), join(read[0].to(self.device), outputs)
+
+    def _rope(self, long: Tensor | None, new: int) -> AbstractContextManager[None]:
+        if self.rope is None or long is None:
+            return nullcontext()
+        tokens = long[:, None].expand(-1, new)  # [B, M]
+        return self.rope.choosing(lambda: tokens)
 
     def _mask(self, tree: Tree, length: Tensor, window: int) -> Tensor | dict[str, Tensor]:
         masks = {
@@ -306,15 +374,8 @@ def _layer_types(config: object) -> list[str] | None:
 
 def context_of(config: object) -> int | None:
     """The last position that plain decoding and a tree agree on, plus one."""
-    limit = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for entry in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
-        # These two switch frequencies by the longest position of a forward, which a tree's scratch nodes would shift.
-        if entry.get("rope_type") in ("dynamic", "longrope"):
-            original = entry.get("original_max_position_embeddings")
-            original = original or getattr(config, "original_max_position_embeddings", None)
-            limit = min(x for x in (limit, original) if x is not None)
-    return limit
+    whole, dynamic = getattr(config, "max_position_embeddings", None), dynamic_context(config)
+    return min((each for each in (whole, dynamic) if each is not None), default=None)
 
 
 def _layer_shapes(layers: Any, name: str) -> list[LayerShape]:

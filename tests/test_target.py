@@ -179,9 +179,3 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, page
     assert torch.equal(tree.ancestors, whole.ancestors[:, -3:])
     for grown, expected in zip(*found[::-1], strict=True):
         assert torch.allclose(grown, expected, atol=5e-5)
-
-
-def test_rope_that_changes_with_length_is_served_up_to_its_original_context():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
-    target = Target(tiny_model("llama", rope_parameters=rope, max_position_embeddings=64))
-    assert target.context == 32

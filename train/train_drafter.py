@@ -96,7 +96,7 @@ class _Session:
         self.config, self.accelerator, self.tokenizer, self.console = config, accelerator, tokenizer, console
         self.windows = _windows(config, tokenizer)
         self.target = _target(config, accelerator)  # refuses a base that could not be served
-        self.windows.check(self.target.vocab_size, self.target.context)
+        self.windows.check(self.target.vocab_size, self.target.steady_context)
         self.base = own_name(self.target.model.config._name_or_path)
         self.checkpoints, self.resumed = self._checkpoints()
         self.drafter = self._drafter()
@@ -212,7 +212,7 @@ class _Session:
 
     def _held_out(self) -> HeldOut:
         """Held-out prompts as the base itself writes on from them, greedily."""
-        config, context = self.config, self.target.context
+        config, context = self.config, self.target.steady_context
         rows = read_rows([config.validate] if config.validate else config.data)
         chosen = (row for row in rows if row.split == "val" or (config.validate and row.split != "train"))
         length = row_length(config)

@@ -69,7 +69,7 @@ class Scheduler:
             raise UnsupportedError(f"{engine.target.name} cannot be served on a paged cache: {reason}")
         self.engine, self.graphs, self.limits = engine, graphs, limits
         self.rows = Rows(engine, graphs, limits.max_batch_size, speculate)
-        known = [limits.max_seq_len, engine.target.context, (graphs.store.count - 1) * BLOCK - self.rows.room]
+        known = [limits.max_seq_len, engine.target.steady_context, (graphs.store.count - 1) * BLOCK - self.rows.room]
         self.longest = min(each for each in known if each is not None)
         self._lock = threading.Lock()
         self._waiting: deque[Job] = deque()  # in the order of their coming; what was put back stands first
