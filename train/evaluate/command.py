@@ -125,10 +125,11 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
                 f"--shapes {tree.beams}x{tree.depth} has {tree.lattice} nodes; at most {LARGEST}, please"
             )
     target, found = engine.target, []
-    room = target.steady_context - options.new_tokens if target.steady_context is not None else sys.maxsize
+    context = target.steady_context
+    room = context - options.new_tokens if context is not None else sys.maxsize
     if room < 1:
         raise ArgumentError(
-            f"--new-tokens {options.new_tokens} leaves no room for a prompt in the model's context of {target.steady_context}"
+            f"--new-tokens {options.new_tokens} leaves no room for a prompt in the model's context of {context}"
         )
     prompts = categories(options.prompts, pair.tokenizer, options.num_prompts, room, options.seed, **options.cut)
     every = [prompt for some in prompts.values() for prompt in some]

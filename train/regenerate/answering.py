@@ -187,7 +187,8 @@ def _error(number: int, row: Row, reason: str) -> dict[str, Any]:
 
 def _limits(pair: Pair, config: RegenerateConfig) -> Limits:
     target = pair.engine.target
-    most = [config.max_input_len, None if target.steady_context is None else target.steady_context - 1]
+    context = target.steady_context
+    most = [config.max_input_len, None if context is None else context - 1]
     longest = min((tokens for tokens in most if tokens is not None), default=None)
     return Limits(frozenset(end_tokens(target.model, pair.tokenizer)), target.vocab_size, longest)
 
