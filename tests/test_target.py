@@ -33,6 +33,8 @@ GRANITE = {"mamba_n_heads": 4, "mamba_d_head": 16, "shared_intermediate_size": 4
 def test_a_class_for_hybrids_is_served_where_every_layer_is_attention(position_embedding_type):
     layers = {"layer_types": ["attention"] * 3, "position_embedding_type": position_embedding_type}
     model = tiny_model("granitemoehybrid", **GRANITE | layers)
+    if model(torch.tensor([[5]]), use_cache=True).past_key_values is None:
+        pytest.skip("this transformers makes no cache for such a model")
     ids, mask = uneven_batch()
     arguments = {"max_new_tokens": 20, "do_sample": False}
     expected = model.generate(ids, attention_mask=mask, **arguments)
