@@ -10,7 +10,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from redrafter.errors import ArgumentError, UnsupportedError
 
-__all__ = ["prompt_of", "with_stop_strings", "without_neutral"]
+__all__ = ["NEUTRAL", "prompt_of", "with_stop_strings", "without_neutral"]
 
 # Arguments of `model.generate` that have no meaning here: the values that wrappers pass on by habit and that ask for
 # nothing, and what to do instead where another value was given.
@@ -29,6 +29,9 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_to_keep": ((None, 0, 1), "leave it out, or ask for output_logits=True"),
     "trust_remote_code": ((None, False, True), "give it to from_pretrained"),
 }
+
+# Those of them that say nothing of a text, whatever a model's forward may take them for.
+NEUTRAL = _NEUTRAL.keys() - {"token_type_ids"}
 
 
 def without_neutral(arguments: Mapping[str, Any]) -> dict[str, Any]:

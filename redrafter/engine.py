@@ -12,7 +12,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from redrafter.arguments import prompt_of, with_stop_strings, without_neutral
+from redrafter.arguments import NEUTRAL, prompt_of, with_stop_strings, without_neutral
 from redrafter.batch import Batch, DenseBatch, PagedBatch
 from redrafter.blocks import BlockPool
 from redrafter.captured import StepGraphs
@@ -154,7 +154,7 @@ class Engine:
         Raises `ArgumentError` for arguments that are unknown, out of range or of the wrong shape, and
         `UnsupportedError` for modes that cannot be honoured (beam search, classifier-free guidance, ...).
         """
-        kwargs = without_empty_inputs(without_neutral(generation_kwargs), self.model, known_arguments())
+        kwargs = without_neutral(without_empty_inputs(generation_kwargs, self.model, known_arguments() | NEUTRAL))
         input_ids = prompt_of(input_ids, kwargs.pop("inputs", None))
         check_arguments(kwargs)
         check_inputs(input_ids, attention_mask, self.target)
