@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
-from conftest import ARCHITECTURES, HIDDEN, VOCAB, paged, tiny_model, uneven_batch, with_tree
+from conftest import ARCHITECTURES, HIDDEN, VOCAB, assert_close_by_scale, paged, tiny_model, uneven_batch, with_tree
 from redrafter import Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.features import decoder_layers, join
 from redrafter.paged import PagedCache, PagedStore
@@ -56,14 +56,14 @@ def test_texts_that_share_a_row_are_read_as_alone(architecture):
                 alone = teacher.read(rows[row : row + 1, text])
                 for name in ("hidden", "embedding", "logits"):
                     found, expected = getattr(packed, name)[row, text], getattr(alone, name)[0]
-                    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+                    assert_close_by_scale(found, expected, 2e-5)
                 with torch.no_grad():
                     logits = model(input_ids=rows[row : row + 1, text], use_cache=False).logits[0]
                     embedding = model.get_input_embeddings()(rows[row, text])
-                torch.testing.assert_close(alone.logits[0], logits, atol=2e-5, rtol=1e-4)
+                assert_close_by_scale(alone.logits[0], logits, 2e-5)
                 assert torch.equal(alone.embedding[0], embedding)
                 expected = plain_features(model, rows[row, text], (0, 1))
-                torch.testing.assert_close(alone.hidden[0], expected, atol=2e-5, rtol=1e-4)
+                assert_close_by_scale(alone.hidden[0], expected, 2e-5)
 
 
 def test_texts_within_chunks_of_attention_share_rows_as_well():
@@ -73,7 +73,7 @@ def test_texts_within_chunks_of_attention_share_rows_as_well():
         packed = teacher.read(rows, torch.tensor([[0] * 7 + [1] * 13]))
         for text in (slice(0, 7), slice(7, 20)):
             alone = teacher.read(rows[:, text])
-            torch.testing.assert_close(packed.hidden[:, text], alone.hidden, atol=2e-5, rtol=1e-4)
+            assert_close_by_scale(packed.hidden[:, text], alone.hidden, 2e-5)
 
 
 def test_padding_at_the_end_changes_nothing_before_it():
@@ -81,7 +81,7 @@ def test_padding_at_the_end_changes_nothing_before_it():
     with Teacher(model, (1,)) as teacher:
         short = teacher.read(text[:, :9])
         long = teacher.read(text)
-    torch.testing.assert_close(long.hidden[:, :9], short.hidden, atol=2e-5, rtol=1e-4)
+    assert_close_by_scale(long.hidden[:, :9], short.hidden, 2e-5)
 
 
 def test_a_teacher_leaves_nothing_on_the_model():

@@ -69,10 +69,11 @@ def found(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
     return drafter.state_dict(), json.loads((folder / "out" / "training.json").read_text())
 
 
-def close(one: Path, other: Path, tolerance: float) -> None:
+def close(one: Path, other: Path) -> None:
     (mine, said), (its, told) = found(one), found(other)
     for name, weight in mine.items():
-        torch.testing.assert_close(its[name], weight, rtol=0, atol=tolerance)
+        # As a whole: Adam makes a step as long as others of a gradient near 0, of which rounding may be all.
+        assert (its[name] - weight).norm() < 1e-5 * weight.norm(), name
     for name in ("steps", "tokens", "tokens_per_step", "saved_step", "data_hash"):
         assert said[name] == told[name], name
     assert said["loss"] == pytest.approx(told["loss"], rel=1e-5)
@@ -87,8 +88,8 @@ def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path)
     assert together(places["two"]).count("saved ") == 1
     together(places["shared"], "--shard-base")
     assert found(places["two"])[1]["processes"] == 2
-    close(places["one"], places["two"], 1e-5)
-    close(places["two"], places["shared"], 1e-5)
+    close(places["one"], places["two"])
+    close(places["two"], places["shared"])
 
 
 def test_a_base_is_not_shared_by_one_process(tmp_path, capsys):

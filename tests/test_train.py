@@ -128,7 +128,8 @@ def test_accumulated_batches_are_one_large_batch():
     before = random_drafter(model).state_dict()
     for name, found in one.items():
         assert not torch.equal(found, before[name])
-        torch.testing.assert_close(two[name], found, rtol=0, atol=1e-6)
+        # As a whole: Adam makes a step as long as others of a gradient near 0, of which rounding may be all.
+        assert (two[name] - found).norm() < 1e-4 * (found - before[name]).norm(), name
 
 
 def test_only_matrices_decay():
