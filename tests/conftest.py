@@ -150,7 +150,7 @@ def assert_close_by_scale(found: Tensor, expected: Tensor, part: float) -> None:
     What another order of summation changes, as on another CPU or with another BLAS, grows with the terms of a sum and
     not with the sum, which may be near 0: in float32 it is up to 100 * 2**-24 of the largest number here.
     """
-    torch.testing.assert_close(found, expected, rtol=0, atol=part * float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=part * float(expected.detach().abs().max()))
 
 
 def with_tree(model: PreTrainedModel, drafter: RecurrentDrafter, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
