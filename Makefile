@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint check format clean
+.PHONY: demo test zoo lint check format clean
 
 demo: $(READY)
 	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
@@ -12,6 +12,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+zoo: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m zoo
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,99 @@
+"""A sample of what `make zoo` checks, and the check itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from redrafter import target as targets
+from redrafter.mask import AttentionKind
+from zoo import check as checking
+from zoo.check import CRASHED, DIFFERENT, EQUAL, REFUSED, UNMADE, Outcome, check
+from zoo.report import counts, line
+from zoo.variants import architectures, variants
+
+BOTH, DENSE = "both caches", "the dense cache"
+SAMPLE = [
+    ("afmoe", "window 4", BOTH),
+    ("cohere2", "window 67", BOTH),
+    ("deepseek_v2", "plain", BOTH),
+    ("falcon", "grouped", DENSE),
+    ("gemma4_text", "window 67", BOTH),
+    ("gpt_bigcode", "plain", BOTH),
+    ("ministral3", "scaled, long", BOTH),
+    ("modernbert-decoder", "window 67", BOTH),
+    ("opt", "plain", BOTH),
+    ("phi3", "longrope", BOTH),
+    ("whisper", "plain", BOTH),
+    ("xglm", "plain", DENSE),
+]
+
+
+def checked(model_type: str, name: str) -> Outcome:
+    return check(model_type, next(variant for variant in variants(model_type) if variant.name == name))
+
+
+@pytest.mark.parametrize(("model_type", "name", "served_on"), SAMPLE)
+def test_an_architecture_writes_what_transformers_writes(model_type, name, served_on):
+    outcome = checked(model_type, name)
+    assert outcome.status == EQUAL, outcome.detail
+    assert (outcome.unpaged is None) == (served_on == BOTH), outcome.unpaged
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "reason"),
+    [
+        ("recurrent_gemma", "window 4", "linear_attention layers"),
+        ("roberta", "plain", "gives other logits"),
+        ("phi3", "longrope, long", "context is 64"),
+    ],
+)
+def test_an_architecture_that_cannot_be_served_is_refused(model_type, name, reason):
+    outcome = checked(model_type, name)
+    assert outcome.status == REFUSED and reason in outcome.detail
+
+
+def test_a_window_that_is_not_seen_is_reported(monkeypatch):
+    monkeypatch.setattr(targets, "attention_kinds", lambda config: {"full_attention": AttentionKind()})
+    outcome = checked("mistral", "window 67")
+    assert outcome.status == DIFFERENT and outcome.failed
+    assert "dense, greedy, no drafts: first other token of row 0 is new token" in outcome.detail
+
+
+def test_an_error_that_is_not_ours_is_reported(monkeypatch):
+    def broken(model):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(checking, "Target", broken)
+    outcome = checked("llama", "plain")
+    assert outcome.status == CRASHED and outcome.failed
+    assert "ValueError: no such thing (test_zoo.py:" in outcome.detail
+
+
+def test_a_failure_of_one_variant_is_the_architectures():
+    outcomes = {"plain": Outcome(EQUAL), "window 4": Outcome(REFUSED, "why"), "window 67": Outcome(DIFFERENT, "where")}
+    assert line("some", outcomes).split(maxsplit=2)[1:] == [
+        DIFFERENT,
+        "[plain] equal; [window 4] refused: why; [window 67] DIFFERENT: where",
+    ]
+    del outcomes["window 67"]
+    served = {"plain": Outcome(EQUAL, unpaged="own code")}
+    found = [("some", outcomes), ("other", served), ("third", {"plain": Outcome(UNMADE, "how")})]
+    assert counts(found) == "3 architectures: 1 equal, 1 equal on the dense cache only, 1 not made"
+
+
+def test_every_architecture_of_this_library_has_variants():
+    assert len(architectures()) > 100
+    for model_type in architectures():
+        assert variants(model_type), model_type
+
+
+def test_the_command_writes_a_table_and_ends_with_0(tmp_path):
+    command = [sys.executable, "-m", "zoo", "--only", "mamba", "gpt2", "--markdown", str(tmp_path / "table.md")]
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "2 architectures: 1 refused, 1 equal"
+    assert "| gpt2 | equal | yes | plain |" in (tmp_path / "table.md").read_text()
