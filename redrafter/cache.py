@@ -97,6 +97,8 @@ class _Layer(CacheLayerMixin):
         slots = self._cache.slots(key_states.device)
         for states, (pool, index) in zip((key_states, value_states), self._homes, strict=True):
             pool.slots[index].index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
+        if self._cache.contiguous:
+            return self.keys.contiguous(), self.values.contiguous()
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -138,9 +140,12 @@ class RaggedCache(Cache):
     window: slots that attention reads, a host number at least as large as every row's length plus the tree.
     committed: what the model is told of the length, for masks of its own making. 0, because rows differ and positions
     and masks are passed to it; but after `reserve_one` the number of committed tokens.
+    contiguous: give attention copies whose heads stand one behind the other, as transformers' own cache does. Slower;
+    some models read keys by `view` and so cannot do with less.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], rows: int):
+    def __init__(self, shapes: Sequence[LayerShape], rows: int, contiguous: bool = False):
+        self.contiguous = contiguous
         self._pools = []
         homes: dict[tuple[int, str], tuple[_Pool, int]] = {}
         for key, members in grouped(shapes).items():
@@ -184,7 +189,7 @@ class RaggedCache(Cache):
     @contextmanager
     def part(self, rows: Tensor, slots: int) -> Iterator["RaggedCache"]:
         """Give a cache of these rows alone, `[B']` int64, whose first `slots` slots a row are theirs afterwards."""
-        part = RaggedCache(self._shapes, len(rows))
+        part = RaggedCache(self._shapes, len(rows), self.contiguous)
         part.reserve(slots)
         yield part
         for mine, its in zip(self._pools, part._pools, strict=True):

@@ -37,6 +37,7 @@ __all__ = ["Target", "context_of"]
 
 PREFILL_CHUNK = 512  # prompt tokens of a row per forward; bounds the mask, not the result
 PREFILL_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
+_OWN_CODE = "no layer attends through transformers' attention interface"
 ATTENTION = ("eager", "sdpa")  # what takes a 4-D mask
 
 
@@ -85,7 +86,7 @@ class Target:
         return self.context if self.rope is None else self.rope.at
 
     def new_cache(self, rows: int) -> RaggedCache:
-        return RaggedCache(self.shapes, rows)
+        return RaggedCache(self.shapes, rows, self._contiguous)
 
     @property
     def feature_size(self) -> int:
@@ -291,7 +292,14 @@ class Target:
         longest = window + 3 if window <= 64 else 5  # reach past the window where that is cheap
         self._self_test = SelfTest(self, probe, longest)
         self.shapes = _layer_shapes(cache_layers(self._self_test.output, self.config, self.name), self.name)
-        self._self_test.run(self.shapes, _ragged_cache)
+        self._contiguous = False
+        try:
+            self._self_test.run(self.shapes, self._ragged_cache)
+        except UnsupportedError as error:
+            if not isinstance(error.__cause__, RuntimeError):
+                raise
+            self._contiguous = True
+            self._self_test.run(self.shapes, self._ragged_cache)
         self.unpacked = "it is not on a GPU" if self.device.type != "cuda" else self.unpaged
 
     @cached_property
@@ -310,7 +318,7 @@ class Target:
         if self.device.type == "cuda" and not kernels.TRITON:
             return "Triton is not installed; pip install triton"
         if self._probe.failure is not None or not self._probe.shapes:
-            return f"its attention cannot be replaced: {self._probe.failure or 'it is code of the model itself'}"
+            return f"its attention cannot be replaced: {self._probe.failure or _OWN_CODE}"
         kinds = self._probe.by_layer(self.config.num_hidden_layers)
         if kinds is None:
             return "its attention changes the mask that it is given"
@@ -326,16 +334,15 @@ class Target:
             return f"its attention cannot be replaced: {error}"
         return None
 
+    def _ragged_cache(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> RaggedCache:
+        cache = RaggedCache(shapes, rows, self._contiguous)
+        cache.reserve(slots)
+        return cache
+
     def _paged_cache(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> PagedCache:
         blocks = -(-slots // BLOCK)
         table = torch.arange(1, 1 + rows * blocks, dtype=torch.int32, device=self.device).view(rows, blocks)
         return PagedCache(PagedStore(shapes, 1 + rows * blocks), table)
-
-
-def _ragged_cache(shapes: Sequence[LayerShape], rows: int, slots: int) -> RaggedCache:
-    cache = RaggedCache(shapes, rows)
-    cache.reserve(slots)
-    return cache
 
 
 def _refuse(model: PreTrainedModel, name: str) -> None:

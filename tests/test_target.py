@@ -50,6 +50,18 @@ def test_a_hybrid_of_that_class_is_refused_with_the_kind_of_its_layers():
         Target(tiny_model("granitemoehybrid", **GRANITE, layer_types=["mamba", "attention", "mamba"]))
 
 
+def test_a_model_that_reads_keys_by_view_is_given_contiguous_ones():
+    model = tiny_model("gpt_neox_japanese", intermediate_multiple_size=2, attention_dropout=0.0, hidden_dropout=0.0)
+    engine = with_tree(model, tiny_drafter(), 5, 3)
+    assert "its attention cannot be replaced: no layer attends through" in engine.target.unpaged
+    ids, mask = uneven_batch()
+    for rows in (slice(0, 4), slice(0, 1)):
+        expected = model.generate(ids[rows], attention_mask=mask[rows], max_new_tokens=20, do_sample=False)
+        for speculate in (True, False):
+            out = engine.generate(ids[rows], mask[rows], max_new_tokens=20, do_sample=False, speculate=speculate)
+            assert torch.equal(out, expected)
+
+
 def test_an_encoder_decoder_is_refused():
     from transformers import T5Config, T5ForConditionalGeneration
 
