@@ -19,7 +19,15 @@ from redrafter import kernels
 from redrafter.blocks import BLOCK
 from redrafter.mask import AttentionKind, additive, visible
 
-__all__ = ["ATTENTION_NAME", "RUNNING_PLAN", "Plan", "gathered_attention", "tree_attention", "tree_attention_forward"]
+__all__ = [
+    "ATTENTION_NAME",
+    "RUNNING_PLAN",
+    "Plan",
+    "explicit_attention",
+    "gathered_attention",
+    "tree_attention",
+    "tree_attention_forward",
+]
 
 ATTENTION_NAME = "redrafter_tree"  # a name holding "sdpa" or "flash" would make transformers check for those
 
@@ -78,7 +86,7 @@ class Plan:
         return self.masks[window, dtype]
 
 
-RUNNING_PLAN: ContextVar[Plan] = ContextVar("plan of the running forward")
+RUNNING_PLAN: ContextVar[Any] = ContextVar("plan of the running forward")
 
 
 # Nothing is declared as mutated, though the pools are written: the only readers of a pool are these operators, which
@@ -182,18 +190,32 @@ def gathered_attention(
     if not softcap and sinks is None:
         found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     else:
-        k, v = (repeat(x, "b h s d -> b (h g) s d", g=q.shape[1] // x.shape[1]) for x in (k, v))
-        scores = (q @ k.mT).float() * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores + mask.float()
-        if sinks is not None:
-            spent = repeat(sinks.float(), "h -> b h m 1", b=rows, m=q.shape[2])
-            scores = torch.cat([scores, spent], dim=-1)
-        found = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
+        found = explicit_attention(q, k, v, mask, scale, softcap, sinks)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     out[:count] = rearrange(found, "b h m d -> (b m) h d")
     return out
+
+
+def explicit_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Attention whose scores are capped, or may be spent on sinks, by way of all scores.
+
+    query: `[B, Hq, M, d]`; key: `[B, H, S, d]`; value: `[B, H, S, dv]`; mask: `[B, 1, M, S]`, added to the scores.
+    softcap: 0 for none. sinks: `[Hq]`, or None. Returns `[B, Hq, M, dv]`.
+    """
+    rows, heads, count, _ = query.shape
+    grouped = rearrange(query, "b (h g) m d -> b h (g m) d", h=key.shape[1])  # keys stay as they are, not repeated
+    scores = (grouped @ key.mT).float().view(rows, heads, count, -1) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask.float()
+    if sinks is not None:
+        spent = repeat(sinks.float(), "h -> b h m 1", b=rows, m=count)
+        scores = torch.cat([scores, spent], dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    weights = rearrange(weights, "b (h g) m s -> b h (g m) s", h=key.shape[1])
+    return (weights @ value).view(rows, heads, count, -1)
 
 
 def tree_attention_forward(

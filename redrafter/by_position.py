@@ -5,7 +5,6 @@ by the length of the cache. In a tree, slots and positions differ, and rows of a
 a forward runs, stand-ins on those attention modules answer by position; afterwards the model is as it was.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,8 +16,6 @@ from redrafter.mask import AttentionKind
 
 __all__ = ["by_position", "slot_readers"]
 
-_ONE_AT_A_TIME = threading.RLock()  # threads that share a model would see each other's stand-ins
-
 Seen = Callable[[AttentionKind], Tensor]  # what each new node sees under a kind of attention, `[B, M, S]` bool
 
 
@@ -28,17 +25,15 @@ def slot_readers(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def by_position(modules: Sequence[Any], positions: Tensor, seen: Seen) -> Iterator[None]:
+def by_position(modules: Sequence[Any], positions: Tensor, seen: Seen | None = None) -> Iterator[None]:
     """Let these modules answer by position inside the context.
 
     Args:
         modules: what `slot_readers` found.
         positions: `[B, M]` int64, of the new nodes.
-        seen: what each new node sees under a kind of attention.
+        seen: what each new node sees under a kind of attention; None where attention is ours and needs no mask.
     """
     with ExitStack() as stack:
-        if modules:
-            stack.enter_context(_ONE_AT_A_TIME)
         for module in modules:
             stack.enter_context(_STAND_INS[type(module).__name__](module, positions, seen))
         yield
@@ -55,8 +50,9 @@ class _SlotMask:
 
 
 @contextmanager
-def _mask_by_position(module: Any, positions: Tensor, seen: Seen) -> Iterator[None]:
+def _mask_by_position(module: Any, positions: Tensor, seen: Seen | None) -> Iterator[None]:
     """Let a GPT-Neo layer mask by position; a local one looks back `window_size` positions."""
+    assert seen is not None, "GPT-Neo's attention cannot be replaced"
     window = module.config.window_size if module.attention_type == "local" else None
     buffers, mask = module._buffers, module._buffers["bias"]
     buffers["bias"] = _SlotMask(seen(AttentionKind(window=window))[:, None].to(mask.device))
@@ -67,7 +63,7 @@ def _mask_by_position(module: Any, positions: Tensor, seen: Seen) -> Iterator[No
 
 
 @contextmanager
-def _scale_by_position(module: Any, positions: Tensor, seen: Seen) -> Iterator[None]:
+def _scale_by_position(module: Any, positions: Tensor, seen: Seen | None) -> Iterator[None]:
     """Let a Llama-4 layer without rope scale its queries by position (temperature tuning, arXiv 2501.19399)."""
     if module.use_rope or not module.attn_temperature_tuning:
         yield
@@ -88,7 +84,7 @@ def _scale_by_position(module: Any, positions: Tensor, seen: Seen) -> Iterator[N
         module.attn_temperature_tuning = tuning
 
 
-_STAND_INS: dict[str, Callable[[Any, Tensor, Seen], Any]] = {
+_STAND_INS: dict[str, Callable[[Any, Tensor, Seen | None], Any]] = {
     "GPTNeoSelfAttention": _mask_by_position,
     "Llama4TextAttention": _scale_by_position,
 }

@@ -13,6 +13,8 @@ from einops import rearrange
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from redrafter.prefill import Piece
+
 __all__ = ["LayerShape", "RaggedCache", "grouped"]
 
 GRAIN = 64  # slots; the window grows in these steps, so that shapes seldom change
@@ -93,7 +95,11 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: `[B, heads, N, dim]`, one per node. Returns `[B, heads, S, dim]` each."""
+        """Store keys and values `[B, heads, N, dim]`, one per node, or `[1, heads, T, dim]` of prompts.
+
+        Returns:
+            What attention reads, `[B, heads, S, dim]` each.
+        """
         slots = self._cache.slots(key_states.device)
         for states, (pool, index) in zip((key_states, value_states), self._homes, strict=True):
             pool.slots[index].index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
@@ -201,8 +207,13 @@ class RaggedCache(Cache):
         """Send the next forward's `nodes` nodes to the slots after each row's `length` `[B]`."""
         self._slots = {length.device: self._flat(length, torch.arange(nodes, device=length.device)).flatten()}
 
+    def place(self, forward: Sequence[Piece]) -> None:
+        """Send the next forward's tokens, of pieces of prompts one behind the other, to the slots of their rows."""
+        slots = [piece.row * self._capacity + torch.arange(piece.first, piece.end) for piece in forward]
+        self._slots = {torch.device("cpu"): torch.cat(slots)}
+
     def slots(self, device: torch.device) -> Tensor:
-        """`[B * N]` int64, where the nodes of this forward go, on a layer's own device."""
+        """`[B * N]` or `[T]` int64, where what this forward reads goes, on a layer's own device."""
         if device not in self._slots:
             self._slots[device] = next(iter(self._slots.values())).to(device)
         return self._slots[device]

@@ -4,15 +4,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from redrafter.attention import ATTENTION_NAME, RUNNING_PLAN, Plan, tree_attention_forward
-from redrafter.features import join, tapped
+from redrafter.by_position import by_position
+from redrafter.cache import RaggedCache
+from redrafter.features import in_this_thread, join, tapped
+from redrafter.mask import AttentionKind
 from redrafter.merge import MergedLinears, linear_calls, same_inputs
 from redrafter.paged import PagedCache
+from redrafter.prefill import PROMPT_ATTENTION_NAME, PromptPlan, pieces
 from redrafter.rope import SwitchingRope
 from redrafter.tree import Tree
 
@@ -27,18 +32,29 @@ OPTIONS: dict[str, Any] = {
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
 
+# What stands on a model during a call must not be taken down by the end of another's, of whichever engine.
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
 
 class PackedForward:
     """A causal LM's forward over packed trees. Nothing of it stays on the model between calls.
 
-    windows: positions that each layer looks back, 0 for all; see `attention_probe`.
+    windows: positions that each layer looks back, 0 for all; see `attention_probe`. slot_readers: see `by_position`.
 
     One compilation serves every batch and tree: only the number of tokens varies, and that is a dynamic dimension.
     """
 
-    def __init__(self, model: Any, head: nn.Module, config: Any, context: int | None, windows: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        model: Any,
+        head: nn.Module,
+        config: Any,
+        context: int | None,
+        windows: tuple[int, ...] = (),
+        slot_readers: Sequence[nn.Module] = (),
+    ):
         self._model, self._head, self._config, self._context = model, head, config, context
-        self._windows = windows
+        self._windows, self._slot_readers = windows, slot_readers
         self._wanted: Any = None  # these three hold something during a call alone
         self._hidden: Any = None
         self._outputs: tuple[Tensor, ...] = ()
@@ -48,7 +64,7 @@ class PackedForward:
         self.rope: SwitchingRope | None = None
         self._long: Any = None
         self._merged: MergedLinears | None = None
-        self._lock = threading.RLock()  # what stands on the model during a call must not be taken down by another's end
+        self.lock: Any = _LOCKS.setdefault(model, threading.RLock())
 
     def __call__(
         self,
@@ -80,10 +96,52 @@ class PackedForward:
             torch._dynamo.maybe_mark_dynamic(long, 0)
         for x in (ids, positions, wanted, plan.length, plan.depth, plan.ancestors, plan.table):
             torch._dynamo.maybe_mark_dynamic(x, 0)
-        with self._lock, self._attending(plan), self._merged or nullcontext():
+        with self.lock, self._attending(ATTENTION_NAME, plan), self._merged or nullcontext():
             logits, hidden = self._run(ids, positions, wanted, plan, long)
         count = rows if only is not None else rows * nodes
         return logits[:count].view(rows, -1, logits.shape[-1]), hidden[:count].view(rows, -1, hidden.shape[-1])
+
+    def read(
+        self,
+        prompts: Tensor,
+        start: Tensor,
+        length: Tensor,
+        cache: RaggedCache | PagedCache,
+        kinds: Sequence[AttentionKind],
+        most: int | None,
+        long: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read prompts on a CPU and return each row's last logits `[B, V]` and hidden `[B, F]`.
+
+        Args:
+            prompts: `[B, P]` int64.
+            start: `[B]` int64, tokens of each row that the cache holds already.
+            length: `[B]` int64, the row's tokens up to which to read.
+            cache: receives keys and values.
+            kinds: what each layer sees.
+            most: tokens of all rows in one forward; None for as many as suit.
+            long: `[B]` bool, as for a call.
+        """
+        last: dict[int, tuple[Tensor, Tensor]] = {}
+        for forward in pieces(start.tolist(), length.tolist(), most):
+            tokens = torch.cat([prompts[piece.row, piece.first : piece.end] for piece in forward])
+            positions = torch.cat([torch.arange(piece.first, piece.end) for piece in forward])
+            if self._context is not None:
+                positions = positions.clamp(max=self._context - 1)
+            ends = torch.tensor([piece.count for piece in forward]).cumsum(0) - 1
+            plan = PromptPlan(forward, kinds, cache.place(forward))
+            dense = cache if isinstance(cache, RaggedCache) else None
+            far = None if long is None else torch.cat([long[piece.row].expand(piece.count) for piece in forward])
+            with (
+                self.lock,
+                self._attending(PROMPT_ATTENTION_NAME, plan),
+                by_position(self._slot_readers, positions[None]),
+                self._merged or nullcontext(),
+            ):
+                found = self._plain(tokens, positions, ends, plan, far, dense)
+            last |= {piece.row: (logits, hidden) for piece, logits, hidden in zip(forward, *found, strict=True)}
+        logits, hidden = zip(*(last[row] for row in range(len(prompts))), strict=True)
+        return torch.stack(logits), torch.stack(hidden)
 
     def tap(self, layers: Sequence[nn.Module], numbers: tuple[int, ...]) -> None:
         """From the next call on, these layers' outputs stand behind the last hidden states."""
@@ -105,12 +163,24 @@ class PackedForward:
         self._run = torch.compile(self._plain, fullgraph=True, options=OPTIONS) if compiled else self._plain
 
     def _plain(
-        self, ids: Tensor, positions: Tensor, wanted: Tensor, plan: Plan, long: Tensor | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        wanted: Tensor,
+        plan: Plan | PromptPlan,
+        long: Tensor | None,
+        cache: RaggedCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """ids, positions: `[T]`. wanted: `[R]`, tokens to compute the head at. long: `[T]`. Returns `[R, V]` and
         `[R, F]`."""
         self._wanted, self._outputs, self._long = wanted, (), long
-        out = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=plan)
+        out = self._model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            past_key_values=cache,
+            use_cache=cache is not None,
+            plan=plan,
+        )
         # A compiled forward is made anew when this changes; that hooks changed it would not see.
         assert len(self._outputs) == len(self._numbers)
         hidden = join(self._hidden, self._outputs)
@@ -130,13 +200,15 @@ class PackedForward:
         return nullcontext() if self.rope is None else self.rope.choosing(lambda: self._long[None])
 
     @contextmanager
-    def _attending(self, plan: Plan) -> Iterator[None]:
+    def _attending(self, attention: str, plan: Plan | PromptPlan) -> Iterator[None]:
         before = self._config._attn_implementation
-        self._config._attn_implementation = ATTENTION_NAME
-        hook = self._head.register_forward_pre_hook(self._tap)
+        self._config._attn_implementation = attention
+        # A forward over prompts is not compiled, and so may tell whose it is.
+        mine: Any = in_this_thread if attention == PROMPT_ATTENTION_NAME else lambda hook: hook
+        hook = self._head.register_forward_pre_hook(mine(self._tap))
         running = RUNNING_PLAN.set(plan)
         try:
-            with tapped(self._layers, self._see), self._choosing():
+            with tapped(self._layers, mine(self._see)), self._choosing():
                 yield
         finally:
             RUNNING_PLAN.reset(running)

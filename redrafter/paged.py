@@ -11,6 +11,7 @@ from redrafter.attention import Plan
 from redrafter.blocks import BLOCK, Lease
 from redrafter.cache import LayerShape, grouped
 from redrafter.errors import CacheFullError
+from redrafter.prefill import PagedPrompt, Piece
 from redrafter.tree import Tree
 
 __all__ = ["PagedCache", "PagedStore", "table_of"]
@@ -78,6 +79,10 @@ class PagedCache:
     def part(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
         """Give the cache of these rows alone, `[B']` int64, to be written from their first slot on."""
         yield PagedCache(self.store, self.table[rows])
+
+    def place(self, forward: Sequence[Piece]) -> PagedPrompt:
+        """Where the tokens of a forward over pieces of prompts go, and where those are that they see."""
+        return PagedPrompt.of(self.store.homes, self.table, forward)
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
         """Move the path's keys and values next to the committed ones, as `RaggedCache.commit` does."""

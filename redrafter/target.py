@@ -35,7 +35,7 @@ from redrafter.tree import Tree, chain
 
 __all__ = ["Target", "context_of"]
 
-PREFILL_CHUNK = 512  # prompt tokens of a row per forward; bounds the mask, not the result
+PREFILL_CHUNK = 512  # prompt tokens of a row per forward that needs a mask; bounds the mask, not the result
 PREFILL_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
 _OWN_CODE = "no layer attends through transformers' attention interface"
 ATTENTION = ("eager", "sdpa")  # what takes a 4-D mask
@@ -145,12 +145,16 @@ class Target:
 
         Returns logits `[B, M, V]` and the hidden states that the head saw, `[B, M, F]`. Nothing is committed.
         """
-        long = None
-        if self.rope is not None:
-            long = (length >= self.rope.at) if text is None else (text > self.rope.at)  # [B]
+        long = self._long(length, text)
         if isinstance(cache, PagedCache):
             return self.packed(tree, length, cache, only, long)
         return self._padded(tree, length, cache, only, long)
+
+    def _long(self, length: Tensor, text: Tensor | None) -> Tensor | None:
+        """Return whose rope is that of long texts, `[B]` bool, where rope switches; see `verify`."""
+        if self.rope is None:
+            return None
+        return (length >= self.rope.at) if text is None else (text > self.rope.at)
 
     def kept(self, tree: Tree, length: Tensor) -> Tree:
         """The tree as far as its tokens can be accepted behind rows of `length` `[B]` committed tokens."""
@@ -184,13 +188,15 @@ class Target:
         *,
         start: Tensor | None = None,
         new: int | None = None,
+        most: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Read prompts `[B, P]`, right-padded to any ids, of `length` `[B]` tokens, in chunks; a chunk is a chain.
+        """Read prompts `[B, P]`, right-padded to any ids, of `length` `[B]` tokens, in chunks.
 
         start: `[B]`, tokens that the cache already holds, fewer than `length`; new: the most that a row has beyond.
+        most: tokens of all rows in one forward, at most; None: as many as suit.
         Returns the last prompt token's logits `[B, V]` and hidden `[B, F]`.
         """
-        return self._read(prompts, length, cache, length, start=start, new=new)
+        return self._read(prompts, length, cache, length, start=start, new=new, most=most)
 
     def _read(
         self,
@@ -201,12 +207,28 @@ class Target:
         *,
         start: Tensor | None = None,
         new: int | None = None,
+        most: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same. text: `[B]`, see `verify`."""
-        rows, width = prompts.shape
+        """Read as `prefill` does. text: `[B]`, see `verify`."""
         start = torch.zeros_like(length) if start is None else start
-        new = width if new is None else new
-        chunk = max(min(PREFILL_CHUNK, PREFILL_TOKENS // rows), 1)
+        if self.device.type == "cpu" and self._layer_kinds and (isinstance(cache, PagedCache) or self._unmasked):
+            return self.packed.read(prompts, start, length, cache, self._layer_kinds, most, self._long(length, text))
+        new = prompts.shape[1] if new is None else new
+        return self._read_masked(prompts, start, length, cache, text, new, most or PREFILL_TOKENS)
+
+    def _read_masked(
+        self,
+        prompts: Tensor,
+        start: Tensor,
+        length: Tensor,
+        cache: RaggedCache | PagedCache,
+        text: Tensor,
+        new: int,
+        most: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Read as `prefill` does, with any model on any device: each chunk is a chain, with its mask."""
+        rows, width = prompts.shape
+        chunk = max(min(PREFILL_CHUNK, most // rows), 1)
         logits = hidden = None
         for offset in range(0, new, chunk):
             size = min(chunk, new - offset)
@@ -249,6 +271,7 @@ class Target:
         seen = partial(visible, length, tree.depth, tree.ancestors, cache.window)
         try:
             with (
+                self.packed.lock,  # which changes the attention of the model
                 tapped(self._tapped, see),
                 by_position(self._slot_readers, positions, seen),
                 self._rope(long, new),
@@ -287,20 +310,29 @@ class Target:
         probe = probe_attention(self.model, self.config, ids)
         self.kinds = probe.by_name(self.config)
         self._probe, self._slot_readers = probe, slot_readers(self.model)
-        self.packed = PackedForward(self.model, self.head, self.config, self.context, probe.windows)
+        self._layer_kinds = probe.by_layer(self.config.num_hidden_layers)
+        self.packed = PackedForward(self.model, self.head, self.config, self.context, probe.windows, self._slot_readers)
         window = min((kind.window for kind in self.kinds.values() if kind.window), default=0)
         longest = window + 3 if window <= 64 else 5  # reach past the window where that is cheap
         self._self_test = SelfTest(self, probe, longest)
         self.shapes = _layer_shapes(cache_layers(self._self_test.output, self.config, self.name), self.name)
+        self._unmasked = bool(probe.kinds) and all(shape.device.type == "cpu" for shape in self.shapes)
         self._contiguous = False
+        self._try_dense()
+        self.unpacked = "it is not on a GPU" if self.device.type != "cuda" else self.unpaged
+
+    def _try_dense(self) -> None:
+        """Run the self-test on the dense cache in the fastest way that this model is right in."""
         try:
             self._self_test.run(self.shapes, self._ragged_cache)
         except UnsupportedError as error:
-            if not isinstance(error.__cause__, RuntimeError):
+            if self._unmasked:
+                self._unmasked = False  # its attention cannot be replaced: prompts are read by its own
+            elif isinstance(error.__cause__, RuntimeError) and not self._contiguous:
+                self._contiguous = True
+            else:
                 raise
-            self._contiguous = True
-            self._self_test.run(self.shapes, self._ragged_cache)
-        self.unpacked = "it is not on a GPU" if self.device.type != "cuda" else self.unpaged
+            self._try_dense()
 
     @cached_property
     def paged_shapes(self) -> list[LayerShape]:
@@ -319,12 +351,11 @@ class Target:
             return "Triton is not installed; pip install triton"
         if self._probe.failure is not None or not self._probe.shapes:
             return f"its attention cannot be replaced: {self._probe.failure or _OWN_CODE}"
-        kinds = self._probe.by_layer(self.config.num_hidden_layers)
-        if kinds is None:
+        if self._layer_kinds is None:
             return "its attention changes the mask that it is given"
         if self._slot_readers:
             return "its attention takes positions from the cache"
-        if any(kind.chunk for kind in kinds):
+        if any(kind.chunk for kind in self._layer_kinds):
             return "its layers attend within chunks, which the tree attention kernel does not know"
         try:
             with torch.no_grad():

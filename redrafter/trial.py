@@ -40,7 +40,9 @@ class Bound(Protocol):
 
     def verify(self, tree: Tree, length: Tensor, cache: AnyCache) -> tuple[Tensor, Tensor]: ...
 
-    def prefill(self, prompts: Tensor, length: Tensor, cache: AnyCache) -> tuple[Tensor, Tensor]: ...
+    def prefill(
+        self, prompts: Tensor, length: Tensor, cache: AnyCache, *, most: int | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def run_trial(target: Bound, trial: Trial, cache: AnyCache) -> Tensor:
         if trial.prompts is None:
             _fill(cache, trial)
         else:
-            target.prefill(trial.prompts, trial.length, cache)
+            # In several forwards, as a long prompt is read.
+            target.prefill(trial.prompts, trial.length, cache, most=trial.prompts.shape[1])
         logits, _ = target.verify(tree_of(tokens, parents, depth, max_depth=2), trial.length, cache)
         cache.commit(trial.length, torch.tensor([0, 2, 4], device=device).expand(rows, 3))
         after, _ = target.verify(chain(e.expand(rows, 1)), trial.length + 3, cache)

@@ -184,15 +184,16 @@ def test_the_output_of_the_last_layer_is_what_the_final_norm_reads():
     torch.testing.assert_close(rms_norm(hidden[:, HIDDEN:], (HIDDEN,), eps=1e-6), hidden[:, :HIDDEN])
 
 
-def test_a_prompt_of_many_chunks_leaves_the_features_of_its_last_token(monkeypatch):
-    monkeypatch.setattr("redrafter.target.PREFILL_CHUNK", 4)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_prompt_of_many_chunks_leaves_the_features_of_its_last_token(masked):
     model, prompts = tiny_model("mistral"), torch.randint(3, VOCAB, (2, 11))
     target = Target(model)
+    target._unmasked = not masked
     target.tap((1,))
     cache = target.new_cache(2)
     cache.reserve(16)
     with torch.inference_mode():
-        _, hidden = target.prefill(prompts, torch.tensor([11, 6]), cache)
+        _, hidden = target.prefill(prompts, torch.tensor([11, 6]), cache, most=7)
     expected = [plain_features(model, text, (1,))[-1] for text in (prompts[0], prompts[1, :6])]
     torch.testing.assert_close(hidden, torch.stack(expected), atol=5e-5, rtol=1e-3)
 

@@ -5,7 +5,7 @@ from torch import nn
 from conftest import ARCHITECTURES, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import CheckpointError, UnsupportedError
 from redrafter.paged import PagedCache, PagedStore
-from redrafter.target import PREFILL_CHUNK, Target
+from redrafter.target import Target
 from redrafter.tree import tree_of
 
 
@@ -117,27 +117,6 @@ def test_binding_leaves_nothing_on_the_model():
     with torch.inference_mode():
         target.prefill(torch.tensor([[5, 6, 7]]), torch.tensor([3]), cache)
     assert not head._forward_pre_hooks and not head._forward_hooks
-
-
-def test_a_prompt_of_many_chunks_is_read_as_one(monkeypatch):
-    assert PREFILL_CHUNK >= 256
-    model = tiny_model("mistral")
-    target = Target(model)
-    ids, mask = uneven_batch(rows=3)
-    length = mask.sum(1)
-    prompts = torch.zeros_like(ids)
-    for row in range(3):
-        prompts[row, : length[row]] = ids[row, mask[row].bool()]
-    results = []
-    for chunk in (512, 4, 1):
-        monkeypatch.setattr("redrafter.target.PREFILL_CHUNK", chunk)
-        cache = target.new_cache(3)
-        cache.reserve(16)
-        with torch.inference_mode():
-            results.append(target.prefill(prompts, length, cache))
-    for logits, hidden in results[1:]:
-        torch.testing.assert_close(logits, results[0][0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(hidden, results[0][1], atol=1e-4, rtol=1e-4)
 
 
 CHUNKED = {  # its layers attend within chunks

@@ -3,6 +3,10 @@
     python examples/tiny_pair/speed.py --prompts tests/data/held_out.jsonl --count 20 --threads 2
 
 The bare loop is the least that plain decoding can cost: the model, a `DynamicCache`, an argmax, nothing else.
+
+    python examples/tiny_pair/speed.py --prefill 100 900 2000 8000 --repeats 5 --threads 1
+
+times how prompts of so many random ids are read instead, one and four of unequal lengths, beside `model.generate`.
 """
 
 import argparse
@@ -13,15 +17,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
-from redrafter import ReDrafter, boxed_pair
+from redrafter import PromptLookup, ReDrafter, boxed_pair
 from redrafter.bench.prompts import encode, read_prompts
 from redrafter.checkpoint import load_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--prompts", type=Path, required=True, help="rows, as of every --prompts")
+source = parser.add_mutually_exclusive_group(required=True)
+source.add_argument("--prompts", type=Path, help="rows, as of every --prompts")
+source.add_argument("--prefill", type=int, nargs="+", metavar="TOKENS", help="time how prompts of so many are read")
+parser.add_argument("--layers", type=int, help="of the base, with --prefill (default: all)")
 parser.add_argument("--count", type=int, default=20, help="prompts, the first of the file (default: %(default)s)")
 parser.add_argument("--new", type=int, default=64, help="tokens written after each (default: %(default)s)")
 parser.add_argument("--budgets", type=int, nargs="+", default=[8, 12, 16, 20, 26], help="node budgets")
@@ -32,6 +39,33 @@ args = parser.parse_args()
 torch.set_num_threads(args.threads)
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+
+
+def prefill(tokens: int, rows: int) -> None:
+    """Print seconds to the first token of `rows` prompts, the longest of so many tokens, and the paired ratio."""
+    layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
+    base = AutoModelForCausalLM.from_pretrained(boxed_pair(), max_position_embeddings=tokens + 1, **layers)
+    engine = PromptLookup.from_pretrained(base)
+    ids = torch.randint(3, base.config.vocab_size, (rows, tokens))
+    mask = (torch.arange(tokens) >= tokens * torch.arange(rows)[:, None] // 5).long()  # padded on the left
+    ways = [engine.generate, base.generate]
+    taken: list[list[float]] = [[], []]
+    for repeat in range(args.repeats + 1):
+        for way in (0, 1) if repeat % 2 else (1, 0):
+            began = time.perf_counter()
+            ways[way](input_ids=ids * mask, attention_mask=mask, max_new_tokens=1, do_sample=False)
+            taken[way].append(time.perf_counter() - began)
+    ours, theirs = (times[1:] for times in taken)  # the first is a warm-up
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    print(f"{tokens:8d}{rows:6d}{statistics.median(ours):10.3f}{statistics.median(theirs):16.3f}{ratio:7.2f}")
+
+
+if args.prefill:
+    print(f"{'tokens':>8s}{'rows':>6s}{'here, s':>10s}{'model.generate':>16s}{'ratio':>7s}")
+    for tokens in args.prefill:
+        for rows in (1, 4):
+            prefill(tokens, rows)
+    raise SystemExit
 
 tokenizer = load_tokenizer(boxed_pair())
 first = ReDrafter.from_pretrained(boxed_pair())
