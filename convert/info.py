@@ -24,7 +24,6 @@ import torch
 import transformers
 
 from redrafter.checkpoint import boxed_pair
-from redrafter.cli.loading import check_directory
 from redrafter.cli.parser import Parser, add_json
 from redrafter.cli.program import guarded
 from redrafter.convert import base as bases
@@ -34,7 +33,7 @@ from redrafter.convert.drafters import Drafter
 from redrafter.convert.targets import Source, Wish, possible
 from redrafter.convert.tensors import Stored
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
-from redrafter.headers import kind_of
+from redrafter.kinds import check_place, kind_of
 from redrafter.version import __version__
 
 __all__ = ["describe", "main"]
@@ -77,7 +76,7 @@ def _locate(name: str) -> Path:
     """A directory, or what a hub id was downloaded to; nothing is downloaded."""
     if Path(name).is_dir():
         return Path(name)
-    check_directory(name)
+    check_place(name)
     try:
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except Exception as error:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from redrafter.checkpoint import DRAFTER_FOLDER, SHAPE_FILE, Defaults, TreeShape, check_beams
+from redrafter.checkpoint import DRAFTER_FOLDER, SHAPE_FILE, Defaults, TreeShape, check_beams, past_training
 from redrafter.convert import apple, trtllm, trtllm_base
 from redrafter.convert.base import TOKENIZER, Base
 from redrafter.convert.drafters import Drafter
@@ -50,8 +50,10 @@ class Wish:
 
 def drafter(source: Source, wish: Wish) -> Plan:
     """This project's drafter."""
-    check_beams(source.drafter.config, wish.over(source.drafter).shape.num_beams)
-    return _drafter(source, wish.dtype, wish.over(source.drafter).shape)
+    shape = wish.over(source.drafter).shape
+    check_beams(source.drafter.config, shape.num_beams)
+    made = _drafter(source, wish.dtype, shape)
+    return replace(made, notes=made.notes + _past_training(source.drafter.config, shape))
 
 
 def _drafter(source: Source, dtype: str | None, shape: TreeShape) -> Plan:
@@ -87,7 +89,7 @@ def merged(source: Source, wish: Wish) -> Plan:
     if found.kind in ("drafter", "merged checkpoint") and _unchanged(found, own):
         weights, texts = {}, {}
         copies = {f"{DRAFTER_FOLDER}/{file.name}": file for file in sorted(found.place.iterdir()) if file.is_file()}
-    notes = own.notes
+    notes = own.notes + _past_training(found.config, defaults.shape)
     if base.said is None:
         copies |= base.files()
     else:
@@ -136,8 +138,10 @@ def to_trtllm(source: Source, wish: Wish) -> Plan:
     files = {f"rank{r}.safetensors": rank | trtllm.drafter_part(own, config, r, tp) for r, rank in enumerate(ranks)}
     text = trtllm.their_drafter_config(config, defaults, said, base.place)
     notes = _recurrence(found)
-    if found.dtype != DTYPES.get(dtype):
-        notes += (f"the drafter goes from {_name(found.dtype)} to {dtype}, the base's; --dtype chooses another",)
+    if wish.dtype is None and found.dtype != DTYPES.get(dtype):
+        another = "" if base.said is not None else "; --dtype chooses another for both"
+        notes += (f"the drafter goes from {_name(found.dtype)} to {dtype}, the base's{another}",)
+    notes += _past_training(config, defaults.shape)
     if config.rnn and config.recurrence == "apple":
         notes += ("TensorRT-LLM's engine computes another recurrence than this drafter was trained with",)
     return Plan(files, {}, {"config.json": text}, notes)
@@ -209,6 +213,11 @@ def _recurrence(found: Drafter) -> tuple[str, ...]:
         return ()
     other = {"apple": "trtllm", "trtllm": "apple"}.get(found.config.recurrence, "apple")
     return (f"recurrence {found.config.recurrence}; --recurrence {other} reads it the other way",)
+
+
+def _past_training(config: DrafterConfig, shape: TreeShape) -> tuple[str, ...]:
+    told = past_training(config, shape.draft_len_per_beam)
+    return () if told is None else (told,)
 
 
 def _cast(tensors: Mapping[str, Stored], dtype: str | None) -> dict[str, Stored]:

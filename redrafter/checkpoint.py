@@ -9,6 +9,7 @@ The boxed pair is one, shipped inside the package.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -32,6 +33,8 @@ from transformers.utils import cached_file
 from redrafter.adapters import base_of
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError, first_line
+from redrafter.keywords import check_none_left, check_reserved, unknown_keyword
+from redrafter.kinds import DRAFTER_FOLDER, SHAPE_FILE, cannot_load, check_place
 from redrafter.target import Target
 from redrafter.tree import check_size
 
@@ -50,10 +53,10 @@ __all__ = [
     "load_drafter",
     "load_model",
     "load_tokenizer",
+    "past_training",
 ]
 
-DRAFTER_FOLDER = "drafter"
-SHAPE_FILE = "redrafter.json"
+LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller")  # of `load_model`, not transformers' own
 NORM_ROWS = 8  # rows of the embedding table whose norms tell one base from another
 NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ
 
@@ -115,21 +118,31 @@ def boxed_pair() -> Path:
 
 
 def load_model(
-    name: str | Path | PreTrainedModel, *, dtype: Any, device: Any, trust_remote_code: bool, **kwargs: Any
+    name: str | Path | PreTrainedModel,
+    *,
+    dtype: Any,
+    device: Any,
+    trust_remote_code: bool,
+    caller: Callable[..., Any] | None = None,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """A causal LM from a hub id or a directory; a loaded one is taken as it is, and moved when a device is given.
 
     kwargs go to `AutoModelForCausalLM.from_pretrained`, or to `AutoModelForImageTextToText.from_pretrained` for models
-    that see images, which are then used for text. Raises `CheckpointError` when it cannot be loaded whole.
+    that see images, which are then used for text. caller: whose keywords an unknown one may be meant for. Raises
+    `CheckpointError` when it cannot be loaded whole, and `ArgumentError` for kwargs that transformers does not take.
     """
     if not isinstance(name, str | Path):
+        check_none_left(kwargs)
         return base_of(name) if device is None else _to(base_of(name), device)
+    check_place(str(name))
+    check_reserved(kwargs, caller)
     try:
         loaded: Any = _auto_class(name, trust_remote_code, kwargs).from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
         )
     except Exception as error:
-        raise CheckpointError(f"cannot load a model from {name}: {first_line(error)}") from error
+        raise unknown_keyword(error, kwargs, caller) or cannot_load("model", name, error) from error
     model, info = loaded
     if info["missing_keys"]:
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
@@ -157,7 +170,10 @@ def bind(name: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
     name = base_of(name)
     if not isinstance(name, str | Path | PreTrainedModel | Target):
         raise ArgumentError(f"a model is a hub id, a directory or a loaded model, got {type(name).__name__}")
-    return name if isinstance(name, Target) else Target(load_model(name, **load))
+    if isinstance(name, Target):
+        check_none_left({key: value for key, value in load.items() if key not in LOAD_ARGUMENTS})
+        return name
+    return Target(load_model(name, **load))
 
 
 def holds_drafter(name: str) -> bool:
@@ -174,10 +190,11 @@ def _to(model: Any, device: Any) -> Any:
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model, padding on the left as decoder-only generation needs."""
+    check_place(str(name))
     try:
         return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise CheckpointError(f"cannot load a tokenizer from {name}: {first_line(error)}") from error
+        raise cannot_load("tokenizer", name, error) from error
 
 
 def load_drafter(
@@ -252,6 +269,16 @@ def check_beams(config: DrafterConfig, beams: int | None) -> None:
     vocabulary = config.draft_vocab_size or config.vocab_size
     if beams is not None and beams > vocabulary:
         raise ArgumentError(f"num_beams={beams} is more than the drafter's vocabulary of {vocabulary} ids")
+
+
+def past_training(config: DrafterConfig, depth: int | None) -> str | None:
+    """Return what to say of drafts that are longer than those the drafter was trained for; None where they are not."""
+    if depth is None or config.trained_draft_len is None or depth <= config.trained_draft_len:
+        return None
+    return (
+        f"draft_len_per_beam={depth} is more than the {config.trained_draft_len} steps that the drafter was trained "
+        "for; the further ones will seldom be accepted"
+    )
 
 
 def _short(values: list[float]) -> str:

@@ -120,14 +120,14 @@ class DraftTarget(Engine):
         """
         options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
         check_vocabularies(model, draft_model, trust_remote_code)
-        load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
         target = bind(model, device=device, **load, **model_kwargs)
         if draft_device is None and isinstance(draft_model, str | Path):
             draft_device = target.device
         own = base_of(draft_model) is target.model and draft_device is None  # it drafts for itself
         return cls(
             target,
-            target if own else bind(draft_model, device=draft_device, **load, **(draft_model_kwargs or {})),
+            target if own else bind(draft_model, **({"device": draft_device} | load | dict(draft_model_kwargs or {}))),
             draft_len=draft_len,
             num_beams=num_beams,
             node_budget=node_budget,

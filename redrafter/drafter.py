@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 from transformers import PretrainedConfig, PreTrainedModel
 
-from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.kinds import MODEL_TYPE, cannot_load, check_drafter
 from redrafter.product import product
 
 __all__ = ["DrafterConfig", "RecurrentDrafter"]
@@ -44,7 +45,7 @@ class DrafterConfig(PretrainedConfig):
     drafter that was made for another base is told.
     """
 
-    model_type = "redrafter"
+    model_type = MODEL_TYPE
 
     def __init__(
         self,
@@ -229,16 +230,15 @@ class RecurrentDrafter(PreTrainedModel):
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As `PreTrainedModel.from_pretrained`, but files that are missing, cut short, or that do not hold exactly
         this drafter's tensors raise `CheckpointError` instead of being filled with random weights."""
-        folder = Path(name) / kwargs.get("subfolder", "")
-        if os.path.isdir(name) and not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder} has no config.json; give the directory that save_pretrained wrote")
+        place = Path(name) / kwargs.get("subfolder", "") if os.path.isdir(name) else name
+        check_drafter(place)
         wants_info = kwargs.pop("output_loading_info", False)
         try:
             loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         except Exception as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise CheckpointError(f"cannot load a drafter from {name}: {first_line(error)}") from error
+            raise cannot_load("drafter", place, error) from error
         model, info = loaded
         wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
         wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]

@@ -39,5 +39,8 @@ class CacheFullError(ReDrafterError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of somebody else's error, for a message of one line."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return the first line of somebody else's error, and the next where it ends in a colon, for a message of one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -1,19 +1,17 @@
 """What checkpoints on disk say of themselves: configs and the headers of safetensors files. No weights are loaded."""
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from redrafter.checkpoint import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.kinds import APPLE, DRAFTER_FOLDER, kind_of, read_json
 
 __all__ = [
     "APPLE",
@@ -30,7 +28,6 @@ __all__ = [
     "read_json",
 ]
 
-APPLE = "recurrent_drafting_drafter"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -41,21 +38,6 @@ class Header:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-def kind_of(directory: Path) -> str:
-    """`merged checkpoint`, `drafter`, `Apple drafter`, `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM checkpoint`
-    or `model`."""
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory")
-    config = read_json(directory / "config.json")
-    if config.get("model_type") == DrafterConfig.model_type:
-        return "drafter"
-    if config.get("model_type") == APPLE or ("num_draft_layers" in config and "model_type" not in config):
-        return "Apple drafter"
-    if isinstance(config.get("architecture"), str):  # Hugging Face has `architectures`
-        return "TensorRT-LLM ReDrafter checkpoint" if "redrafter_num_layers" in config else "TensorRT-LLM checkpoint"
-    return "merged checkpoint" if (directory / SHAPE_FILE).is_file() else "model"
 
 
 def read_base(directory: Path) -> tuple[PretrainedConfig, dict[str, Header]]:
@@ -143,16 +125,3 @@ def read_file(file: Path) -> dict[str, Header]:
             return {name: Header(file, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} is missing, cut short or no safetensors file: {first_line(error)}") from error
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises `CheckpointError` naming the file."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return found

@@ -94,5 +94,5 @@ class PromptLookup(Engine):
         Raises `CheckpointError`, `UnsupportedError` or `ArgumentError`.
         """
         proposer = LookupProposer(ngram, draft_len)
-        load: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-        return cls(bind(model, **load, **model_kwargs), proposer, options)
+        load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
+        return cls(bind(model, device=device, **load, **model_kwargs), proposer, options)

@@ -8,9 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from redrafter.beam import node_count
-from redrafter.checkpoint import TreeShape, check_beams, load_drafter, load_model
+from redrafter.checkpoint import TreeShape, check_beams, load_drafter, load_model, past_training
 from redrafter.drafter import RecurrentDrafter
 from redrafter.engine import Engine
+from redrafter.kinds import check_drafter
 from redrafter.options import EngineOptions
 from redrafter.proposer import RecurrentProposer
 from redrafter.step import Proposer
@@ -43,12 +44,8 @@ class ReDrafter(Engine):
         shape = (shape or TreeShape()).over(self._default)
         depth = shape.draft_len_per_beam
         assert depth is not None
-        if config.trained_draft_len is not None and depth > config.trained_draft_len:
-            warnings.warn(
-                f"draft_len_per_beam={depth} is more than the {config.trained_draft_len} steps that the drafter was "
-                "trained for; the further ones will seldom be accepted",
-                stacklevel=3,
-            )
+        if told := past_training(config, depth):
+            warnings.warn(told, stacklevel=3)
         target.tap(config.target_layers)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._proposers: dict[tuple[int, int, int], RecurrentProposer] = {}
@@ -88,12 +85,14 @@ class ReDrafter(Engine):
         at all (None); any of the three before it, where given, wins over all of it. kv_cache_free_gpu_memory_fraction,
         max_input_len, max_seq_len, compile: see `EngineOptions`. model_kwargs: for `AutoModelForCausalLM`.
 
-        Raises `CheckpointError`, `MismatchError`, `UnsupportedError` or `ArgumentError`.
+        Raises `CheckpointError`, `MismatchError`, `UnsupportedError` or `ArgumentError`, for unknown keywords too.
         """
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
         options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
-        loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, **model_kwargs)
-        target = Target(loaded)
+        if isinstance(drafter, str | Path):
+            check_drafter(drafter)
+        load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
+        target = Target(load_model(model, device=device, **load, **model_kwargs))
         drafter, defaults = load_drafter(model, drafter, target, model_kwargs.get("revision"))
         found = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         engine = cls(target, drafter, asked.over(defaults.shape), options=options, tuning=found)

@@ -519,7 +519,7 @@ def test_chat_with_a_draft_model(folder, expected, monkeypatch, capsys):
         (["--draft-model", ""], "an empty one"),
         (["--drafter", ""], "an empty one"),
         (["--draft-model", "/nowhere/small"], "/nowhere/small is not a directory"),
-        (["--draft-model", "{drafter}"], "cannot load a tokenizer from {drafter}"),
+        (["--draft-model", "{drafter}"], "{drafter} is a drafter, not a model"),
         (["--draft-model", "{foreign}"], "use one of the same family, with the same tokenizer"),
         (["--draft-model", "{small}", "--draft-len", "0"], "draft_len"),
         (["--draft-model", "{small}", "--num-beams", "0"], "num_beams"),

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from redrafter.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import CheckpointError, first_line
+from redrafter.kinds import cannot_load
 from redrafter.target import context_of
 from redrafter.train.config import LENGTH, TrainConfig
 from redrafter.train.data.windows import Windows
@@ -81,7 +82,7 @@ def _base(config: TrainConfig) -> PretrainedConfig:
         found: PretrainedConfig = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         return found
     except Exception as error:  # as many kinds as there are models
-        raise CheckpointError(f"cannot load a model from {config.model}: {first_line(error)}") from error
+        raise cannot_load("model", str(config.model), error) from error
 
 
 def _drafter_config(config: TrainConfig, base: PretrainedConfig) -> DrafterConfig:
@@ -90,7 +91,7 @@ def _drafter_config(config: TrainConfig, base: PretrainedConfig) -> DrafterConfi
     try:
         return DrafterConfig.from_pretrained(config.drafter)
     except Exception as error:
-        raise CheckpointError(f"cannot load a drafter from {config.drafter}: {first_line(error)}") from error
+        raise cannot_load("drafter", config.drafter, error) from error
 
 
 def _dtype(config: TrainConfig, base: PretrainedConfig) -> torch.dtype:

@@ -13,11 +13,12 @@ from redrafter.bench.rivals import check_names
 from redrafter.bench.suite import Plan, run_suite
 from redrafter.bench.workload import Workload
 from redrafter.checkpoint import TreeShape
-from redrafter.cli.loading import Pair, check_directory
+from redrafter.cli.loading import Pair
 from redrafter.cli.options import BenchOptions, LoadOptions
 from redrafter.document import check_writable
 from redrafter.errors import ArgumentError
 from redrafter.flags import read_options
+from redrafter.kinds import check_place
 from redrafter.redrafter import ReDrafter
 from redrafter.target import Target
 from redrafter.tuning import find_tuning
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if plots is not None:
         check_plots(plots)
     for name in filter(None, [options.assistant_model]):
-        check_directory(name)
+        check_place(name)
     if options.json is not None:
         check_writable(Path(options.json), "--json")
     rows = read_prompts(options.prompts)

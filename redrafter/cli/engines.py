@@ -116,9 +116,8 @@ def load_engine(way: str, model: str | Target, options: LoadOptions, draft: Draf
     use = {each.name: getattr(options, each.name) for each in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"] = options.device
-    given = {
-        name: value for name in ("draft_len", "ngram", "acceptance") if (value := getattr(draft, name)) is not None
-    }
+    own = [name for name in ("draft_len", "ngram", "acceptance") if name in _FLAGS[way]]
+    given = {name: value for name in own if (value := getattr(draft, name)) is not None}
     if way == LOOKUP:
         return PromptLookup.from_pretrained(model, options=EngineOptions(**use), **given, **load)
     if way == DRAFT_MODEL:

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from redrafter.cli.engines import chosen, drafts_by, load_engine, with_config
 from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.kinds import check_place
 from redrafter.outputs import GenerateOutput, GenerateStats
 from redrafter.stopping import end_tokens
 from redrafter.streaming import StepStreamer
@@ -25,7 +25,7 @@ from redrafter.streaming import StepStreamer
 NO_DRAFT = DraftOptions()
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 
-__all__ = ["Pair", "Run", "Template", "boxed_model", "check_directory", "checked", "limit_threads"]
+__all__ = ["Pair", "Run", "Template", "boxed_model", "checked", "limit_threads"]
 
 
 def boxed_model() -> str:
@@ -34,12 +34,6 @@ def boxed_model() -> str:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"this installation holds no boxed pair at {path}: say which model to use with --model")
     return str(path)
-
-
-def check_directory(name: str) -> None:
-    """Refuse what looks like a path and leads nowhere, before a hub is asked for it."""
-    if (name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")) and not Path(name).is_dir():
-        raise CheckpointError(f"{name} is not a directory")
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ def checked(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadOptions
         if name == "":
             raise ArgumentError("--model, --drafter and --draft-model need a name, got an empty one")
         if name is not None:
-            check_directory(name)
+            check_place(name)
     options, draft = with_config(options, draft)
     if options.device is None:
         options = replace(options, device="cuda" if torch.cuda.is_available() else "cpu")
