@@ -209,10 +209,10 @@ def translated(args: Sequence[str], parser: argparse.ArgumentParser, note: Calla
         if isinstance(meaning, Other):
             parser.error(f"{name} is {owner(name)}; here: {meaning.here}")
         given = [value] if equals else _following(words)
-        taken = given if equals else given[: _taken(meaning)]
-        if equals and not _taken(meaning):
+        taken = given if equals else given[: _taken(meaning, parser)]
+        if equals and not _taken(meaning, parser):
             parser.error(f"{name} is a switch and takes no value, got {value!r}")
-        if _taken(meaning) and not taken:
+        if _taken(meaning, parser) and not taken:
             parser.error(f"argument {name}: expected a value")
         if not equals:
             del words[: len(taken)]
@@ -220,6 +220,8 @@ def translated(args: Sequence[str], parser: argparse.ArgumentParser, note: Calla
             note(f"{name} is {owner(name)}; not needed here: {meaning.why}")
         elif isinstance(meaning, Words):
             found += taken
+        elif meaning.value is None and not taken:
+            found.append(meaning.option)
         else:
             found += [f"{meaning.option}={each}" for each in ([meaning.value] if meaning.value is not None else taken)]
     return found
@@ -231,13 +233,15 @@ def _following(words: Sequence[str]) -> list[str]:
     return list(words[: next(ends, len(words))])
 
 
-def _taken(meaning: Needless | Words | Same) -> int:
+def _taken(meaning: Needless | Words | Same, parser: argparse.ArgumentParser) -> int:
     """How many of the words behind a flag are its own, at most."""
     if isinstance(meaning, Needless):
         return meaning.values
     if isinstance(meaning, Words):
         return MANY
-    return 0 if meaning.value is not None else MANY if meaning.each else 1
+    if meaning.value is not None or parser._option_string_actions[meaning.option].nargs == 0:
+        return 0
+    return MANY if meaning.each else 1
 
 
 def _has(parser: argparse.ArgumentParser, option: str) -> bool:

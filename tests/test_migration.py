@@ -1,0 +1,88 @@
+"""What docs/migration.md says of each flag, key and field is what happens."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from redrafter.cli.parser import build_parser
+from redrafter.convert import config as convert_config
+from redrafter.serve import command as serve_command
+from redrafter.serve.config import ServeOptions, read_config
+
+PAGE = Path(__file__).parent.parent / "docs" / "migration.md"
+OUTCOMES = ("honoured", "noted", "refused")
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Of each row whose last cell is an outcome: the heading that it stands under, its first cell, and the outcome."""
+    found, heading = [], ""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("|") and cells[-1] in OUTCOMES:
+            found.append((heading, cells[0], cells[-1]))
+    return found
+
+
+def of(heading: str) -> list[tuple[str, str]]:
+    return [(first, outcome) for under, first, outcome in rows() if under == heading]
+
+
+FLAGS = [
+    (re.fullmatch(r".+ as `redrafter (\w+)`", under)[1], first.strip("`"), outcome)
+    for under, first, outcome in rows()
+    if first.startswith("`-")
+]
+
+
+def parser_of(command: str):
+    if command == "serve":
+        return serve_command._parser()
+    if command == "convert":
+        return convert_config.parser("redrafter convert")
+    return build_parser()._subparsers._group_actions[0].choices[command]
+
+
+@pytest.mark.parametrize(("command", "typed", "outcome"), FLAGS)
+def test_flags_are_honoured_noted_or_refused_as_the_page_says(capsys, command, typed, outcome):
+    words = [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', typed)]
+    parser = parser_of(command)
+    try:
+        found = vars(parser.parse_args(words))
+    except SystemExit as end:
+        assert end.code == 2
+        err = capsys.readouterr().err
+        assert outcome == "refused", err
+        assert re.search(r" is (TensorRT-LLM|llgtrt)'s; here: ", err)
+        return
+    err = capsys.readouterr().err
+    assert outcome == ("noted" if "; not needed here: " in err else "honoured"), err
+    assert (found == vars(parser.parse_args([]))) == (outcome == "noted")
+
+
+def test_the_page_has_tables_for_all_four_programs():
+    assert {command for command, _, _ in FLAGS} == {"convert", "generate", "compare", "serve"}
+    assert len(FLAGS) > 60
+
+
+@pytest.mark.parametrize(("key", "outcome"), of("Keys of `runtime.json`"))
+def test_keys_are_honoured_or_noted_as_the_page_says(tmp_path, key, outcome):
+    file, key = tmp_path / "runtime.json", key.strip("`")
+    value = {"guaranteed_no_evict": True, "kv_cache_free_gpu_mem_fraction": 0.5}.get(key, key.startswith("enable") or 9)
+    file.write_text(json.dumps({key: value}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = read_config([str(file)], (ServeOptions, serve_command.LoadOptions))
+    assert (len(told), len(found)) == ((0, 1) if outcome == "honoured" else (1, 0))
+
+
+@pytest.mark.parametrize(("names", "outcome"), of("Fields of a request"))
+def test_fields_are_taken_or_refused_as_the_page_says(names, outcome):
+    protocol = pytest.importorskip("redrafter.serve.protocol")
+    for name in re.findall(r"`(\w+)`", names):
+        assert (name in protocol.ChatRequest.model_fields) == (outcome == "honoured"), name
+    assert protocol.ChatRequest.model_config["extra"] == "forbid"
