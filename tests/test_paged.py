@@ -112,7 +112,7 @@ def test_paged_sampling_draws_what_dense_sampling_draws(llama, name):
     assert torch.equal(engine.generate(ids, mask, speculate=False, **arguments), expected)
 
 
-def test_what_another_request_computed_is_not_computed_again(llama):
+def test_what_another_request_computed_is_not_computed_again(llama, monkeypatch):
     engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
     prompt = (torch.arange(1, 50) * 13 % VOCAB)[None]
     arguments = {"max_new_tokens": 20, "do_sample": False}
@@ -120,13 +120,18 @@ def test_what_another_request_computed_is_not_computed_again(llama):
     other = torch.cat([first[:, :60], torch.tensor([[5, 6]])], dim=1)
     expected = llama.generate(other, **arguments)
     read = []
-    forward = engine.target.packed
-    engine.target.packed = lambda tree, *rest: read.append(tree.tokens.shape[1]) or forward(tree, *rest)
+    forward = engine.target.packed.read
+
+    def counted(prompts, start, length, *rest):
+        read.append(int(length - start))
+        return forward(prompts, start, length, *rest)
+
+    monkeypatch.setattr(engine.target.packed, "read", counted)
     assert torch.equal(engine.generate(other, **arguments), expected)
-    assert read[0] == 62 - 48  # three blocks of 16 stood there: of the prompt, and of what was written after it
+    assert read == [62 - 48]  # three blocks of 16 stood there: of the prompt, and of what was written after it
     read.clear()
     assert torch.equal(engine.generate(prompt, **arguments), first)
-    assert read[0] == 1  # 48 of 49
+    assert read == [1]  # 48 of 49
 
 
 def test_right_drafts_are_accepted_and_committed_across_blocks(llama):
@@ -180,18 +185,17 @@ def test_memory_comes_back_whatever_happens(llama):
     assert engine.generate(ids[:1], mask[:1], max_new_tokens=10).shape == (1, ids.shape[1] + 10)
 
 
-def test_a_prefill_that_failed_leaves_nothing_to_reuse(llama):
+def test_a_prefill_that_failed_leaves_nothing_to_reuse(llama, monkeypatch):
     engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
     prompt = (torch.arange(1, 50) * 13 % VOCAB)[None]
-    forward = engine.target.packed
 
     def fails(*args):
         raise KeyError("mine")
 
-    engine.target.packed = fails
-    with pytest.raises(KeyError):
-        engine.generate(prompt, max_new_tokens=8, do_sample=False)
-    engine.target.packed = forward
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target.packed, "read", fails)
+        with pytest.raises(KeyError):
+            engine.generate(prompt, max_new_tokens=8, do_sample=False)
     expected = llama.generate(prompt, max_new_tokens=8, do_sample=False)
     assert torch.equal(engine.generate(prompt, max_new_tokens=8, do_sample=False), expected)
     assert engine._graphs.blocks.free == 199
