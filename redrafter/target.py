@@ -30,7 +30,7 @@ from redrafter.paged import PagedCache, PagedStore
 from redrafter.quantization import warn_of_shared_scales
 from redrafter.rope import SwitchingRope, dynamic_context, find_rope, warn_of_dynamic_rope
 from redrafter.self_test import SelfTest
-from redrafter.supported import cache_layers, check_positions, explained, head_width, tree_attentions
+from redrafter.supported import check_supported, explained, head_width, stored_shapes
 from redrafter.tree import Tree, chain
 
 __all__ = ["Target", "context_of"]
@@ -38,7 +38,6 @@ __all__ = ["Target", "context_of"]
 PREFILL_CHUNK = 512  # prompt tokens of a row per forward that needs a mask; bounds the mask, not the result
 PREFILL_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
 _OWN_CODE = "no layer attends through transformers' attention interface"
-ATTENTION = ("eager", "sdpa")  # what takes a 4-D mask
 
 
 class Target:
@@ -57,7 +56,7 @@ class Target:
     def __init__(self, model: PreTrainedModel):
         model = base_of(model)
         self.name = type(model).__name__
-        _refuse(model, self.name)
+        check_supported(model, self.name)
         self.model: Any = model.eval()
         self.config = model.config.get_text_config(decoder=True)
         self.embedding: Any = model.get_input_embeddings()
@@ -315,7 +314,7 @@ class Target:
         window = min((kind.window for kind in self.kinds.values() if kind.window), default=0)
         longest = window + 3 if window <= 64 else 5  # reach past the window where that is cheap
         self._self_test = SelfTest(self, probe, longest)
-        self.shapes = _layer_shapes(cache_layers(self._self_test.output, self.config, self.name), self.name)
+        self.shapes = stored_shapes(self._self_test.output, self.config, self.name)
         self._unmasked = bool(probe.kinds) and all(shape.device.type == "cpu" for shape in self.shapes)
         self._contiguous = False
         self._try_dense()
@@ -376,62 +375,7 @@ class Target:
         return PagedCache(PagedStore(shapes, 1 + rows * blocks), table)
 
 
-def _refuse(model: PreTrainedModel, name: str) -> None:
-    config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(f"{name} is an encoder-decoder; only decoder-only causal LMs can be verified as a tree")
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise UnsupportedError(
-            f"{name} reads its prompt in both directions (use_bidirectional_attention); "
-            "only a model in which no token sees a later one can be verified as a tree"
-        )
-    kinds_of_layers = _layer_types(config)
-    stateful = {kind for kind in kinds_of_layers or () if "linear" in kind or not kind.endswith("attention")}
-    # A class may be made for hybrids, and a model of it hold attention alone; its own layers are what counts.
-    if stateful or (kinds_of_layers is None and getattr(model, "_is_stateful", False)):
-        kinds = ", ".join(sorted(stateful)) or "recurrent"
-        raise UnsupportedError(
-            f"{name} has {kinds} layers, whose state cannot be rolled back to a branch of a tree; "
-            "use a model whose layers are all attention"
-        )
-    attention = getattr(model.config, "_attn_implementation", "eager")
-    if attention not in ATTENTION:
-        raise UnsupportedError(
-            f"attn_implementation={attention!r} takes no tree mask; load the model with {tree_attentions(model)}"
-        )
-    check_positions(model, name)
-
-
-def _layer_types(config: object) -> list[str] | None:
-    """Return the kind of each layer, where a config lists them."""
-    listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    if not listed:
-        return None
-    return ["full_attention" if kind == "attention" else kind for kind in listed]  # the former is an older name
-
-
 def context_of(config: object) -> int | None:
     """The last position that plain decoding and a tree agree on, plus one."""
     whole, dynamic = getattr(config, "max_position_embeddings", None), dynamic_context(config)
     return min((each for each in (whole, dynamic) if each is not None), default=None)
-
-
-def _layer_shapes(layers: Any, name: str) -> list[LayerShape]:
-    shapes = dict[int, LayerShape]()
-    for index, layer in enumerate(layers):
-        if _stores_nothing(layer):
-            continue
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):
-            raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")
-        shapes[index] = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
-    if not shapes:
-        raise UnsupportedError(f"no layer of {name} keeps keys and values")
-    nothing = next(iter(shapes.values())).storing_nothing()
-    return [shapes.get(index, nothing) for index in range(len(layers))]
-
-
-def _stores_nothing(layer: Any) -> bool:
-    """Tell whether a layer of transformers' cache is for keys and values and holds none after a forward, as where a
-    layer attends to what an earlier one stores, or to images alone."""
-    return getattr(layer, "keys", layer) is None and not any(isinstance(each, Tensor) for each in vars(layer).values())
