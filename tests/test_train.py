@@ -341,7 +341,7 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     fails("--batch-size must be positive, got 0", "--batch-size", "0")
     fails("--distill must be from 0 to 1, got 1.5", "--distill", "1.5")
     fails("--draft-vocab-size 9999 is more", "--draft-vocab-size", "9999")
-    fails("cannot load", "--model", str(tmp_path / "gone"))
+    fails("it does not exist", "--model", str(tmp_path / "gone"))
     RecurrentDrafter(DrafterConfig(vocab_size=VOCAB, hidden_size=8)).save_pretrained(tmp_path / "other")
     fails("hidden size of 8", "--drafter", str(tmp_path / "other"))
     fails("--exit-dim is the drafter's own", "--drafter", str(tmp_path / "other"), "--exit-dim", "8")
