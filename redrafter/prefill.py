@@ -24,7 +24,7 @@ from redrafter.mask import AttentionKind, additive
 __all__ = ["PROMPT_ATTENTION_NAME", "PagedPrompt", "Piece", "PromptPlan", "pieces", "prompt_attention"]
 
 PROMPT_ATTENTION_NAME = "redrafter_prompt"  # a name holding "sdpa" or "flash" would make transformers check for those
-FORWARD = 4096  # tokens of all rows in one; bounds what it holds beside the cache
+FORWARD = 8192  # tokens of all rows in one; bounds what it holds beside the cache
 EDGE = 256  # tokens of a block along the edge of a sliding window
 SCORES = 1 << 23  # scores that are in memory at once, where each must be looked at
 
