@@ -35,12 +35,14 @@ class AttentionProbe:
     shapes: per layer index, what it must store for its attention function to receive what it did. A layer that is
         given the very tensors of an earlier one stores nothing and names that one as its source.
     kinds: per layer index, the kind of its mask; None for a mask that the layer changed or made by itself.
+    changed: layers that changed the mask that they were given.
     failure: why the forward could not run with our attention function; None when it ran.
     """
 
     rules: list[AttentionKind | None] = field(default_factory=list)
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     kinds: dict[int, AttentionKind | None] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
     failure: str | None = None
     _given: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # held, so that no tensor's id is used twice
 
@@ -63,6 +65,8 @@ class AttentionProbe:
         number = numbers.pop() if len(numbers) == 1 else 0
         known = number in range(1, 1 + len(self.rules))
         self.kinds[layer] = self.rules[int(number) - 1] if known else None
+        if mask is not None and not known:
+            self.changed.add(layer)
 
     def by_layer(self, count: int) -> list[AttentionKind] | None:
         """Return the kind of each of `count` layers, or None unless all are known. One that attends to nothing of the

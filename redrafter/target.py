@@ -307,6 +307,11 @@ class Target:
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
         self.dtype = self.embed(ids).dtype  # the model's own may be that of a quantised weight
         probe = probe_attention(self.model, self.config, ids)
+        if probe.changed:
+            raise UnsupportedError(
+                f"{self.name} changes its masks by what a text says (layer {min(probe.changed)}), so which tokens are "
+                "seen depends on slots of the cache, and a tree fills others; use a model whose masks follow positions"
+            )
         self.kinds = probe.by_name(self.config)
         self._probe, self._slot_readers = probe, slot_readers(self.model)
         self._layer_kinds = probe.by_layer(self.config.num_hidden_layers)
@@ -351,7 +356,7 @@ class Target:
         if self._probe.failure is not None or not self._probe.shapes:
             return f"its attention cannot be replaced: {self._probe.failure or _OWN_CODE}"
         if self._layer_kinds is None:
-            return "its attention changes the mask that it is given"
+            return "what its layers see is not known"
         if self._slot_readers:
             return "its attention takes positions from the cache"
         if any(kind.chunk for kind in self._layer_kinds):
