@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from redrafter import target as targets
 from redrafter.mask import AttentionKind
+from redrafter.target import Target
 from zoo import check as checking
 from zoo.check import CRASHED, DIFFERENT, EQUAL, REFUSED, UNMADE, Outcome, check
 from zoo.report import counts, line
@@ -22,10 +22,15 @@ SAMPLE = [
     ("falcon", "grouped", DENSE),
     ("gemma4_text", "window 67", BOTH),
     ("gpt_bigcode", "plain", BOTH),
+    ("gpt_neo", "window 67", DENSE),
+    ("llama", "stray window 67", BOTH),
+    ("llama4_text", "window 67", DENSE),
     ("ministral3", "scaled, long", BOTH),
     ("modernbert-decoder", "window 67", BOTH),
     ("opt", "plain", BOTH),
     ("phi3", "longrope", BOTH),
+    ("phi3", "longrope, long", BOTH),
+    ("phimoe", "window 67", BOTH),
     ("whisper", "plain", BOTH),
     ("xglm", "plain", DENSE),
 ]
@@ -47,7 +52,7 @@ def test_an_architecture_writes_what_transformers_writes(model_type, name, serve
     [
         ("recurrent_gemma", "window 4", "linear_attention layers"),
         ("roberta", "plain", "gives other logits"),
-        ("phi3", "longrope, long", "context is 64"),
+        ("doge", "plain", "changes its masks"),
     ],
 )
 def test_an_architecture_that_cannot_be_served_is_refused(model_type, name, reason):
@@ -56,7 +61,12 @@ def test_an_architecture_that_cannot_be_served_is_refused(model_type, name, reas
 
 
 def test_a_window_that_is_not_seen_is_reported(monkeypatch):
-    monkeypatch.setattr(targets, "attention_kinds", lambda config: {"full_attention": AttentionKind()})
+    class Blind(Target):
+        def __init__(self, model):
+            super().__init__(model)
+            self.kinds, self._layer_kinds = {"all": AttentionKind()}, None
+
+    monkeypatch.setattr(checking, "Target", Blind)
     outcome = checked("mistral", "window 67")
     assert outcome.status == DIFFERENT and outcome.failed
     assert "dense, greedy, no drafts: first other token of row 0 is new token" in outcome.detail

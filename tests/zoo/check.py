@@ -65,7 +65,9 @@ def _check(model_type: str, variant: Variant) -> Outcome:
         return Outcome(CRASHED, f"when bound: {_told(error)}")
     ids, mask = uneven_prompts(variant.lengths)
     try:
-        expected, logits = map(torch.cat, zip(*(_alone(model, ids, mask, row) for row in range(len(ids))), strict=True))
+        expected, logits = map(
+            torch.cat, zip(*(_alone(model, ids, mask, row, variant.cached) for row in range(len(ids))), strict=True)
+        )
     except Exception as error:
         return Outcome(UNMADE, f"by model.generate: {_told(error)}")
     for cache in ("dense", "paged"):
@@ -107,16 +109,15 @@ def uneven_prompts(lengths: list[int]) -> tuple[Tensor, Tensor]:
     return ids * mask, mask
 
 
-def _alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, row: int) -> tuple[Tensor, Tensor]:
+def _alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, row: int, cached: bool) -> tuple[Tensor, Tensor]:
     """Decode one row alone with `model.generate`.
 
     Returns:
         The text with the padding put back, `[1, P + NEW]`, and the logits it was chosen from, `[1, NEW, V]`.
     """
     own = ids[row, mask[row].bool()][None]
-    out = model.generate(
-        own, attention_mask=torch.ones_like(own), output_logits=True, return_dict_in_generate=True, **GREEDY
-    )
+    told = GREEDY | {"use_cache": cached, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(own, attention_mask=torch.ones_like(own), **told)
     padding = ids[row : row + 1, : ids.shape[1] - own.shape[1]]
     return torch.cat([padding, out.sequences], dim=1), torch.stack(out.logits, dim=1)
 

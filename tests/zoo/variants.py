@@ -40,6 +40,8 @@ class Variant:
     longest: Tokens of the longest prompt.
     fields: What else the config has.
     served: Whether a refusal is a failure.
+    cached: Whether `model.generate` keeps a cache. transformers' own forgets what lies past a window that a config
+        names, even where the model sees it; without a cache its text is the model's.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Variant:
     longest: int
     fields: dict[str, Any] = field(default_factory=dict)
     served: bool = False
+    cached: bool = True
 
     @property
     def lengths(self) -> list[int]:
@@ -72,5 +75,6 @@ def variants(model_type: str) -> list[Variant]:
         found += [Variant(name, None, 35, fields), Variant(f"{name}, long", None, 150, fields)]
     if model_type in STRAY:
         for window, longest in ((SHORT, 23), (LONG, 150)):
-            found.append(Variant(f"stray window {window}", None, longest, {"sliding_window": window}, served=True))
+            fields = {"sliding_window": window}
+            found.append(Variant(f"stray window {window}", None, longest, fields, served=True, cached=False))
     return found
