@@ -1,7 +1,5 @@
 """Compute a half-precision model in float32 without a copy of it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,13 +31,6 @@ def _widened(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x
 
 
-@contextmanager
-def in_float32() -> Iterator[None]:
-    """Run what is inside in float32, products included, whatever dtype the weights have."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with _Float32():
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def in_float32() -> TorchFunctionMode:
+    """Return a context in which torch computes in float32, whatever dtype the weights have."""
+    return _Float32()

@@ -95,10 +95,11 @@ def test_two_steps_of_the_gated_recurrence_mix_the_state_with_what_is_read():
 def test_earlier_layers_are_added_to_the_last_hidden_state():
     drafter = random_drafter(target_layers=(0, 2)).double()
     assert drafter.feature_size == 3 * HIDDEN and tiny_drafter().feature_size == HIDDEN
-    last, *outputs = inputs()
-    features = torch.cat([last, outputs[0] * 300, outputs[1]], dim=-1)  # [3, F]
+    last, first, second = inputs()
+    outputs = (first * 300, second)
+    features = torch.cat([last, *outputs], dim=-1)  # [3, F]
     w = drafter.state_dict()
-    read = torch.cat([last, *(x / x.square().mean(-1, keepdim=True).sqrt() for x in outputs)], dim=-1)
+    read = torch.cat([last, *(x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in outputs)], dim=-1)
     expected = last + read @ w["fuse.weight"].T + w["fuse.bias"]
     torch.testing.assert_close(drafter.take(features), expected)
     assert drafter.bfloat16().take(features.bfloat16()).dtype == torch.bfloat16

@@ -11,6 +11,7 @@ __all__ = ["Variant", "architectures", "variants"]
 
 SHORT, LONG = 4, 67  # windows; the small tree of binding reaches past one and not past the other
 STRAY = ("llama", "granite", "gemma", "glm", "olmo", "nemotron")  # fine-tunes of these have fields that nothing reads
+IGNORED = ("moshi",)  # its config names a window that it does not have
 ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
@@ -70,7 +71,8 @@ def variants(model_type: str) -> list[Variant]:
     if None in windows or not windows or hasattr(text, "use_sliding_window"):
         found.append(Variant("plain", None, 150))
     if windows:
-        found += [Variant(f"window {SHORT}", SHORT, 23), Variant(f"window {LONG}", LONG, 150)]
+        cached = model_type not in IGNORED
+        found += [Variant(f"window {w}", w, longest, cached=cached) for w, longest in ((SHORT, 23), (LONG, 150))]
     for name, fields in FIELDS.get(model_type, {}).items():
         found += [Variant(name, None, 35, fields), Variant(f"{name}, long", None, 150, fields)]
     if model_type in STRAY:
