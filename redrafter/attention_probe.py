@@ -29,7 +29,7 @@ MaskRule = Callable[..., Any]
 
 @dataclass
 class AttentionProbe:
-    """What one forward showed.
+    """Collect what one forward shows of a model's layers.
 
     rules: the distinct kinds of attention that the model built masks for, in order.
     shapes: per layer index, what it must store for its attention function to receive what it did. A layer that is

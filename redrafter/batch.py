@@ -215,7 +215,7 @@ class PagedBatch:
                     self.graphs.blocks.publish(lease, text)
 
     def _is_steady(self, limit: int) -> bool:
-        """Whether the blocks of a row of up to `limit` tokens hold what any row with the same text would have."""
+        """Tell whether blocks of a row of up to `limit` tokens hold what any row with the same text would have."""
         steady = self.graphs.target.steady_context
         return steady is None or limit <= steady
 

@@ -1,4 +1,4 @@
-"""The forward of a packed batch: all rows of a tree as one sequence, with tree attention over a paged cache."""
+"""The forward of a packed batch: all rows of a tree, or of prompts, as one sequence, with attention of our own."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ class PackedForward:
     ):
         self._model, self._head, self._config, self._context = model, head, config, context
         self._windows, self._slot_readers = windows, slot_readers
-        self._wanted: Any = None  # these three hold something during a call alone
+        self._wanted: Any = None  # this, the next two and `_long` hold something during a call alone
         self._hidden: Any = None
         self._outputs: tuple[Tensor, ...] = ()
         self._layers: Sequence[nn.Module] = ()
