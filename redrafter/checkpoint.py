@@ -48,6 +48,7 @@ __all__ = [
     "check_beams",
     "check_fit",
     "check_match",
+    "default_sampling",
     "embedding_norms",
     "holds_drafter",
     "load_drafter",
@@ -188,6 +189,13 @@ def _to(model: Any, device: Any) -> Any:
         raise ArgumentError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
 
 
+def default_sampling(name: str) -> bool | None:
+    """Return whether a merged checkpoint says to sample where a call does not; None where it does not say."""
+    file = cached_file(name, SHAPE_FILE, _raise_exceptions_for_missing_entries=False)
+    greedy = None if file is None else Defaults.read(Path(file)).greedy_search
+    return None if greedy is None else not greedy
+
+
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model, padding on the left as decoder-only generation needs."""
     check_place(str(name))
@@ -214,7 +222,8 @@ def load_drafter(
         file = cached_file(str(model), SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
         if file is None:
             raise CheckpointError(
-                f"{model} has no {SHAPE_FILE}, so it holds no drafter: give one, or merge it in (redrafter convert)"
+                f"{model} has no {SHAPE_FILE}, so it holds no drafter: give one (--drafter D), draft with a smaller "
+                "model (--draft-model D) or with the text itself (--prompt-lookup), or write plainly (--no-speculate)"
             )
         defaults = Defaults.read(Path(file))
         drafter = RecurrentDrafter.from_pretrained(model, subfolder=DRAFTER_FOLDER, revision=revision)

@@ -79,7 +79,6 @@ class DraftTarget(Engine):
 
     @property
     def by_odds(self) -> bool:
-        """Whether sampled drafts are kept by their odds, so that sampled tokens are not those of plain decoding."""
         return self.acceptance == "rejection"
 
     @classmethod

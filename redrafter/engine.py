@@ -123,6 +123,11 @@ class Engine:
         other._lender = None if other is self else self
 
     @property
+    def by_odds(self) -> bool:
+        """Whether sampled drafts are kept by their odds, so that sampled tokens are not those of plain decoding."""
+        return False
+
+    @property
     def model(self) -> Any:
         """The target's Hugging Face model."""
         return self.target.model

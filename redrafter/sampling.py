@@ -22,7 +22,7 @@ class Sampler:
     what `processors` divides by; the drafter, which sees no other processor, guesses better with it. prompt, limit:
     `[B]` int64, each row's own prompt length and the most tokens it may come to. ids: `[V]` int64, `arange(V)`.
     keep_scores: whether somebody wants the processed scores too. greedy: `[B]` bool, rows that draw without noise where
-    others sample; None for none.
+    others sample; None for none. plain: `[B]` bool, rows that keep no drafts where others do; None for none.
     """
 
     seeds: Tensor | None
@@ -33,6 +33,7 @@ class Sampler:
     ids: Tensor
     keep_scores: bool = False
     greedy: Tensor | None = None
+    plain: Tensor | None = None
 
     @property
     def simple(self) -> bool:
@@ -51,9 +52,9 @@ class Sampler:
 
     def at(self, rows: Tensor) -> "Sampler":
         """For these rows alone, where `processors` hold nothing of a row; rows: `[B']` int64."""
-        seeds = None if self.seeds is None else self.seeds[rows]
-        rest = {name: getattr(self, name)[rows] for name in ("temperature", "prompt", "limit")}
-        return replace(self, seeds=seeds, greedy=None if self.greedy is None else self.greedy[rows], **rest)
+        names = ("seeds", "temperature", "prompt", "limit", "greedy", "plain")
+        chosen = {name: value[rows] for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **chosen)
 
     def stream(self, which: int) -> "Sampler":
         """The same, with noise of another stream."""
@@ -61,15 +62,11 @@ class Sampler:
 
     def to(self, device: torch.device) -> "Sampler":
         """On another device."""
-        moved = {name: getattr(self, name).to(device) for name in ("temperature", "prompt", "limit", "ids")}
+        names = ("seeds", "temperature", "prompt", "limit", "ids", "greedy", "plain")
+        moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
         own = RowTemperature(moved["temperature"])
-        return replace(
-            self,
-            seeds=None if self.seeds is None else self.seeds.to(device),
-            greedy=None if self.greedy is None else self.greedy.to(device),
-            processors=tuple(own if isinstance(p, RowTemperature) else p for p in self.processors),
-            **moved,
-        )
+        processors = tuple(own if isinstance(p, RowTemperature) else p for p in self.processors)
+        return replace(self, processors=processors, **moved)
 
     def noise(self, position: Tensor, count: int) -> Tensor | None:
         """Noise of the tokens at positions `position[b] ... position[b] + count - 1`: `[B, count, V]`, None if
@@ -110,7 +107,12 @@ class Sampler:
         positions = position[:, None] + tree.depth
         # Noise of id 0 alone; a Gumbel variable is minus the logarithm of an exponential one.
         chance = gumbel(branch(self.seeds, ACCEPT), positions, self.ids[:1]).squeeze(2).neg().exp()
-        return draw_residual(tree, scores, noise[:, : positions.shape[1]], chance)
+        noise = noise[:, : positions.shape[1]]
+        drawn = draw_residual(tree, scores, noise, chance)
+        for rows in (self.greedy, self.plain):  # which draw as they would without drafts
+            if rows is not None:
+                drawn = torch.where(rows[:, None], self.draw(scores, noise, tree.depth), drawn)
+        return drawn
 
     def draft_scores(self, logits: Tensor, noise: Tensor | None, step: int, ids: Tensor | None) -> Tensor:
         """A drafter's logits `[B, w, V']` at search step `step`, as the target will draw: at its temperature, under its

@@ -126,6 +126,8 @@ def step(
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
     path = accept(target.kept(tree, state.length), drawn, proposer.depth)  # [B, K+1]
+    if sampler.plain is not None:
+        path = path.without_drafts(sampler.plain)
     if tree.branches:
         cache.commit(state.length, path.nodes)
         if draft_cache is not None:

@@ -30,6 +30,10 @@ class Path:
         """`[B]` int64, the deepest kept node."""
         return self.nodes.gather(1, self.accepted[:, None]).squeeze(1)
 
+    def without_drafts(self, rows: Tensor) -> "Path":
+        """Keep node 0 alone in some rows, `[B]` bool."""
+        return Path(self.nodes.masked_fill(rows[:, None], 0), self.accepted.masked_fill(rows, 0))
+
 
 def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
     """Keep node 0, and every node whose parent is kept and whose token is what was drawn at its parent.

@@ -40,6 +40,25 @@ def test_a_runtime_json_is_taken_as_it_is(under, capsys, tmp_path):
     assert "kv_cache_host_memory_megabytes means nothing here" in err and "kv_cache_onboard_blocks" in err
 
 
+def test_files_beside_the_model_are_read_first(capsys, tmp_path):
+    (tmp_path / "runtime.json").write_text(json.dumps(RUNTIME | {"host": "0.0.0.0"}))
+    said = "{runtime: {max_batch_size: 13}, tokenizer: {chat_template: 'x'}, trust_remote_code: true}"
+    (tmp_path / "llgtrt.json5").write_text(said)
+    assert main(["serve", "--print-config", "--max-num-tokens", "64", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["max_batch_size"], found["max_num_tokens"], found["guaranteed_no_evict"]) == (13, 64, True)
+    # Who may come in, and what code runs, is not for whoever made a model to say.
+    assert (found["host"], found["trust_remote_code"]) == ("127.0.0.1", False)
+    assert "host is not read from a file beside a model" in err and "trust_remote_code is not read" in err
+    assert "tokenizer means nothing here: the tokenizer is the one beside the model" in err
+    (tmp_path / "own.json").write_text('{"max_batch_size": 14}')
+    assert printed(capsys, "--config", str(tmp_path / "own.json"), str(tmp_path))["max_batch_size"] == 14
+    (tmp_path / "runtime.json").write_text("{")
+    assert main(["serve", "--print-config", str(tmp_path)]) == 2
+    assert "runtime.json is neither JSON nor JSON5" in capsys.readouterr().err
+
+
 def test_flags_win_over_files_and_later_files_over_earlier(capsys, tmp_path):
     for name, text in (
         ("a.json5", "{max_batch_size: 3, port: 9, model: 'mine', // a note\n}"),

@@ -21,7 +21,7 @@ COMMANDS = ("/exit", "/reset", "/stats")
 def run(args: argparse.Namespace) -> int:
     """Answer line after line."""
     options = read_options(GenerationOptions, args)
-    pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args))
+    pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args), options.speculate)
     talk = _Talk(pair, options, args.system, use_color(args.color, sys.stdout))
     interactive = sys.stdin.isatty()
     if interactive:

@@ -23,7 +23,6 @@ from redrafter.cli.engines import DRAFT_MODEL, DRAFTER, LOOKUP, WAYS, check_flag
 from redrafter.cli.loading import Pair, Run, checked
 from redrafter.cli.options import CompareOptions, DraftOptions, GenerationOptions, LoadOptions
 from redrafter.document import check_writable
-from redrafter.draft_target import DraftTarget
 from redrafter.errors import ArgumentError
 from redrafter.flags import read_options
 from redrafter.outputs import GenerateStats, Stats
@@ -81,7 +80,7 @@ class _Way:
     def exact(self) -> bool:
         """Whether plain decoding's tokens are promised."""
         engine = self.pair.engine
-        return not (isinstance(engine, DraftTarget) and engine.by_odds and self.writing.sampling)
+        return not (engine.by_odds and self.writing.sampling)
 
     def run(self, batch: Sequence[Sequence[int]], writing: GenerationOptions) -> Run:
         self.pair.engine.forget_prefixes()

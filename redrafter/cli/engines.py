@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from redrafter.checkpoint import DRAFTER_FOLDER
+from redrafter.checkpoint import DRAFTER_FOLDER, bind, default_sampling, holds_drafter
 from redrafter.cli.options import DraftOptions, LoadOptions
 from redrafter.draft_model import DraftModelProposer
 from redrafter.draft_target import DraftTarget
@@ -15,14 +15,16 @@ from redrafter.lookup import LookupProposer, PromptLookup
 from redrafter.options import EngineOptions
 from redrafter.proposer import RecurrentProposer
 from redrafter.redrafter import ReDrafter
-from redrafter.step import Proposer
+from redrafter.step import Plain, Proposer
 from redrafter.target import Target
 
 __all__ = [
     "DRAFTER",
     "DRAFT_MODEL",
     "LOOKUP",
+    "PLAIN",
     "WAYS",
+    "can_draft",
     "check_flags",
     "chosen",
     "drafts_by",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 WAYS = DRAFTER, DRAFT_MODEL, LOOKUP = "drafter", "draft model", "prompt lookup"
+PLAIN = "plain"  # nothing drafts
 
 # The flags that mean something to each way alone, or to some.
 _FLAGS = {
@@ -50,6 +53,16 @@ def chosen(options: LoadOptions, draft: DraftOptions) -> str:
     way = DRAFT_MODEL if draft.draft_model is not None else LOOKUP if draft.prompt_lookup else DRAFTER
     check_flags(options, draft, {way})
     return way
+
+
+def can_draft(options: LoadOptions, draft: DraftOptions) -> bool:
+    """Return whether the options name something that drafts, or the model is a merged checkpoint."""
+    if options.drafter is not None or draft.draft_model is not None or draft.prompt_lookup or options.model is None:
+        return True
+    try:
+        return holds_drafter(options.model)
+    except OSError:
+        return True  # loading it says what is wrong
 
 
 def check_flags(options: LoadOptions, draft: DraftOptions, ways: set[str]) -> None:
@@ -105,17 +118,28 @@ def _read_config(text: str) -> tuple[int, str, str, bool]:
 
 
 def drafts_by(way: str, model: str, options: LoadOptions, draft: DraftOptions) -> str | None:
-    """The name of what drafts, where that was loaded."""
+    """Return the name by which the drafter or the draft model was loaded; None where there is neither."""
     if way == DRAFTER:
         return options.drafter or str(Path(model) / DRAFTER_FOLDER)
     return draft.draft_model if way == DRAFT_MODEL else None
 
 
 def load_engine(way: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
-    """model: a name, or what is loaded and bound already."""
+    """Load the engine of one way to draft.
+
+    Args:
+        way: one of `WAYS`, or `PLAIN`.
+        model: a name, or a target that is bound already.
+        options: how to load it.
+        draft: what drafts in place of a drafter.
+    """
     use = {each.name: getattr(options, each.name) for each in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"] = options.device
+    if way == PLAIN:
+        engine = Engine(bind(model, **load), Plain(), EngineOptions(**use))
+        engine.do_sample = default_sampling(model) if isinstance(model, str) else None
+        return engine
     own = [name for name in ("draft_len", "ngram", "acceptance") if name in _FLAGS[way]]
     given = {name: value for name in own if (value := getattr(draft, name)) is not None}
     if way == LOOKUP:

@@ -15,7 +15,6 @@ from redrafter.cli.engines import shape
 from redrafter.cli.loading import Pair, Run, Template
 from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.cli.printer import Printer, use_color
-from redrafter.draft_target import DraftTarget
 from redrafter.errors import ArgumentError
 from redrafter.flags import read_options
 from redrafter.outputs import Stats
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         # The same seeds, and the same work of printing, to nowhere.
         streamer = None if args.json else job.printer(io.StringIO())
         plain = job.decode(replace(options, speculate=False), streamer, found.stats.seeds)
-        by_odds = isinstance(job.pair.engine, DraftTarget) and job.pair.engine.by_odds and options.sampling
+        by_odds = job.pair.engine.by_odds and options.sampling
         comparison = _Comparison.of(found, plain, compared=not by_odds)
         print(comparison.line(plain), file=sys.stderr)
     if args.json:
@@ -63,7 +62,7 @@ class _Job:
 
     def __init__(self, args: argparse.Namespace, options: GenerationOptions, prompts: list[str]):
         self.args, self.options = args, options
-        self.pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args))
+        self.pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args), options.speculate)
         self._extra: dict[str, Any] = {"num_return_sequences": args.num_return_sequences}
         self.prompts = [prompt for prompt in prompts for _ in range(args.num_return_sequences)]  # of each output row
         if isinstance(options.temperature, tuple):

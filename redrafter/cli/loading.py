@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.bench.workload import padded
 from redrafter.checkpoint import boxed_pair, load_tokenizer
-from redrafter.cli.engines import chosen, drafts_by, load_engine, with_config
+from redrafter.cli.engines import PLAIN, chosen, drafts_by, load_engine, with_config
 from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
@@ -77,8 +77,12 @@ def limit_threads(device_type: str) -> None:
 
 @dataclass
 class Pair:
-    """A loaded target with what drafts for it and its tokenizer. name, drafts: what target and drafter or draft model
-    were loaded by; way: which of the ways to draft it is."""
+    """A loaded target with what drafts for it and its tokenizer.
+
+    name: what the target was loaded by.
+    way: which of the ways to draft it is, or `PLAIN`.
+    drafts: what the drafter or the draft model was loaded by.
+    """
 
     name: str
     way: str
@@ -87,9 +91,11 @@ class Pair:
     engine: Engine
 
     @classmethod
-    def load(cls, options: LoadOptions, draft: DraftOptions = NO_DRAFT) -> "Pair":
+    def load(cls, options: LoadOptions, draft: DraftOptions = NO_DRAFT, speculate: bool = True) -> "Pair":
+        """Load what the options name; without `speculate`, only the target."""
         name, options, draft = checked(options, draft)
-        way = chosen(options, draft)
+        way = chosen(options, draft)  # which refuses flags that exclude each other, also where nothing drafts
+        way = way if speculate else PLAIN
         tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
         engine = load_engine(way, name, options, draft)
         return cls(name, way, drafts_by(way, name, options, draft), tokenizer, engine)

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from redrafter.cli.engines import shape
+from redrafter.cli.engines import PLAIN, can_draft, shape
 from redrafter.cli.loading import Pair
 from redrafter.cli.options import DraftOptions, LoadOptions
 from redrafter.cli.parser import Parser
@@ -22,7 +22,7 @@ from redrafter.draft_target import DraftTarget
 from redrafter.errors import ArgumentError
 from redrafter.flags import add_options, own_name, read_options
 from redrafter.options import MOST_ROWS
-from redrafter.serve.config import ServeOptions, read_config
+from redrafter.serve.config import LIMITS, ServeOptions, config_beside, read_config
 
 __all__ = ["Server", "main"]
 
@@ -46,8 +46,8 @@ class Server:
         from redrafter.serve.worker import Worker
 
         engine = self.pair.engine
-        if isinstance(engine, DraftTarget) and (engine.by_odds or engine.adaptive):
-            raise ArgumentError("a server keeps drafts by match, at one length: leave out --acceptance and --adaptive")
+        if isinstance(engine, DraftTarget) and engine.adaptive:
+            raise ArgumentError("a server drafts at one length: leave out --adaptive")
         self.name = self.options.served_model_name or own_name(self.pair.name)
         limits = self.options.limits(self.load.max_seq_len)
         least = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes beside them
@@ -104,7 +104,9 @@ class Server:
         host, port = listening.getsockname()[:2]
         target, scheduler = self.pair.engine.target, self.worker.scheduler
         proposer = self.pair.engine.proposer_for(1) if self.options.speculate else None
-        drafts = "no drafts" if proposer is None else f"{self.pair.way}, {shape(proposer) or 'no drafts at one row'}"
+        drafts = "no drafts"
+        if proposer is not None and self.pair.way != PLAIN:
+            drafts = f"{self.pair.way}, {shape(proposer) or 'no drafts at one row'}"
         key = f' -H "Authorization: Bearer {self.options.api_key}"' if self.options.api_key else ""
         body = f'{{"model": "{self.name}", "prompt": "Once upon a time", "max_tokens": 40}}'
         return [
@@ -165,10 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
 
     def run() -> int:
-        args = _parser().parse_args(argv)
-        said = read_config(args.config, (ServeOptions, LoadOptions, DraftOptions))
-        given = {name: value for name, value in vars(args).items() if not (name == "model" and value is None)}
-        args = argparse.Namespace(**said | given)
+        args = _with_config(_parser().parse_args(argv))
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
         draft = read_options(DraftOptions, args)
         if args.print_config:
@@ -181,13 +180,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 for handler in logging.getLogger("redrafter").handlers:
                     handler.setFormatter(JsonLines())
-            server = Server(Pair.load(load, draft), options, load)
+            server = Server(Pair.load(load, draft, _speculate(options, load, draft)), options, load)
             for line in server.summary(listening):
                 _LOG.info(line)
             server.run(listening)
         return 0
 
     return guarded(run)
+
+
+def _with_config(args: argparse.Namespace) -> argparse.Namespace:
+    """Add what files say: those beside the model first, over them those of `--config`, over them what was typed."""
+    kinds = (ServeOptions, LoadOptions, DraftOptions)
+    said = read_config(args.config, kinds)
+    given = {name: value for name, value in vars(args).items() if not (name == "model" and value is None)}
+    model = (said | given).get("model")
+    beside = {} if model is None else read_config(config_beside(model), kinds, only=LIMITS)
+    return argparse.Namespace(**beside | said | given)
+
+
+def _speculate(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> bool:
+    """Return whether to load what drafts; where there is nothing, say once what could."""
+    if not options.speculate:
+        return False
+    found = can_draft(load, draft)
+    if not found:
+        _LOG.warning(
+            "%s comes without a drafter, so texts are written plainly: --drafter D, --draft-model D or --prompt-lookup "
+            "makes it faster",
+            load.model,
+        )
+    return found
 
 
 def _needs_extra() -> None:

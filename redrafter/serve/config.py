@@ -1,19 +1,21 @@
 """The options of `redrafter serve`, and the keys of TensorRT-LLM's server that they stand for."""
 
-import difflib
 import json
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from transformers.utils import cached_file
+
 from redrafter.errors import ArgumentError
 from redrafter.flags import flag, option
 from redrafter.serve.scheduler import Limits
+from redrafter.spelling import nearest
 
-__all__ = ["ServeOptions", "read_config"]
+__all__ = ["LIMITS", "ServeOptions", "config_beside", "read_config"]
 
 # Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, by the option that says the same here.
 _RUNTIME = {
@@ -32,7 +34,25 @@ _NO_MEANING = frozenset(
         "secondary_offload_min_priority",
     }
 )
-_PARTS = frozenset({"llguidance", "py", "tokenizer"})  # of llgtrt.json5, about what is elsewhere here
+# Parts of `llgtrt.json5` beside `runtime`, and what to do about what they say.
+_PARTS = {
+    "llguidance": "the limits of grammars are this server's own",
+    "py": "no Python scripts are run beside the server",
+    "tokenizer": "the tokenizer is the one beside the model; its chat template is --chat-template FILE",
+}
+BESIDE = ("runtime.json", "llgtrt.json5")  # read where they stand beside a model, the second over the first
+# What such files may say: whoever made a model decides how much of it runs at once, not who may come in.
+LIMITS = frozenset(
+    {
+        "chunked_context",
+        "guaranteed_no_evict",
+        "kv_cache_free_gpu_memory_fraction",
+        "kv_cache_reuse",
+        "max_batch_size",
+        "max_num_tokens",
+        "max_queue_size",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -78,11 +98,28 @@ class ServeOptions:
         )
 
 
-def read_config(files: Sequence[str], options: Sequence[type]) -> dict[str, Any]:
-    """Options by name, from JSON or JSON5 files, later ones over earlier ones. options: the dataclasses they belong to.
+def config_beside(model: str) -> list[str]:
+    """Return the files of `BESIDE` that a model's directory or repository holds."""
+    try:
+        found = [cached_file(model, name, _raise_exceptions_for_missing_entries=False) for name in BESIDE]
+    except OSError:
+        return []  # loading the model says what is wrong
+    return [file for file in found if file is not None]
+
+
+def read_config(files: Sequence[str], options: Sequence[type], only: Collection[str] | None = None) -> dict[str, Any]:
+    """Read options by name from JSON or JSON5 files, later ones over earlier ones.
 
     Keys are the flags' names, with dashes or underscores, or those of `runtime.json`, at the top or under `runtime`.
-    Raises `ArgumentError` naming file and key; warns of keys that mean nothing here.
+    Keys that mean nothing here are named in a warning each.
+
+    Args:
+        files: paths.
+        options: the dataclasses that the options belong to.
+        only: options that these files may set; None for all. Others are named in a warning.
+
+    Raises:
+        ArgumentError: naming the file and the key.
     """
     known = {each.name: (each, get_type_hints(kind)[each.name]) for kind in options for each in fields(kind)}
     found: dict[str, Any] = {}
@@ -90,10 +127,16 @@ def read_config(files: Sequence[str], options: Sequence[type]) -> dict[str, Any]
         for key, value in _entries(file):
             name = _RUNTIME.get(key, key)
             if key in _NO_MEANING or key in _PARTS:
-                warnings.warn(f"{file}: {key} means nothing here", stacklevel=2)
+                why = f": {_PARTS[key]}" if key in _PARTS else ""
+                warnings.warn(f"{file}: {key} means nothing here{why}", stacklevel=2)
             elif name not in known:
-                near = difflib.get_close_matches(name, [*known, *_RUNTIME], n=1)
-                raise ArgumentError(f"{file}: {key} is not known" + (f"; did you mean {near[0]}?" if near else ""))
+                near = nearest(name, [*known, *_RUNTIME])
+                raise ArgumentError(f"{file}: {key} is not known" + (f"; did you mean {near}?" if near else ""))
+            elif only is not None and name not in only:
+                warnings.warn(
+                    f"{file}: {key} is not read from a file beside a model: give it as a flag or with --config",
+                    stacklevel=2,
+                )
             elif value is not None:
                 found[name] = _typed(file, key, value, *known[name])
     return found
@@ -103,13 +146,13 @@ def _entries(file: str) -> list[tuple[str, Any]]:
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise ArgumentError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
         said = json.loads(text)
     except ValueError:
         said = _json5(file, text)
     if not isinstance(said, dict) or not isinstance(said.get("runtime", {}), dict):
-        raise ArgumentError(f"--config {file} must hold an object")
+        raise ArgumentError(f"{file} must hold an object")
     runtime = said.pop("runtime", {})
     return [(key.replace("-", "_"), value) for key, value in (*said.items(), *runtime.items())]
 
@@ -118,11 +161,11 @@ def _json5(file: str, text: str) -> Any:
     try:
         import json5
     except ImportError:
-        raise ArgumentError(f"--config {file} is not JSON; for JSON5: pip install json5") from None
+        raise ArgumentError(f"{file} is not JSON; for JSON5: pip install json5") from None
     try:
         return json5.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"--config {file} is neither JSON nor JSON5: {error}") from error
+        raise ArgumentError(f"{file} is neither JSON nor JSON5: {error}") from error
 
 
 def _typed(file: str, key: str, value: Any, item: Field[Any], hint: Any) -> Any:

@@ -20,7 +20,8 @@ class Settings:
     """How a row draws, in the names of `generate`. As they stand here, all but `seed` leave their processor off.
 
     temperature: 0 for greedy. ends: ids that end the text. logprobs: how many of the likeliest tokens are wanted beside
-    the drawn one at each place; None for no log-probabilities. grammar: what the text must follow.
+    the drawn one at each place; None for no log-probabilities. grammar: what the text must follow. speculate: whether
+    the row keeps drafts, where rows beside it may.
     """
 
     temperature: float = 1.0
@@ -36,6 +37,7 @@ class Settings:
     seed: int = 0
     logprobs: int | None = None
     grammar: Grammar | None = None
+    speculate: bool = True
 
     @property
     def greedy(self) -> bool:

@@ -144,6 +144,7 @@ class _Request(_Strict):
     ignore_eos: StrictBool = False
     stop_token_ids: Ids | None = None
     structured_outputs: StructuredOutputs | None = None
+    speculate: StrictBool = True
 
     @field_validator("stop")
     @classmethod

@@ -43,7 +43,7 @@ class RowSettings:
         zeros = lambda kind: torch.zeros(rows, dtype=kind, device=device)  # noqa: E731
         ones = lambda: torch.ones(rows, device=device)  # noqa: E731
         self.seeds, self.prompt, self.limit = (zeros(torch.long) for _ in range(3))
-        self.greedy = zeros(torch.bool)
+        self.greedy, self.plain = zeros(torch.bool), zeros(torch.bool)
         self.temperature, self.repetition, self.top_p = ones(), ones(), ones()
         self.frequency, self.presence, self.min_p = (zeros(torch.float32) for _ in range(3))
         self.top_k, self.minimum = zeros(torch.long), zeros(torch.long)
@@ -54,6 +54,7 @@ class RowSettings:
         """Put one request's settings in a row's place."""
         self.seeds[row], self.prompt[row], self.limit[row] = settings.seed, prompt, limit
         self.greedy[row], self.temperature[row] = settings.greedy, 1.0 if settings.greedy else settings.temperature
+        self.plain[row] = not settings.speculate
         self.repetition[row], self.minimum[row] = settings.repetition_penalty, settings.min_new_tokens
         self.frequency[row], self.presence[row] = settings.frequency_penalty, settings.presence_penalty
         self.top_k[row] = 0 if settings.greedy else settings.top_k
@@ -77,9 +78,15 @@ class RowSettings:
             )
         return self._wide
 
-    def sampler(self, rows: int, simple: bool, guides: RowGrammars | None = None) -> Sampler:
-        """Of the first rows, over these buffers. simple: whether a temperature is all that any of them needs. guides:
-        the rows' grammars, if any has one. The order of the processors is transformers'."""
+    def sampler(self, rows: int, simple: bool, guides: RowGrammars | None = None, keep_scores: bool = False) -> Sampler:
+        """Return how the first rows draw, over these buffers. The order of the processors is transformers'.
+
+        Args:
+            rows: how many rows.
+            simple: whether a temperature is all that any of them needs.
+            guides: the rows' grammars, if any has one.
+            keep_scores: whether a step needs the processed scores too, as rejection sampling does.
+        """
         first = slice(rows)
         temperature = RowTemperature(self.temperature[first])
         processors: tuple[Processor, ...] = (temperature,)
@@ -103,13 +110,16 @@ class RowSettings:
             prompt=self.prompt[first],
             limit=self.limit[first],
             ids=self.ids,
+            keep_scores=keep_scores,
             greedy=self.greedy[first],
+            plain=self.plain[first],
         )
 
     def move(self, source: int, to: int) -> None:
         """Put a row's settings in another place."""
-        own = ("seeds", "prompt", "limit", "greedy", "temperature", "repetition", "minimum", "frequency", "presence")
-        for tensor in (*(getattr(self, name) for name in (*own, "top_k", "top_p", "min_p")), *(self._wide or ())):
+        own = ("seeds", "prompt", "limit", "greedy", "plain", "temperature", "top_k", "top_p", "min_p")
+        penalties = ("repetition", "minimum", "frequency", "presence")
+        for tensor in (*(getattr(self, name) for name in (*own, *penalties)), *(self._wide or ())):
             tensor[to] = tensor[source]
 
 
@@ -139,7 +149,7 @@ class Rows:
         self.jobs: list[Job] = []
         self._width = 0
         self._buffers: _Buffers | None = None
-        self._kept: dict[tuple[int, bool, bool], CapturedStep] = {}
+        self._kept: dict[tuple[int, bool, bool, bool], CapturedStep] = {}
         self._guides = RowGrammars([])
 
     def add(self, job: Job, hidden: Tensor) -> None:
@@ -181,11 +191,12 @@ class Rows:
         job.place = None
 
     def step(self) -> tuple[Drawn, list[list[int]]]:
-        """One step of all rows. The report is by place: a row's tokens and, last, how many drafts were accepted."""
-        rows = bucket(len(self.jobs))
+        """One step of all rows, without drafts where none of them takes any. The report is by place: a row's tokens
+        and, last, how many drafts were accepted."""
+        rows, drafting = bucket(len(self.jobs)), any(job.settings.speculate for job in self.jobs)
         simple = all(job.settings.simple for job in self.jobs)
         self._guides.states[:] = [job.guide for job in self.jobs]
-        key = (rows, simple, any(self._guides.states))
+        key = (rows, simple, any(self._guides.states), drafting)
         if key not in self._kept:
             self._kept[key] = self._new(*key)
         step = self._kept[key]
@@ -216,12 +227,14 @@ class Rows:
         assert self._buffers is not None
         return self._buffers
 
-    def _new(self, rows: int, simple: bool, guided: bool) -> CapturedStep:
+    def _new(self, rows: int, simple: bool, guided: bool, drafting: bool) -> CapturedStep:
         state, first = self._own.state, slice(rows)
         own = State(state.tokens[first], state.length[first], state.hidden[first], state.active[first])
         cache = PagedCache(self.graphs.store, self._own.table[first])
-        sampler = self.settings.sampler(rows, simple, self._guides if guided else None)
-        step = self.graphs.step_over(own, self._proposers[rows], cache, sampler)
+        proposer = self._proposers[rows] if drafting else self.engine.plain
+        by_odds = drafting and self.engine.by_odds
+        sampler = self.settings.sampler(rows, simple, self._guides if guided else None, keep_scores=by_odds)
+        step = self.graphs.step_over(own, proposer, cache, sampler)
         if step.done is not None:
             active = own.active.clone()
             own.active.zero_()  # what is run to be captured must change nothing

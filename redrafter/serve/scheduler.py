@@ -266,7 +266,8 @@ class Scheduler:
             if job.settings.logprobs is not None:
                 wanted[place] = drawn.logits[place, drawn.path.nodes[place, : accepted + 1]]
         for place, (job, (*tokens, accepted)) in enumerate(zip(jobs, report, strict=False)):
-            self._take(job, tokens[: accepted + 1], accepted, wanted.get(place), drawn.drafted)
+            drafted = drawn.drafted if job.settings.speculate else 0
+            self._take(job, tokens[: accepted + 1], accepted, wanted.get(place), drafted)
 
     def _take(self, job: Job, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int = 0) -> None:
         """Write down what was drawn, up to where the text ends. logits: `[count, V]`. drafted: drafts verified."""
@@ -305,7 +306,10 @@ class Scheduler:
             if keep:
                 # The pending token is in no cache; the one before it, a draft model may have proposed and not read.
                 unread = 1 if self.graphs.draft_store is None else 2
-                self._publish(job, job.read if job.place is None else len(job.text) - unread)
+                written = len(job.text) - unread
+                if self.graphs.draft_store is not None and not job.settings.speculate:
+                    written = len(job.prompt)  # the draft model may have read no more
+                self._publish(job, job.read if job.place is None else min(written, len(job.text) - unread))
             with self.graphs.lock:
                 self.graphs.blocks.release(job.lease)
             job.lease = None

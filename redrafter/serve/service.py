@@ -145,6 +145,7 @@ class Service:
             seed=secrets.randbits(61) if request.seed is None else request.seed,
             logprobs=logprobs,
             grammar=grammar,
+            speculate=request.speculate,
         )
 
     async def _grammar(self, spec: dict[str, Any] | None) -> Grammar | None:
