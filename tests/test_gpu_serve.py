@@ -6,6 +6,7 @@ import pytest
 import torch
 from chats import tiny_tokenizer
 from test_scheduler import KINDS, alone, job, nothing_is_held, random_jobs, run
+from test_serve_speculate import by_odds, kept_by_odds, without_drafts
 
 from conftest import tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine
@@ -37,6 +38,30 @@ def draft_model() -> Engine:
     models = [tiny_model("llama"), tiny_model("gpt2", num_hidden_layers=1)]
     models[0].generation_config.eos_token_id = None
     return DraftTarget(*(Target(model.cuda()) for model in models), options=OPTIONS)
+
+
+@pytest.mark.parametrize("make", [recurrent, draft_model])
+def test_rows_without_drafts_share_captured_steps(make):
+    engine = make()
+    jobs = without_drafts(random_jobs(24, seed=3))
+    scheduler = served(engine, max_batch_size=6)
+    run(scheduler, jobs, apart=1)
+    for each in jobs:
+        assert each.sink.tokens == alone(engine, each)
+    assert all(step.graph is not None for step in scheduler.rows._kept.values())
+
+
+def test_drafts_are_kept_by_their_odds_in_captured_steps():
+    models = [tiny_model("llama"), tiny_model("qwen2", num_hidden_layers=1)]
+    models[0].generation_config.eos_token_id = None
+    engine = by_odds(*(Target(model.cuda()) for model in models))
+    engine.options = OPTIONS
+    jobs = without_drafts(random_jobs(24, seed=5))
+    scheduler = served(engine, max_batch_size=5)
+    run(scheduler, jobs, apart=1)
+    for each in jobs:
+        assert each.sink.tokens == kept_by_odds(engine, each)
+    assert all(step.graph is not None for step in scheduler.rows._kept.values())
 
 
 @pytest.mark.parametrize("make", [recurrent, draft_model])
