@@ -2,7 +2,8 @@
 
 Host numbers only: ids of blocks, never their keys and values. Those depend on the whole text before them, so stored
 blocks form a trie: a node is a full block, found only by way of the blocks before it. Evicting a node cuts its subtree
-off, so that what hung below can never be found under another text that its block comes to hold.
+off, so that what hung below can never be found under another text that its block comes to hold. There is one trie for
+each salt, so that a row never finds what a row with another salt has stored, nor sees by its speed that it is there.
 """
 
 from collections import OrderedDict, deque
@@ -22,18 +23,28 @@ class Lease:
 
     blocks: ids, in order of position; slot s of the row lives in block `blocks[s // BLOCK]`.
     reused: leading tokens whose keys and values are already there: a multiple of `BLOCK`, less than the prompt has.
+    salt: only rows with the same salt share blocks.
     """
 
     blocks: list[int]
     reused: int
+    salt: str | None = None
 
 
 class _Node:
-    """A stored block: `tokens`, `BLOCK` of them, after the text of `parent`. The root has no parent and no block."""
+    """A stored block: `tokens`, `BLOCK` of them, after the text of `parent`. A root has no parent and no block."""
 
     def __init__(self, block: int, parent: "_Node | None", tokens: tuple[int, ...]):
         self.block, self.parent, self.tokens = block, parent, tokens
         self.children: dict[tuple[int, ...], _Node] = {}  # by the tokens themselves: equality is exact, no hash decides
+
+
+class _Root(_Node):
+    """Where the texts of one salt begin."""
+
+    def __init__(self, salt: str | None):
+        super().__init__(0, None, ())
+        self.salt = salt
 
 
 class BlockPool:
@@ -52,7 +63,7 @@ class BlockPool:
         # Held by no row but findable, in order of eviction: least recently used first. Whatever stands here, the blocks
         # before it in its text are held by a row or stand further back.
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._root = _Node(0, None, ())
+        self._roots: dict[str | None, _Root] = {}  # by salt; a salt without a stored block has none
         self._nodes: dict[int, _Node] = {}  # of each findable block
 
     @property
@@ -65,15 +76,15 @@ class BlockPool:
         """Blocks that `admit` could hand out now: those held by no row, whether or not a text is still stored there."""
         return len(self._empty) + len(self._idle)
 
-    def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True) -> Lease:
+    def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: str | None = None) -> Lease:
         """Blocks for a row that will never touch more than `slots` slots: prompt, new tokens and scratch.
 
         The longest stored chain of full blocks of `prompt[:-1]` is shared: at least the last token is computed anew,
-        for its logits; without `reuse`, all is. Raises `CacheFullError`, with nothing changed, when too few blocks are
-        free.
+        for its logits; without `reuse`, all is. Only what rows with the same `salt` have stored is shared. Raises
+        `CacheFullError`, with nothing changed, when too few blocks are free.
         """
         assert 0 < len(prompt) <= slots
-        shared = [node.block for node in self._find(prompt[:-1])] if reuse else []
+        shared = [node.block for node in self._find(prompt[:-1], salt)] if reuse else []
         fresh = -(-slots // BLOCK) - len(shared)
         free = self.free - sum(block in self._idle for block in shared)  # what is shared cannot be evicted for the rest
         if fresh > free:
@@ -87,7 +98,7 @@ class BlockPool:
         blocks = shared + [self._empty.popleft() if self._empty else self._evict() for _ in range(fresh)]
         for block in blocks:
             self._rows[block] += 1
-        return Lease(blocks, reused=len(shared) * BLOCK)
+        return Lease(blocks, len(shared) * BLOCK, salt)
 
     def grow(self, lease: Lease, slots: int) -> None:
         """Let a row touch `slots` slots. Raises `CacheFullError`, with nothing changed, when too few are free."""
@@ -103,11 +114,14 @@ class BlockPool:
 
     def publish(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Let later rows reuse the full blocks of `tokens`: the row's committed tokens from its first on, whose keys
-        and values are valid in its blocks. Of blocks with an equal text, the one published first stays the one found.
+        and values are valid in its blocks. Of blocks with an equal text and salt, the one published first stays the one
+        found.
         """
         full = len(tokens) // BLOCK
         assert full <= len(lease.blocks), "more tokens than the row has slots"
-        node = self._root
+        if not full:
+            return
+        node: _Node = self._roots.setdefault(lease.salt, _Root(lease.salt))
         for index, block in enumerate(lease.blocks[:full]):
             piece = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
             if piece not in node.children:
@@ -123,7 +137,7 @@ class BlockPool:
         """
         assert lease.blocks, "released twice"
         blocks, lease.blocks = lease.blocks, []
-        last = self._root
+        last: _Node | None = None
         for block in blocks:
             last = self._nodes.get(block, last)
             self._rows[block] -= 1
@@ -134,14 +148,17 @@ class BlockPool:
                     self._empty.append(block)
         # By way of parents, not of the row's blocks in reverse: where another row published the same beginning first,
         # it is that row's block that must outlast this row's end.
-        while last.parent is not None:
+        while last is not None and last.parent is not None:
             if last.block in self._idle:
                 self._idle.move_to_end(last.block)
             last = last.parent
 
-    def _find(self, tokens: Sequence[int]) -> list[_Node]:
-        """The longest stored chain of full blocks that `tokens` begin with."""
-        found, node = [], self._root
+    def _find(self, tokens: Sequence[int], salt: str | None) -> list[_Node]:
+        """The longest chain of full blocks, stored under `salt`, that `tokens` begin with."""
+        found: list[_Node] = []
+        node: _Node | None = self._roots.get(salt)
+        if node is None:
+            return found
         for start in range(0, len(tokens), BLOCK):  # a short last piece is nobody's child
             child = node.children.get(tuple(tokens[start : start + BLOCK]))
             if child is None:
@@ -154,8 +171,11 @@ class BlockPool:
         """Forget the least recently used block's text, and every text that goes on from there. Returns the block."""
         block, _ = self._idle.popitem(last=False)
         node = self._nodes[block]
-        assert node.parent is not None
-        del node.parent.children[node.tokens]
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.tokens]
+        if isinstance(parent, _Root) and not parent.children:
+            del self._roots[parent.salt]
         cut = [node]
         while cut:
             node = cut.pop()

@@ -161,30 +161,55 @@ def test_a_lease_is_released_once():
         pool.release(lease)
 
 
+def test_texts_are_shared_only_under_the_same_salt():
+    pool = BlockPool(20)
+    for salt in (None, "a", "b"):
+        first = pool.admit(text(1, 2), 32, salt=salt)
+        assert first.reused == 0
+        pool.publish(first, text(1, 2))
+        again = pool.admit(text(1, 2), 40, salt=salt)
+        assert again.reused == 16 and again.blocks[0] == first.blocks[0]
+        pool.release(again)
+    assert pool.admit(text(1, 2), 32, salt="c").reused == 0
+
+
+def test_a_salt_is_forgotten_with_its_last_block():
+    pool = BlockPool(6)
+    for number in range(1000):
+        lease = pool.admit(text(number), 16, salt=f"{number}")
+        pool.publish(lease, text(number)[:3])  # not a whole block
+        pool.publish(lease, text(number))
+        pool.release(lease)
+    assert set(pool._roots) == {"995", "996", "997", "998", "999"}
+    pool.release(pool.admit([9], 5 * BLOCK, salt="x"))
+    assert not pool._roots and not pool._nodes
+
+
 class Slow:
-    """The same pool without a trie: whole texts as keys, a clock, and everything searched for."""
+    """The same pool without a trie: whole texts as keys, a clock, and everything searched for. A salt is a first token
+    that no other text has."""
 
     def __init__(self, blocks: int):
         self.all = set(range(1, blocks))
         self.leases: list[list[int]] = []
-        self.texts: dict[tuple[int, ...], int] = {}  # whole text up to the end of a block -> that block
+        self.texts: dict[tuple[object, ...], int] = {}  # salt and whole text up to the end of a block -> that block
         self.used: dict[int, tuple[int, int]] = {}  # block -> when it was last released, and minus its depth
         self.clock = 0
 
     def unheld(self) -> set[int]:
         return self.all - {block for lease in self.leases for block in lease}
 
-    def reusable(self, prompt: list[int]) -> list[int]:
+    def reusable(self, prompt: list[int], salt: object) -> list[int]:
         blocks: list[int] = []
         for end in range(BLOCK, len(prompt), BLOCK):
-            if tuple(prompt[:end]) not in self.texts:
+            if (salt, *prompt[:end]) not in self.texts:
                 break
-            blocks.append(self.texts[tuple(prompt[:end])])
+            blocks.append(self.texts[(salt, *prompt[:end])])
         return blocks
 
-    def admit(self, prompt: list[int], slots: int, lease: Lease | None) -> None:
+    def admit(self, prompt: list[int], slots: int, lease: Lease | None, salt: object) -> None:
         """Check what the pool answered, None for an error, and follow it."""
-        shared = self.reusable(prompt)
+        shared = self.reusable(prompt, salt)
         fresh = -(-slots // BLOCK) - len(shared)
         usable = self.unheld() - set(shared)
         if lease is None:
@@ -202,17 +227,17 @@ class Slow:
                 del self.texts[known]
         self.leases.append(lease.blocks)
 
-    def publish(self, blocks: list[int], tokens: list[int]) -> None:
+    def publish(self, blocks: list[int], tokens: list[int], salt: object) -> None:
         for index in range(len(tokens) // BLOCK):
-            self.texts.setdefault(tuple(tokens[: (index + 1) * BLOCK]), blocks[index])
+            self.texts.setdefault((salt, *tokens[: (index + 1) * BLOCK]), blocks[index])
 
-    def release(self, blocks: list[int], tokens: list[int]) -> None:
+    def release(self, blocks: list[int], tokens: list[int], salt: object) -> None:
         self.leases.remove(blocks)
         self.clock += 1
         ends = range(BLOCK, len(tokens) + 1, BLOCK)
-        deepest = max((end for end in ends if self.texts.get(tuple(tokens[:end])) in blocks), default=0)
+        deepest = max((end for end in ends if self.texts.get((salt, *tokens[:end])) in blocks), default=0)
         for end in range(BLOCK, deepest + 1, BLOCK):
-            self.used[self.texts[tuple(tokens[:end])]] = (self.clock, -end)
+            self.used[self.texts[(salt, *tokens[:end])]] = (self.clock, -end)
 
 
 class Row:
@@ -237,8 +262,9 @@ class Row:
             assert self.memory[self.lease.blocks[slot // BLOCK], slot % BLOCK] == tuple(self.text[: slot + 1])
 
 
+@pytest.mark.parametrize("salts", [[None], [None, "a"]], ids=str)
 @pytest.mark.parametrize("blocks", [5, 14, 40])
-def test_thousands_of_random_operations_agree_with_a_slow_obvious_model(blocks: int):
+def test_thousands_of_random_operations_agree_with_a_slow_obvious_model(blocks: int, salts: list[str | None]):
     rng = random.Random(blocks)
     pool, slow = BlockPool(blocks), Slow(blocks)
     rows: list[Row] = []
@@ -253,13 +279,14 @@ def test_thousands_of_random_operations_agree_with_a_slow_obvious_model(blocks: 
         if action < 0.4:
             prompt = words(rng.randint(1, 5 * BLOCK))
             slots = len(prompt) + rng.randint(0, 3 * BLOCK)
+            salt = rng.choice(salts) if len(salts) > 1 else salts[0]
             try:
-                lease = pool.admit(prompt, slots)
+                lease = pool.admit(prompt, slots, salt=salt)
             except CacheFullError:
-                slow.admit(prompt, slots, None)
+                slow.admit(prompt, slots, None, salt)
                 refused += 1
             else:
-                slow.admit(prompt, slots, lease)
+                slow.admit(prompt, slots, lease, salt)
                 rows.append(Row(lease, prompt, slots, memory))
                 reused += lease.reused > 0
         elif rows:
@@ -269,17 +296,17 @@ def test_thousands_of_random_operations_agree_with_a_slow_obvious_model(blocks: 
                 row.write(tokens[: rng.randint(0, row.slots - len(row.text))])
             elif action < 0.8:
                 pool.publish(row.lease, row.text)
-                slow.publish(row.lease.blocks, row.text)
+                slow.publish(row.lease.blocks, row.text, row.lease.salt)
             else:
-                slow.release(row.lease.blocks, row.text)
+                slow.release(row.lease.blocks, row.text, row.lease.salt)
                 pool.release(row.lease)
                 rows.remove(row)
         assert pool.free == len(slow.unheld())
         for row in rows:
             row.check()
-    assert reused > 50 and refused > 50
+    assert reused > 10 and refused > 50
     for row in rows:
-        slow.release(row.lease.blocks, row.text)
+        slow.release(row.lease.blocks, row.text, row.lease.salt)
         pool.release(row.lease)
     assert pool.free == blocks - 1
     everything = pool.admit([0], (blocks - 1) * BLOCK)
