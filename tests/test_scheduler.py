@@ -289,9 +289,9 @@ def test_what_cannot_be_served_is_refused(engine):
     ):
         with pytest.raises(ArgumentError, match=r"out of range|must be from"):
             served.submit(job([5], 5, settings))
-    for _ in range(2):
+    for _ in range(3):  # one has a place
         served.submit(job([5], 5, KINDS["greedy"]))
-    with pytest.raises(QueueFullError):
+    with pytest.raises(QueueFullError, match="max_queue_size is 2"):
         served.submit(job([5], 5, KINDS["greedy"]))
     run(served, [])
 

@@ -66,15 +66,29 @@ class Piece:
     drafted: int = 0
 
 
-@dataclass
+@dataclass(eq=False)  # a text is only ever itself: comparing fields would look through whole prompts
 class Job:
     """A prompt, what is to follow it, and how far that is.
 
-    room: the most tokens that may follow. sink: told every piece, in the thread of the engine. stops: told the tokens
-    of a step, says after which of them the text ends, or None.
-    text: the prompt and what was written. order: of its coming. read: tokens whose keys and values are in its blocks;
-    reused: those that were there already. place: its row. came, first: when it came, and its first token. stats: of
-    the steps that verified drafts.
+    Attributes:
+        prompt: Token ids.
+        room: The most tokens that may follow.
+        settings: How tokens are drawn.
+        sink: Told every piece, in the thread of the engine.
+        stops: Told the tokens of a step; returns after which of them the text ends, or None.
+        client: Who asked for it. Clients share the server fairly.
+        salt: Only texts with the same one share blocks of the cache.
+        text: The prompt and what was written.
+        lease: Its blocks, while it has a place.
+        read: Tokens whose keys and values are in its blocks.
+        reused: Those that were there already when it was admitted.
+        order: The number of its arrival, from 1; 0 before it was submitted.
+        turn: The round in which it was given its last place; None if it never was.
+        place: Its row.
+        cancelled: Whether it shall end before its next step.
+        ended: Whether it was told its last piece.
+        stats: Of the steps that verified drafts.
+        came, first: When it came, and when its first token did.
     """
 
     prompt: Sequence[int]
@@ -82,11 +96,14 @@ class Job:
     settings: Settings
     sink: Callable[["Job", Piece], object]
     stops: Callable[[Sequence[int]], int | None] | None = None
+    client: str = ""
+    salt: str | None = None
     text: list[int] = field(default_factory=list)
     lease: Lease | None = None
     read: int = 0
     reused: int = 0
     order: int = 0
+    turn: int | None = None
     place: int | None = None
     cancelled: bool = False
     ended: bool = False

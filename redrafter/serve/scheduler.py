@@ -3,13 +3,17 @@
 A round admits what there is room for, reads a chunk of the prompts that are not read yet, and then makes one step of
 all rows. So a long prompt holds a running text up by a chunk, never by its whole length, and a text that ends makes
 room in the next round. What a text becomes does not depend on any of that: draws are keyed by seed and position.
+
+Who is admitted next is decided by client (`waiting`), what a chunk holds by the time that chunks have taken (`pace`).
+Where all places are taken, a client that has none is given that of another client's newest text, which goes on later
+with the same tokens. No round looks at every text that waits, however many those are.
 """
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,11 +21,14 @@ from torch import Tensor
 from redrafter.blocks import BLOCK
 from redrafter.captured import StepGraphs
 from redrafter.engine import Engine
-from redrafter.errors import ArgumentError, CacheFullError, ReDrafterError, UnsupportedError
+from redrafter.errors import ArgumentError, CacheFullError, UnsupportedError
 from redrafter.outputs import Stats
 from redrafter.paged import PagedCache, table_of
 from redrafter.serve.job import Finish, Job, Piece
+from redrafter.serve.limits import Limits, QueueFullError, check
+from redrafter.serve.pace import Pace, choose, cost
 from redrafter.serve.rows import Rows
+from redrafter.serve.waiting import WaitingQueue
 from redrafter.step import first_draw, read
 from redrafter.stopping import cut
 
@@ -30,29 +37,8 @@ __all__ = ["Limits", "QueueFullError", "Scheduler"]
 _LOG = logging.getLogger(__name__)
 
 LEAST = -9999.0  # log-probability that is told, as OpenAI has it: -inf is no JSON
-
-
-class QueueFullError(ReDrafterError):
-    """As many requests wait as may."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server may take on.
-
-    max_batch_size: rows that step at once. max_num_tokens: tokens of one forward, drafts and chunks of prompts.
-    max_seq_len: of a text, prompt included; None: the model's context. max_queue_size: requests that wait, 0 for any
-    number. guaranteed_no_evict: admit a request only where its longest text fits, so that none is ever put back.
-    chunked: read long prompts in chunks. reuse: look for prefixes that are in the cache already.
-    """
-
-    max_batch_size: int = 32
-    max_num_tokens: int = 8192
-    max_seq_len: int | None = None
-    max_queue_size: int = 0
-    guaranteed_no_evict: bool = False
-    chunked: bool = True
-    reuse: bool = True
+TURN = 16  # rounds for which a text keeps its place at least, however many clients have none
+CANCELLED = 512  # cancelled texts that a round ends at most; telling of each takes some microseconds
 
 
 class Scheduler:
@@ -71,54 +57,67 @@ class Scheduler:
         self.rows = Rows(engine, graphs, limits.max_batch_size, speculate)
         known = [limits.max_seq_len, engine.target.steady_context, (graphs.store.count - 1) * BLOCK - self.rows.room]
         self.longest = min(each for each in known if each is not None)
-        self._lock = threading.Lock()
-        self._waiting: deque[Job] = deque()  # in the order of their coming; what was put back stands first
-        self._reading: list[Job] = []
-        self._came = self.preempted = 0
+        self._lock = threading.Lock()  # of who waits, and of who was cancelled
+        self._queue = WaitingQueue()
+        self._cancelled: deque[Job] = deque()  # not ended yet; those with a place stand first
+        self._reading: dict[Job, None] = {}  # in the order of their admission
+        self._padded = engine.target.device.type != "cpu"
+        self.pace = Pace(limits.max_num_tokens)
+        self._came = self._rounds = self.preempted = 0
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._reading and not self.rows.jobs
+        return not self._queue and not self._cancelled and not self._reading and not self.rows.jobs
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def running(self) -> int:
         return len(self._reading) + len(self.rows.jobs)
 
     def submit(self, *jobs: Job) -> None:
-        """Let jobs wait for their turn, all or none of them. Raises `QueueFullError`, and `ArgumentError` for what can
-        never be served."""
+        """Let the texts of one client wait for their turn, all or none of them.
+
+        Raises:
+            QueueFullError: As many wait as may, see `Limits.refuse_if_full`.
+            ArgumentError: One of them can never be served.
+        """
+        if not jobs:
+            return
+        check(jobs, self.longest, self.engine.target.vocab_size)
         for job in jobs:
-            self._check(job)
             job.room = min(job.room, self.longest - len(job.prompt))
             job.stats = Stats(accepted_by_depth=[0] * self.rows.depth)
         with self._lock:
-            if self.limits.max_queue_size and len(self._waiting) + len(jobs) > self.limits.max_queue_size:
-                raise QueueFullError(f"{len(self._waiting)} requests are waiting, and {self.limits.max_queue_size} may")
+            self.limits.refuse_if_full(self._queue, self.running, jobs[0].client, len(jobs))
             for job in jobs:
                 self._came += 1
                 job.order = self._came
-                self._waiting.append(job)
+                self._queue.add(job)
 
-    def _check(self, job: Job) -> None:
-        if not job.prompt:
-            raise ArgumentError("the prompt is empty")
-        if len(job.prompt) >= self.longest:
-            raise ArgumentError(f"the prompt has {len(job.prompt)} tokens, and a text may have {self.longest}")
-        settings, known = job.settings, self.engine.target.vocab_size
-        for token in (*job.prompt, *settings.ends, *settings.logit_bias):
-            if not 0 <= token < known:
-                raise ArgumentError(f"token id {token} is out of range: there are {known} ids")
-        for name in ("top_k", "min_new_tokens", "seed"):
-            if not 0 <= getattr(settings, name) < 1 << 62:
-                raise ArgumentError(f"{name} must be from 0 to 2**62 - 1, got {getattr(settings, name)}")
+    def cancel(self, *jobs: Job) -> None:
+        """Stop texts before their next step. Those that have ended, or were never submitted, are left as they are."""
+        with self._lock:
+            for job in jobs:
+                if job.ended or job.cancelled or not job.order:
+                    continue
+                job.cancelled = True
+                if job in self._queue:
+                    self._queue.remove(job)
+                    self._cancelled.append(job)
+                else:
+                    self._cancelled.appendleft(job)
 
-    def cancel(self, job: Job) -> None:
-        """Stop a job before its next step."""
-        job.cancelled = True
+    def cancel_all(self) -> None:
+        """Stop every text that waits or runs; in the thread of the rounds."""
+        with self._lock:
+            waiting = self._queue.clear()
+            for job in waiting:
+                job.cancelled = True
+            self._cancelled.extend(waiting)
+        self.cancel(*self._placed)
 
     def round(self) -> None:
         """Admit, read a chunk, step."""
@@ -128,12 +127,8 @@ class Scheduler:
     @torch.inference_mode()
     def read(self) -> None:
         """The first half of a round, after which prompts that are read have their first token."""
-        with self._lock:  # else one that comes now may spoil the look at who waits
-            waiting = tuple(self._waiting)
-        for job in (*self.rows.jobs, *self._reading, *waiting):
-            if job.cancelled:
-                self._end(job, Piece((), finish="cancelled"))
-        self._guarded(self._admit, self._read)
+        self._rounds += 1
+        self._guarded(self._end_cancelled, self._admit, self._read)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -146,44 +141,101 @@ class Scheduler:
                 part()
         except Exception as error:
             _LOG.exception("a round failed: %d requests are given up", self.running)
-            for job in (*self.rows.jobs, *self._reading):  # none of them can be trusted any more
+            for job in self._placed:  # none of them can be trusted any more
                 self._end(job, Piece((), finish="error", error=error), keep=False)
 
+    @property
+    def _placed(self) -> tuple[Job, ...]:
+        """The texts that hold a place."""
+        return (*self.rows.jobs, *self._reading)
+
+    def _end_cancelled(self) -> None:
+        for _ in range(min(len(self._cancelled), CANCELLED)):
+            job = self._cancelled.popleft()
+            if not job.ended:
+                self._end(job, Piece((), finish="cancelled"))
+
     def _admit(self) -> None:
-        """Give blocks to those that came first, as many as there is room for."""
-        while self._waiting and self.running < self.limits.max_batch_size:
-            job = self._waiting[0]
-            first = job.limit if self.limits.guaranteed_no_evict else job.to_read + 1
-            text = job.text[: job.to_read]
+        """Give places and blocks to those whose turn it is, as many as there is room for."""
+        while True:
+            with self._lock:
+                job = self._queue.first()
+                placeless = job is not None and not self._queue.running(job.client)
+            if job is None:
+                return
+            if self.running >= self.limits.max_batch_size and not (placeless and self._free_a_place()):
+                return
+            with self._lock:
+                if job not in self._queue:
+                    continue  # it was cancelled meanwhile
+                self._queue.start(job)
+                self._reading[job] = None
+            if not self._lease(job, placeless):
+                with self._lock:
+                    del self._reading[job]
+                    self._queue.put_back(job)
+                return
+
+    def _lease(self, job: Job, placeless: bool) -> bool:
+        """Give blocks to a text that was given a place. Tells whether there were enough."""
+        turn, job.turn = job.turn, self._rounds
+        slots = (job.limit if self.limits.guaranteed_no_evict else job.to_read + 1) + self.rows.room
+        text = job.text[: job.to_read]
+        while job.lease is None:
             try:
                 with self.graphs.lock:
-                    job.lease = self.graphs.blocks.admit(text, first + self.rows.room, self.limits.reuse)
+                    job.lease = self.graphs.blocks.admit(text, slots, self.limits.reuse, job.salt)
             except CacheFullError as error:
-                if self.running:
-                    return
-                self._end(job, Piece((), finish="error", error=error))  # it would not fit into an empty cache either
-                continue
-            with self._lock:
-                self._waiting.remove(job)
-            job.read = job.lease.reused
-            job.reused = max(job.reused, job.read)
-            self._reading.append(job)
+                if self.running == 1:  # it would not fit into an empty cache either
+                    self._end(job, Piece((), finish="error", error=error))
+                    return True
+                if not (placeless and self._free_a_place(slots)):
+                    job.turn = turn
+                    return False
+        job.read = job.lease.reused
+        job.reused = max(job.reused, job.read)
+        if turn is None:  # to read again what was put back is not the client's expense
+            self._charge(job, job.to_read - job.read)
+        return True
+
+    def _free_a_place(self, slots: int = 0) -> bool:
+        """Put back a text for a client without any place. Tells whether there was one to put back.
+
+        It is the newest text of the client that has most places, never a client's only one, and none that has had its
+        place for less than `TURN` rounds: so each text gets on by some tokens whenever it has a place.
+
+        Args:
+            slots: What the client's text needs; where all such texts together hold less, none is put back.
+        """
+        if self.limits.guaranteed_no_evict:
+            return False
+        texts = [
+            job
+            for job in self._placed
+            if job.lease is not None and self._rounds - (job.turn or 0) >= TURN and self._queue.running(job.client) > 1
+        ]
+        blocks = self.graphs.blocks.free + sum(len(job.lease.blocks) for job in texts if job.lease is not None)
+        if not texts or blocks * BLOCK < slots:
+            return False
+        self._put_back(self._newest(texts))
+        return True
+
+    def _newest(self, jobs: Sequence[Job]) -> Job:
+        """Return the newest text of the client with most places. The oldest text of all is never it, unless alone."""
+        return max(jobs, key=lambda job: (self._queue.running(job.client), job.order))
 
     def _read(self) -> None:
-        """Read on in the prompts, those that were admitted first, until a forward is full."""
-        room = self.limits.max_num_tokens - len(self.rows.jobs) * self.rows.nodes
-        room = max(room, BLOCK)
-        chosen: list[tuple[Job, int]] = []
-        longest = 0
-        for job in self._reading:
-            left = job.to_read - job.read
-            share = left if not self.limits.chunked else min(left, room)
-            if chosen and max(longest, share) * (len(chosen) + 1) > room:
-                break
-            longest = max(longest, share)
-            chosen.append((job, share))
-        if chosen:
-            self._forward(chosen, longest)
+        """Read on in the prompts."""
+        if not self._reading:
+            return
+        most = self.limits.max_num_tokens - len(self.rows.jobs) * self.rows.nodes
+        budget = max(min(most, self.pace.tokens) if self.limits.chunked else most, BLOCK)
+        for chosen in choose(tuple(self._reading), budget, self._padded, self.limits.chunked):
+            began = time.perf_counter()
+            self._forward(chosen, max(share for _, share in chosen))
+            if self.engine.target.device.type == "cuda":
+                torch.cuda.synchronize(self.engine.target.device)  # else only its launch is measured
+            self.pace.measured(cost(chosen, self._padded), time.perf_counter() - began)
 
     def _forward(self, chosen: Sequence[tuple[Job, int]], longest: int) -> None:
         target, device = self.engine.target, self.engine.target.device
@@ -229,7 +281,7 @@ class Scheduler:
         for row, job in enumerate(jobs):
             if not job.ended:
                 self.rows.add(job, hidden[row])
-                self._reading.remove(job)
+                del self._reading[job]
 
     def _make_room(self) -> None:
         """See that each row has blocks for its next step; where there are none, put the newest back."""
@@ -243,18 +295,17 @@ class Scheduler:
                         self.graphs.blocks.grow(job.lease, needed)
                     self.rows.extend(job)
                 except CacheFullError as error:
-                    others = [*self.rows.jobs, *self._reading]
-                    if len(others) == 1:
+                    if self.running == 1:
                         self._end(job, Piece((), finish="error", error=error))
                     else:
-                        self._put_back(max(others, key=lambda each: each.order))
+                        self._put_back(self._newest(self._placed))
 
     def _put_back(self, job: Job) -> None:
         """Let a row wait again. What it has read may be found in the cache when its turn comes, or is read anew."""
         self.preempted += 1
         self._leave(job, keep=True)
         with self._lock:
-            self._waiting.appendleft(job)
+            self._queue.put_back(job)
 
     def _step(self) -> None:
         if not self.rows.jobs:
@@ -278,6 +329,7 @@ class Scheduler:
         if job.stops is not None and (stop := job.stops(new)) is not None:
             new, finish = new[: stop + 1], "stop"
         job.text += new
+        self._charge(job, len(new))
         accepted = min(accepted, len(new))
         if drafted:
             job.stats.count(drafted, accepted, len(new))
@@ -293,12 +345,19 @@ class Scheduler:
             self._end(job, piece)
 
     def _end(self, job: Job, piece: Piece, keep: bool = True) -> None:
+        placed = job.place is not None or job in self._reading
         self._leave(job, keep)
         with self._lock:
-            if job in self._waiting:
-                self._waiting.remove(job)
-        job.ended = True
+            if placed:
+                self._queue.end(job)
+            elif job in self._queue:
+                self._queue.remove(job)
+            job.ended = True
         job.sink(job, piece)
+
+    def _charge(self, job: Job, tokens: int) -> None:
+        with self._lock:
+            self._queue.charge(job, tokens)
 
     def _leave(self, job: Job, keep: bool) -> None:
         """Take a job's place and blocks. keep: its keys and values may be found again."""
@@ -315,8 +374,7 @@ class Scheduler:
             job.lease = None
         if job.place is not None:
             self.rows.remove(job)
-        if job in self._reading:
-            self._reading.remove(job)
+        self._reading.pop(job, None)
         job.read = 0
 
     def _publish(self, job: Job, tokens: int) -> None:
