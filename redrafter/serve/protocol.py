@@ -28,6 +28,7 @@ MOST_BIASES = 1 << 14
 MOST_PARTS = 4096  # messages of a request, parts of a message, calls in it
 MOST_TEXTS = 1 << 17  # that a choice is among
 MOST = 2**31 - 1  # of a count or an id
+LONGEST_SALT = 512  # characters
 LONGEST_MESSAGE, LONGEST_NAME = 1000, 100  # characters of what an error says
 
 
@@ -143,6 +144,7 @@ class _Request(_Strict):
     min_tokens: Annotated[int, Field(strict=True, ge=0, le=MOST)] | None = None
     ignore_eos: StrictBool = False
     stop_token_ids: Ids | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = None
     structured_outputs: StructuredOutputs | None = None
     speculate: StrictBool = True
 

@@ -35,12 +35,14 @@ Facts = dict[str, Any]  # what a log may say of a request
 
 @dataclass
 class Service:
-    """What the routes call. model: the name that clients know. context: the longest text."""
+    """What the routes call. model: the name that clients know. context: the longest text. apart: whether clients do not
+    share the beginnings of texts that are in the cache, as they should not where each has a key of its own."""
 
     worker: Worker
     tokenizer: PreTrainedTokenizerBase
     model: str
     metrics: Metrics
+    apart: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     _grammars: OrderedDict[str, Grammar] = field(default_factory=OrderedDict)
     _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(COMPILERS))
@@ -97,7 +99,8 @@ class Service:
         make = (lambda: StopStrings(stops, self.tokenizer)) if stops else (lambda: None)
         asked = request.stream_options or StreamOptions()
         choices = [Choice(self.tokenizer, stops, asked.include_drafts) for _ in prompts]
-        pieces = self.worker.pieces(prompts, room, settings, make)
+        client = str(facts.get("client", ""))
+        pieces = self.worker.pieces(prompts, room, settings, make, client, self._salt(client, request.cache_salt))
         if not request.stream:
             found = await answer(pieces, choices, form, self.model)
             facts |= told(choices)
@@ -116,6 +119,11 @@ class Service:
                 facts.update(told(choices))
 
         return every()
+
+    def _salt(self, client: str, asked: str | None) -> str | None:
+        """Return what requests must have in common to share the beginnings of texts."""
+        own = client if self.apart else ""
+        return json.dumps([own, asked]) if own or asked else None
 
     def _settings(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> Settings:
         """As asked for; else as the model's own generation config has it; else as OpenAI has it."""

@@ -1,34 +1,101 @@
 """The thread in which the engine works, and how an asyncio server listens to it."""
 
 import asyncio
+import logging
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from redrafter.errors import ReDrafterError
 from redrafter.serve.job import Job, Piece, Settings
 from redrafter.serve.scheduler import Scheduler
 
-__all__ = ["Stopped", "Worker"]
+__all__ = ["SlowConsumerError", "Stopped", "Worker"]
 
+_LOG = logging.getLogger(__name__)
+
+PENDING = 1 << 14  # tokens of one request that may wait to be taken; each of a token's alternatives counts as one more
+PATIENCE = 10.0  # seconds that `stop` waits for the round that is under way
 
 _Item = tuple[int, Piece]
-_Queue = asyncio.Queue[_Item]
 
 
 class Stopped(Exception):
-    """The server takes nothing new any more."""
+    """The server takes nothing new any more, or was stopped before the text ended."""
+
+
+class SlowConsumerError(ReDrafterError):
+    """Whoever asked for texts did not take what was written, so the rest was cancelled."""
+
+
+class _Stream:
+    """What was written for one request and not taken yet.
+
+    One thread writes, one loop reads. Each counts for itself, so that neither waits for the other.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self.jobs: list[Job] = []
+        self.error: Exception | None = None
+        self.called = False  # the loop was told that there is something, and has not looked since
+        self._items: deque[_Item] = deque()
+        self._ready = asyncio.Event()
+        self._written = self._taken = 0
+
+    @property
+    def pending(self) -> int:
+        """Tokens, alternatives counted, that were written and not taken."""
+        return self._written - self._taken
+
+    def write(self, number: int, piece: Piece) -> None:
+        """Add a piece, in the engine's thread; none after an error."""
+        if self.error is None:
+            self._items.append((number, piece))
+            self._written += _weight(piece)
+
+    def fail(self, error: Exception) -> None:
+        """Have the reader get an error instead of what it has not taken. The first one counts."""
+        if self.error is None:
+            self.error = error
+            self._items.clear()
+
+    def wake(self) -> None:
+        """Tell the reader to look, in its loop."""
+        self._ready.set()
+
+    async def take(self) -> list[_Item]:
+        """Wait for pieces, and take all there are. Raises what the stream failed with."""
+        await self._ready.wait()
+        self._ready.clear()
+        self.called = False  # before looking: what comes later calls again
+        items = []
+        with suppress(IndexError):  # it became empty
+            while True:
+                items.append(self._items.popleft())
+        self._taken += sum(_weight(piece) for _, piece in items)
+        if self.error is not None:
+            raise self.error
+        return items
 
 
 class Worker:
-    """Rounds of a scheduler as long as there is work. told: of every piece, in the engine's thread."""
+    """Runs the rounds of a scheduler, in a thread of its own, as long as there is work."""
 
     def __init__(self, scheduler: Scheduler, told: Callable[[Job, Piece], object] = lambda job, piece: None):
+        """Args:
+        scheduler: What serves; nobody else may call its rounds.
+        told: Called with every piece, in the engine's thread.
+        """
         self.scheduler, self._told = scheduler, told
         self._work = threading.Event()
-        self._out: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Queue, _Item]]] = defaultdict(list)
+        self._streams: set[_Stream] = set()  # that somebody listens to
+        self._called: list[_Stream] = []  # whose loops are to be told that there is something
         self._draining = self._stopping = False
+        self._deadline: float | None = None
         self._thread = threading.Thread(target=self._run, name="redrafter-engine", daemon=True)
 
     def start(self) -> None:
@@ -39,78 +106,142 @@ class Worker:
         """Whether requests are served."""
         return self._thread.is_alive() and not self._draining
 
-    def drain(self) -> None:
-        """Take nothing new; what was taken goes on."""
+    def drain(self, seconds: float | None = None) -> None:
+        """Take nothing new; what was taken goes on.
+
+        Args:
+            seconds: After which what is left is cancelled: each text ends with finish "cancelled". None: never.
+        """
+        if seconds is not None:
+            self._deadline = time.monotonic() + seconds
         self._draining = True
 
     def stop(self) -> None:
-        """Drop what is left and end."""
+        """Cancel what is left and end. Returns after the round under way, whether or not anybody still listens."""
         self._draining = self._stopping = True
         self._work.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=10)
+            self._thread.join(timeout=PATIENCE)
+        self._fail_all()
 
     async def pieces(
-        self, prompts: Sequence[Sequence[int]], room: int, settings: Settings, stops: Callable[[], Callable | None]
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        settings: Settings,
+        stops: Callable[[], Callable | None],
+        client: str = "",
+        salt: str | None = None,
     ) -> AsyncIterator[tuple[int, Job, list[Piece]]]:
-        """Serve some prompts, prompt i under seed + i. Yields the number of a prompt with what was written since it was
-        yielded last, until all have ended: whoever is slower than the engine gets more at once. Whoever leaves this
-        iterator early cancels the rest.
+        """Serve some prompts, prompt i under seed + i.
 
-        stops: makes what watches one text. Raises `Stopped`, and as `Scheduler.submit` does, before the first piece.
+        Whoever is slower than the engine gets more at once; whoever takes nothing while `PENDING` tokens wait is
+        dropped. Whoever leaves this iterator early cancels the rest.
+
+        Args:
+            prompts: Token ids.
+            room: The most tokens that may follow each.
+            settings: How tokens are drawn.
+            stops: Makes what watches one text.
+            client: Who asks, as far as fairness goes.
+            salt: Beginnings of texts are reused only from requests with the same one.
+
+        Yields:
+            The number of a prompt, its job, and the pieces written since it was yielded last, until all have ended.
+
+        Raises:
+            Stopped: The server takes nothing new, or was stopped meanwhile.
+            SlowConsumerError: What was written was not taken.
+            QueueFullError, ArgumentError: As `Scheduler.submit` does, before the first piece.
         """
-        if not self.alive:
-            raise Stopped
-        loop = asyncio.get_running_loop()
-        queue: _Queue = asyncio.Queue()
-
-        def sink(number: int) -> Callable[[Job, Piece], None]:
-            def tell(job: Job, piece: Piece) -> None:
-                self._told(job, piece)
-                self._out[loop].append((queue, (number, piece)))
-
-            return tell
-
-        jobs = [
-            Job(prompt, room, replace(settings, seed=settings.seed + number), sink(number), stops())
-            for number, prompt in enumerate(prompts)
-        ]
-        left = len(jobs)
+        stream = _Stream(asyncio.get_running_loop())
+        self._streams.add(stream)
         try:
-            self.scheduler.submit(*jobs)
+            if not self.alive:
+                raise Stopped
+            for number, prompt in enumerate(prompts):
+                own = replace(settings, seed=settings.seed + number)
+                stream.jobs.append(Job(prompt, room, own, self._sink(stream, number), stops(), client, salt))
+            self.scheduler.submit(*stream.jobs)
+            if self._stopping:  # it may have come too late for anybody to see
+                raise Stopped
             self._work.set()
+            left = len(stream.jobs)
             while left:
                 found: defaultdict[int, list[Piece]] = defaultdict(list)
-                first = await queue.get()
-                for number, piece in (first, *(queue.get_nowait() for _ in range(queue.qsize()))):
+                for number, piece in await stream.take():
                     found[number].append(piece)
                     left -= piece.finish is not None
                 for number, each in found.items():
-                    yield number, jobs[number], each
+                    yield number, stream.jobs[number], each
         finally:
-            for job in jobs:
-                self.scheduler.cancel(job)  # of one that has ended, that says nothing
+            self._streams.discard(stream)
+            self.scheduler.cancel(*stream.jobs)  # to those that have ended, that does nothing
             self._work.set()
 
+    def _sink(self, stream: _Stream, number: int) -> Callable[[Job, Piece], None]:
+        def tell(job: Job, piece: Piece) -> None:
+            self._told(job, piece)
+            stream.write(number, piece)
+            if stream.pending > PENDING and stream.error is None:
+                stream.fail(SlowConsumerError(f"{stream.pending} tokens were written that nobody took: cancelled"))
+                self.scheduler.cancel(*stream.jobs)
+            if not stream.called:
+                stream.called = True
+                self._called.append(stream)
+
+        return tell
+
     def _run(self) -> None:
-        while not self._stopping:
-            if self.scheduler.idle:
-                self._work.wait()
-                self._work.clear()
-            else:
+        try:
+            while not self._stopping:
+                if self.scheduler.idle:
+                    self._work.wait()
+                    self._work.clear()
+                else:
+                    self._round()
+            while not self.scheduler.idle:
+                self.scheduler.cancel_all()
                 self.scheduler.read()
-                self._deliver()  # a first token does not wait for the step
-                self.scheduler.step()
-                self._deliver()
+        except Exception:
+            _LOG.exception("the engine failed: nothing is served any more")
+        finally:  # nobody may wait for a thread that is gone
+            self._deliver()
+            self._draining = self._stopping = True
+            self._fail_all()
+
+    def _round(self) -> None:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self.scheduler.cancel_all()
+        self.scheduler.read()
+        self._deliver()  # a first token does not wait for the step
+        self.scheduler.step()
+        self._deliver()
 
     def _deliver(self) -> None:
-        """What was written, to whoever listens, in one call: each one wakes its loop up, which costs the engine."""
-
-        def put(items: Sequence[tuple[_Queue, _Item]]) -> None:
-            for queue, item in items:
-                queue.put_nowait(item)
-
-        for loop, items in self._out.items():
+        """Wake up whoever has something to take, in one call for each loop: each call costs the engine."""
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Stream]] = defaultdict(list)
+        for stream in self._called:
+            by_loop[stream.loop].append(stream)
+        self._called.clear()
+        for loop, streams in by_loop.items():
             with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(put, items)
-        self._out.clear()
+                loop.call_soon_threadsafe(_wake, streams)
+
+    def _fail_all(self) -> None:
+        """Tell everybody who still listens that nothing more will come."""
+        for stream in tuple(self._streams):
+            if not all(job.ended for job in stream.jobs):
+                stream.fail(Stopped())
+                with suppress(RuntimeError):
+                    stream.loop.call_soon_threadsafe(stream.wake)
+
+
+def _wake(streams: Sequence[_Stream]) -> None:
+    for stream in streams:
+        stream.wake()
+
+
+def _weight(piece: Piece) -> int:
+    """Count what a piece holds: its tokens, and the likeliest ones that are told beside them."""
+    return len(piece.tokens) + sum(len(likeliest) for _, likeliest in piece.logprobs or ())
