@@ -1,5 +1,6 @@
 """Nobody starves: who is begun next, what a round reads, and who gives a place up."""
 
+import asyncio
 import random
 
 import pytest
@@ -439,3 +440,39 @@ def test_beginnings_are_shared_only_under_the_same_salt(engine):
         each = job("x", prompt, salt=salt)
         run(served, [each])
         assert each.reused == reused and each.sink.tokens == alone(engine, each)
+
+
+def test_a_request_is_served_for_its_client_and_under_its_salt(engine):
+    pytest.importorskip("fastapi")
+    from pydantic import ValidationError
+    from transformers import AutoTokenizer
+
+    from redrafter import boxed_pair
+    from redrafter.serve.metrics import Metrics
+    from redrafter.serve.protocol import LONGEST_SALT, CompletionRequest
+    from redrafter.serve.service import Service
+    from redrafter.serve.worker import Worker
+
+    served, prompt, clients = scheduler(engine), [3 + n % 60 for n in range(40)], []
+    worker = Worker(served, lambda job, piece: clients.append(job.client))
+    worker.start()
+    tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
+
+    def reused(service: Service, client: str, **more: str) -> int:
+        request = CompletionRequest(prompt=prompt, max_tokens=2, temperature=0, **more)
+        answer = asyncio.run(service.completion(request, {"client": client}))
+        assert set(clients) == {client}
+        clients.clear()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    together = Service(worker, tokenizer, "tiny", Metrics(served, "tiny"))
+    assert [reused(together, client) for client in "abc"] == [0, 32, 32]
+    assert [reused(together, client, cache_salt="x") for client in "ab"] == [0, 32]
+    assert reused(together, "a", cache_salt="y") == 0
+    apart = Service(worker, tokenizer, "tiny", Metrics(served, "tiny"), apart=True)
+    assert [reused(apart, client) for client in "aabb"] == [0, 32, 0, 32]
+    assert [reused(apart, client, cache_salt="x") for client in "aabb"] == [0, 32, 0, 32]
+    worker.stop()
+    for wrong in ("", "x" * (LONGEST_SALT + 1), 7):
+        with pytest.raises(ValidationError):
+            CompletionRequest(prompt="a", cache_salt=wrong)

@@ -75,9 +75,14 @@ class Metrics:
         held = 1 - pool.free / pool.count
         for kind, name, help, value in (
             (GaugeMetricFamily, "num_requests_running", "Texts that are read or written", scheduler.running),
-            (GaugeMetricFamily, "num_requests_waiting", "Requests that wait", scheduler.waiting),
+            (GaugeMetricFamily, "num_requests_waiting", "Texts that wait for a place", scheduler.waiting),
             (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the blocks of keys and values that rows hold", held),
-            (CounterMetricFamily, "num_preemptions", "Rows put back for want of blocks", scheduler.preempted),
+            (
+                CounterMetricFamily,
+                "num_preemptions",
+                "Rows put back, for want of blocks or for a client without any",
+                scheduler.preempted,
+            ),
         ):
             family = kind(f"vllm:{name}", help, labels=["model_name"])
             family.add_metric([self._model], value)
