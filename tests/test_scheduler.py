@@ -297,7 +297,8 @@ def test_what_cannot_be_served_is_refused(engine):
 
 
 @pytest.mark.parametrize(
-    "step", ["rows.Rows.add", "rows.Rows.step", "scheduler.first_draw", "scheduler.Scheduler._forward"]
+    "step",
+    ["rows.Rows.add", "rows.Rows.extend", "rows.Rows.step", "scheduler.first_draw", "scheduler.Scheduler._forward"],
 )
 def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(step, engine, monkeypatch):
     served, jobs = scheduler(engine), random_jobs(5)
@@ -352,6 +353,7 @@ def test_after_a_warm_up_no_step_is_new_and_nothing_is_left(limits, engine):
     served = scheduler(engine, **limits)
     warm_up(served)
     nothing_is_held(served)
+    assert served.pace.tokens == scheduler(engine, **limits).pace.tokens
     kept, jobs = set(served.rows._kept), random_jobs(12)
     assert {rows for rows, *_ in kept} == set(served.rows.sizes) and served.idle and not served.preempted
     served.limits = replace(served.limits, max_queue_size=0)

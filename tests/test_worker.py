@@ -72,6 +72,7 @@ def test_a_first_token_does_not_wait_for_a_step(engine, monkeypatch):
 
 def test_who_takes_nothing_is_dropped_and_nobody_else(worker, engine, monkeypatch):
     monkeypatch.setattr(worker_module, "PENDING", 20)
+    monkeypatch.setattr(worker_module, "BEHIND", 0.0)
 
     async def slow() -> None:
         async with aclosing(worker.pieces([[5, 6, 7], [9]], 60, GREEDY, lambda: None)) as pieces:
@@ -100,6 +101,7 @@ def test_who_takes_nothing_is_dropped_and_nobody_else(worker, engine, monkeypatc
 
 def test_alternatives_count_among_what_is_pending(worker, monkeypatch):
     monkeypatch.setattr(worker_module, "PENDING", 100)
+    monkeypatch.setattr(worker_module, "BEHIND", 0.0)
 
     async def listen(logprobs: int | None) -> None:
         settings = Settings(temperature=0, logprobs=logprobs)
@@ -112,6 +114,20 @@ def test_alternatives_count_among_what_is_pending(worker, monkeypatch):
     asyncio.run(listen(None))
     with pytest.raises(SlowConsumerError):
         asyncio.run(listen(10))
+
+
+def test_who_turns_round_for_a_moment_is_not_dropped(worker, monkeypatch):
+    monkeypatch.setattr(worker_module, "PENDING", 5)
+
+    async def listen() -> int:
+        async with aclosing(worker.pieces([[5, 6, 7]], 60, GREEDY, lambda: None)) as pieces:
+            _, taken, _ = await anext(pieces)
+            while not taken.ended:
+                await asyncio.sleep(0.01)
+            _, taken, found = await anext(pieces)
+            return sum(len(piece.tokens) for piece in found)
+
+    assert asyncio.run(listen()) > 50
 
 
 def test_a_loop_that_stands_still_is_called_once(worker, monkeypatch):

@@ -146,8 +146,8 @@ class Scheduler:
 
     @property
     def _placed(self) -> tuple[Job, ...]:
-        """The texts that hold a place."""
-        return (*self.rows.jobs, *self._reading)
+        """The texts that hold a place, each once: one is in both where adding its row failed."""
+        return tuple(dict.fromkeys((*self.rows.jobs, *self._reading)))
 
     def _end_cancelled(self) -> None:
         for _ in range(min(len(self._cancelled), CANCELLED)):

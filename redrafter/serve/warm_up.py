@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from redrafter.blocks import BlockPool
 from redrafter.serve.job import Job, Settings
+from redrafter.serve.pace import Pace
 from redrafter.serve.rows import NARROW
 from redrafter.serve.scheduler import Scheduler
 
@@ -27,6 +28,7 @@ def warm_up(scheduler: Scheduler) -> None:
         _write(scheduler, min(2, limits.max_batch_size), length, PLAIN)
     scheduler.limits = limits
     scheduler.graphs.blocks = BlockPool(scheduler.graphs.store.count)  # none of this is to be found again
+    scheduler.pace = Pace(limits.max_num_tokens)  # nor are first times to slow what follows
 
 
 def _write(scheduler: Scheduler, rows: int, length: int, settings: Settings) -> None:

@@ -18,6 +18,7 @@ __all__ = ["SlowConsumerError", "Stopped", "Worker"]
 _LOG = logging.getLogger(__name__)
 
 PENDING = 1 << 14  # tokens of one request that may wait to be taken; each of a token's alternatives counts as one more
+BEHIND = 10.0  # seconds for which more than that may wait: a fast engine writes them before a reader has turned round
 PATIENCE = 10.0  # seconds that `stop` waits for the round that is under way
 
 _Item = tuple[int, Piece]
@@ -45,15 +46,23 @@ class _Stream:
         self._items: deque[_Item] = deque()
         self._ready = asyncio.Event()
         self._written = self._taken = 0
+        self._since = 0.0  # when the oldest piece was written that nobody has taken
 
     @property
     def pending(self) -> int:
         """Tokens, alternatives counted, that were written and not taken."""
         return self._written - self._taken
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether too much waits to be taken, and has waited for too long."""
+        return self.error is None and self.pending > PENDING and time.monotonic() - self._since > BEHIND
+
     def write(self, number: int, piece: Piece) -> None:
         """Add a piece, in the engine's thread; none after an error."""
         if self.error is None:
+            if not self._items:
+                self._since = time.monotonic()
             self._items.append((number, piece))
             self._written += _weight(piece)
 
@@ -135,8 +144,8 @@ class Worker:
     ) -> AsyncIterator[tuple[int, Job, list[Piece]]]:
         """Serve some prompts, prompt i under seed + i.
 
-        Whoever is slower than the engine gets more at once; whoever takes nothing while `PENDING` tokens wait is
-        dropped. Whoever leaves this iterator early cancels the rest.
+        Whoever is slower than the engine gets more at once; whoever takes nothing for `BEHIND` seconds while `PENDING`
+        tokens wait is dropped. Whoever leaves this iterator early cancels the rest.
 
         Args:
             prompts: Token ids.
@@ -183,7 +192,7 @@ class Worker:
         def tell(job: Job, piece: Piece) -> None:
             self._told(job, piece)
             stream.write(number, piece)
-            if stream.pending > PENDING and stream.error is None:
+            if stream.abandoned:
                 stream.fail(SlowConsumerError(f"{stream.pending} tokens were written that nobody took: cancelled"))
                 self.scheduler.cancel(*stream.jobs)
             if not stream.called:
