@@ -3,6 +3,7 @@
     ReDrafterError
     ├── ArgumentError        an argument that cannot be honoured: unknown, out of range, of the wrong shape
     ├── UnsupportedError     a model or a decoding mode that this method cannot serve
+    │   └── MissingDependencyError  what was asked for needs a package that is not installed
     ├── MismatchError        a drafter that was made for another target
     ├── CheckpointError      files that are missing, cut short or not what they claim
     └── CacheFullError       more keys and values at once than the memory set aside for them holds
@@ -11,7 +12,15 @@ A message says what was wrong, what was found, and what to type instead. The com
 line and exits with code 2.
 """
 
-__all__ = ["ArgumentError", "CacheFullError", "CheckpointError", "MismatchError", "ReDrafterError", "UnsupportedError"]
+__all__ = [
+    "ArgumentError",
+    "CacheFullError",
+    "CheckpointError",
+    "MismatchError",
+    "MissingDependencyError",
+    "ReDrafterError",
+    "UnsupportedError",
+]
 
 
 class ReDrafterError(Exception):
@@ -24,6 +33,10 @@ class ArgumentError(ReDrafterError, ValueError):
 
 class UnsupportedError(ReDrafterError):
     """The model's architecture, or the decoding mode asked for, cannot be served exactly."""
+
+
+class MissingDependencyError(UnsupportedError):
+    """What was asked for needs a package, or a system, that this installation lacks."""
 
 
 class MismatchError(ReDrafterError):

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -16,14 +17,23 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from conftest import paged, scripted_engine, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, DraftTarget, ReDrafter, boxed_pair
 from redrafter.checkpoint import load_tokenizer
+from redrafter.errors import MissingDependencyError
 from redrafter.grammar import Grammar
+from redrafter.grammar_source import GrammarSource
+from redrafter.grammar_text import GuidedText
 from redrafter.prefixes import Prefixes
-from redrafter.row_grammars import GrammarProcessor, GrammarState, RowGrammars
+from redrafter.row_grammars import GrammarProcessor, RowGrammars
 from redrafter.tree import Tree, chain, tree_of
 
 pytest.importorskip("llguidance")
 
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+
+from redrafter.grammar_state import CompiledGrammar, GrammarState
+
 TOKENIZER = tiny_tokenizer()
+VOCABULARY = from_tokenizer(TOKENIZER)
 KNOWN, VOCAB, EOS, OTHER_END = len(TOKENIZER), 290, 2, 5  # the model's vocabulary is larger than the tokenizer's
 PERSON = {
     "type": "object",
@@ -85,6 +95,16 @@ def spelled(tokens: list[int]) -> str:
     return TOKENIZER.decode(tokens)
 
 
+@cache
+def compiled(source: GrammarSource) -> CompiledGrammar:
+    """A grammar in this process: the slow reference of those in processes of their own."""
+    return CompiledGrammar(source, VOCABULARY)
+
+
+def start(grammar: Grammar) -> LLMatcher:
+    return compiled(grammar._source).start()
+
+
 class OneText(LogitsProcessor):
     """Masks a text with a matcher made for it alone."""
 
@@ -94,7 +114,7 @@ class OneText(LogitsProcessor):
     def allowed(self, grammar: Grammar, text: list[int]) -> list[int] | None:
         if set(text) & set(self.ends):
             return None
-        matcher = grammar.start()
+        matcher = start(grammar)
         assert matcher.consume_tokens(text)
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         ids = [token for token in range(KNOWN) if bits >> token & 1 and token != EOS]
@@ -232,7 +252,7 @@ def prefixes_of(written: str, tree: Tree, prompt: int, limit: int = 99) -> Prefi
 
 def test_every_node_that_can_be_reached_is_masked_for_its_own_text():
     grammar, random = Grammar.regex("(ab|ba|c){0,4}|aab*", TOKENIZER), torch.Generator().manual_seed(0)
-    state, one = GrammarState(grammar, [EOS]), OneText([grammar])
+    state, one = GuidedText(grammar, [EOS]), OneText([grammar])
     rows, reached = RowGrammars([None, state, None]), 0
     # A text that goes on, one that was put back, another one in its place, one that broke the grammar, the first again.
     for written in ["", "a", "ab", "abba", "ab", "", "aabb", "cc", "ab", "abc"]:
@@ -273,11 +293,11 @@ def path_to(tree: Tree, node: int) -> list[int]:
 
 
 def follows(grammar: Grammar, text: list[int]) -> bool:
-    return grammar.start().consume_tokens(text)
+    return start(grammar).consume_tokens(text)
 
 
 def test_rows_that_ended_or_reached_their_limit_are_left_alone():
-    rows = RowGrammars([GrammarState(Grammar.regex("ab", TOKENIZER), [EOS])])
+    rows = RowGrammars([GuidedText(Grammar.regex("ab", TOKENIZER), [EOS])])
     scores = torch.randn(1, 1, VOCAB)
     done = prefixes_of("ab", chain(torch.tensor([[EOS]])), 2)
     done.tokens[0, 4], done.length[0] = EOS, 4
@@ -292,14 +312,14 @@ def test_rows_that_ended_or_reached_their_limit_are_left_alone():
 
 
 def test_a_text_that_broke_its_grammar_may_only_end():
-    rows = RowGrammars([GrammarState(Grammar.regex("ab", TOKENIZER), [EOS])])
+    rows = RowGrammars([GuidedText(Grammar.regex("ab", TOKENIZER), [EOS])])
     got = rows(torch.randn(1, 1, VOCAB), prefixes_of("ax", chain(torch.tensor([[93]])), 2))
     assert (got[0, 0] > -math.inf).nonzero().tolist() == [[EOS]]
     assert rows.states[0].error == "grammar: given up after 2 tokens: it does not allow what was written"
 
 
 def test_a_free_row_without_any_token_left_stays_as_it_is():
-    rows = RowGrammars([None, GrammarState(Grammar.regex("ab", TOKENIZER), [EOS])])
+    rows = RowGrammars([None, GuidedText(Grammar.regex("ab", TOKENIZER), [EOS])])
     prefixes = prefixes_of("a", chain(torch.tensor([[70]])), 2)
     columns = {name: torch.cat([getattr(prefixes, name)] * 2) for name in ("tokens", "length", "prompt", "limit")}
     nothing = torch.full((2, 1, VOCAB), -math.inf)
@@ -308,19 +328,23 @@ def test_a_free_row_without_any_token_left_stays_as_it_is():
 
 
 def test_a_matcher_that_came_to_a_limit_is_replaced_by_one_that_did_less():
-    rows = RowGrammars([GrammarState(Grammar.regex("[ab]*", TOKENIZER), [EOS])])
-    scores, prefixes = torch.randn(1, 1, VOCAB), prefixes_of("ab", chain(torch.tensor([[71]])), 2)
-    expected = rows(scores, prefixes)
-    assert not rows.states[0]._matcher.consume_token(93) and rows.states[0]._matcher.is_error()
-    assert torch.equal(rows(scores, prefixes), expected) and rows.states[0].error is None
-    rows.states[0]._matcher.consume_token(93)
-    longer = prefixes_of("abba", chain(torch.tensor([[70]])), 2)
-    assert torch.equal(rows(scores, longer), expected) and rows.states[0].error is None
+    state = GrammarState(compiled(GrammarSource.of({"regex": "[ab]*"})), [EOS])
+
+    def ask(text: list[int], drafted: int) -> dict[int, bytes]:
+        state.advance(text)
+        return state.masks([text[-1], drafted], [-1, 0], 2)
+
+    expected = ask([70, 71], 71)
+    assert len(expected) == 2
+    assert not state._matcher.consume_token(93) and state._matcher.is_error()
+    assert ask([70, 71], 71) == expected and state.error is None
+    state._matcher.consume_token(93)
+    assert ask([70, 71, 71, 70], 70) == expected and state.error is None
 
 
 def test_a_grammar_does_not_wear_out(monkeypatch):
-    monkeypatch.setattr("redrafter.grammar.MOST_STATES", 200)  # a text alone makes tens
-    grammar, random = Grammar.regex("([ab]{0,30}a){20}", TOKENIZER), torch.Generator().manual_seed(0)
+    monkeypatch.setattr("redrafter.grammar_limits.MOST_STATES", 200)  # a text alone makes tens
+    grammar, random = compiled(GrammarSource.of({"regex": "([ab]{0,30}a){20}"})), torch.Generator().manual_seed(0)
     for _ in range(30):
         state, text = GrammarState(grammar, [EOS]), []
         for _ in range(12):
@@ -334,11 +358,15 @@ def test_a_grammar_does_not_wear_out(monkeypatch):
     assert grammar.age > 0
 
 
-def test_a_grammar_that_takes_too_long_ends_the_text(engine, monkeypatch):
-    monkeypatch.setattr("redrafter.row_grammars.PATIENCE", 0)
-    monkeypatch.setattr("redrafter.row_grammars.EACH", 0)
-    with pytest.raises(ArgumentError, match=r"row \d: grammar: given up after \d+ tokens: its masks took 0\.\d s"):
-        engine.generate(**BATCH, **GREEDY, grammar=GROWING)
+def test_a_grammar_that_takes_too_long_ends_the_text(monkeypatch):
+    monkeypatch.setattr("redrafter.grammar_limits.PATIENCE", 0)
+    monkeypatch.setattr("redrafter.grammar_limits.EACH", 0)
+    state = GrammarState(compiled(GrammarSource.of(GROWING)), [EOS])
+    state.advance([70])
+    assert len(state.masks([70], [-1], 1)) == 1
+    assert re.fullmatch(r"grammar: given up after 1 tokens: its masks took 0\.\d s", state.error)
+    [mask] = state.masks([70], [-1], 1).values()
+    assert int.from_bytes(mask, "little") == 1 << EOS
 
 
 GROWING = {"regex": "(.{0,1000}){1000}"}  # every token makes its automaton larger
@@ -437,13 +465,13 @@ def test_generate_says_what_a_grammar_needs(engine, monkeypatch):
     with pytest.raises(ArgumentError, match="no grammar can be written with this tokenizer"):
         Grammar.choice(["a"], type("Slow", (), {})())
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ArgumentError, match=r"pip install 'redrafter\[guided\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'redrafter\[guided\]'"):
         engine.generate(**BATCH, **GREEDY, grammar=spec)
 
 
 def test_json_is_indented_but_not_for_ever():
     def allowed(schema: object, text: str) -> bool:
-        matcher = Grammar.json_schema(schema, TOKENIZER).start()
+        matcher = compiled(GrammarSource.json_schema(schema)).start()
         return matcher.consume_tokens(TOKENIZER.encode(text, add_special_tokens=False)) and matcher.is_accepting()
 
     data = {"a": [1, {"b": None}], "c": "d"}

@@ -7,8 +7,8 @@ from typing import Literal
 
 from redrafter.blocks import Lease
 from redrafter.grammar import Grammar
+from redrafter.grammar_text import GuidedText
 from redrafter.outputs import Stats
-from redrafter.row_grammars import GrammarState
 
 __all__ = ["Finish", "Job", "Piece", "Settings"]
 
@@ -114,7 +114,7 @@ class Job:
     def __post_init__(self) -> None:
         self.text = list(self.prompt)
         grammar = self.settings.grammar
-        self.guide = None if grammar is None else GrammarState(grammar, self.settings.ends)
+        self.guide = None if grammar is None else GuidedText(grammar, self.settings.ends)
 
     @property
     def written(self) -> int:
