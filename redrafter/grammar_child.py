@@ -70,6 +70,8 @@ def _answer(states: dict[int, GrammarState], grammar: CompiledGrammar, asked: Qu
     if asked.text not in states:
         states[asked.text] = GrammarState(grammar, asked.ends)
     state = states[asked.text]
+    if asked.known > len(state.text):
+        raise EOFError("whoever asks speaks of another text")
     state.advance([*state.text[: asked.known], *asked.new])
     return state.masks(asked.tokens, asked.parents, asked.levels), state.ended, state.error
 
@@ -91,7 +93,9 @@ def _ending_with(connection: socket.socket) -> Iterator[None]:
     flags = fcntl.fcntl(connection, fcntl.F_GETFL)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if select.select([connection], [], [], 0)[0]:
+    watch = select.poll()
+    watch.register(connection, 0)  # for the other end's closing alone
+    if watch.poll(0):
         raise EOFError("the other side is gone")
     try:
         yield

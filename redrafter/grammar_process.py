@@ -1,6 +1,7 @@
 """The process of one grammar, seen from the program that asks it."""
 
 import os
+import select
 import socket
 import threading
 import weakref
@@ -29,25 +30,30 @@ class GrammarProcess:
     Attributes:
         lock: held from a question to its answer.
         order: the order in which several locks are taken.
+        ended: whether it is known that nothing more can be asked.
         memory: how many bytes the compiled grammar takes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         """Start it: fork it from the tokenizer's zygote, which is started where there is none."""
         self._connection = connect(tokenizer)
-        self._owner, self._ended = os.getpid(), False
+        self._owner, self.ended = os.getpid(), False
         weakref.finalize(self, _close, self._connection, self._owner)
         self._forgotten: deque[int] = deque()
         self.lock, self.order, self.memory = threading.Lock(), next(_numbers), 0
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked, as far as is known, and by this process."""
-        return not self._ended and self._owner == os.getpid()
+        """Whether it can be asked, by this process and not one that was forked from it."""
+        if self.ended or self._owner != os.getpid():
+            return False
+        watch = select.poll()
+        watch.register(self._connection, 0)  # for the other end's closing alone
+        return not watch.poll(0)
 
     def end(self) -> None:
         """End it; from any thread. Who waits for an answer is told that there is none."""
-        self._ended = True
+        self.ended = True
         if self._owner == os.getpid():
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
@@ -91,6 +97,8 @@ class GrammarProcess:
 
     def forget(self, text: int) -> None:
         """Let the process forget a text, at once where it is not being asked, else with the next question."""
+        if self._owner != os.getpid():
+            return  # the text of another process, whose copy this is
         self._forgotten.append(text)
         if self.lock.acquire(blocking=False):
             try:

@@ -91,7 +91,8 @@ def _check_length(characters: int) -> None:
 
 
 def _check_size(schema: object) -> None:
-    """Refuse what is too deep, or would be too long as JSON, after a look at no more than `MOST_TEXT` parts of it."""
+    """Refuse what is too deep, or would be too long as JSON, after a look at no more than `MOST_TEXT` parts of it; and
+    halves of characters, which JSON can write and nobody can read."""
     level, size = [schema], 0
     for _ in range(MOST_DEPTH + 1):
         below: list[object] = []
@@ -99,7 +100,9 @@ def _check_size(schema: object) -> None:
             size += _least_length(part)
             if size > MOST_TEXT:
                 raise ArgumentError(f"grammar: it has {size} characters or more, {MOST_TEXT} are the most")
-            if isinstance(part, dict):
+            if isinstance(part, str):
+                checked_text(part)
+            elif isinstance(part, dict):
                 below += part.keys()
                 below += part.values()
             elif isinstance(part, list | tuple):

@@ -57,14 +57,17 @@ class GuidedText:
         self._asked = False
 
     def __del__(self) -> None:
-        if getattr(self, "_asked", False) and self.process.alive:
+        if getattr(self, "_asked", False) and not self.process.ended:
             self.process.forget(self._number)
 
     def question(self, tree: TreeOfText) -> Question:
         """Ask for what the process does not know yet; it has then been told of the text."""
-        known = len(self._told) if tree.text[: len(self._told)] == self._told else 0
-        self._told, self._asked = tree.text, True
-        return Question(self._number, self.ends, known, tree.text[known:], tree.tokens, tree.parents, tree.levels)
+        if tree.text[: len(self._told)] != self._told:
+            self._told = []
+        known, self._asked = len(self._told), True
+        new = tree.text[known:]
+        self._told += new
+        return Question(self._number, self.ends, known, new, tree.tokens, tree.parents, tree.levels)
 
     def take(self, answer: Answer | None, nodes: int) -> Masks:
         """Return the masks of an answer. Without one, which is an error, only an end is allowed anywhere."""
@@ -93,13 +96,20 @@ def masks_of(asked: Sequence[tuple[GuidedText, TreeOfText]]) -> list[Masks]:
     order = sorted(groups, key=lambda process: process.order)  # else two threads might wait for each other
     found: list[Masks] = [{}] * len(asked)
     with ExitStack() as locks:
-        for process in order:
-            locks.enter_context(process.lock)
-            process.ask([asked[place][0].question(asked[place][1]) for place in groups[process]])
-        for process in order:
-            places = groups[process]
-            answers = process.answers(len(places)) if process.alive else None
-            for index, place in enumerate(places):
-                text, tree = asked[place]
-                found[place] = text.take(None if answers is None else answers[index], len(tree.tokens))
+        try:
+            for process in order:
+                locks.enter_context(process.lock)
+                process.ask([asked[place][0].question(asked[place][1]) for place in groups[process]])
+            for process in order:
+                _collect(process, [(place, *asked[place]) for place in groups[process]], found)
+        except BaseException:  # a question without its answer, as where somebody presses Ctrl-C
+            for process in order:
+                process.end()
+            raise
     return found
+
+
+def _collect(process: GrammarProcess, asked: Sequence[tuple[int, GuidedText, TreeOfText]], found: list[Masks]) -> None:
+    answers = None if process.ended else process.answers(len(asked))
+    for index, (place, text, tree) in enumerate(asked):
+        found[place] = text.take(None if answers is None else answers[index], len(tree.tokens))

@@ -1,12 +1,9 @@
 """From an OpenAI request to texts of the engine."""
 
 import asyncio
-import json
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.grammar import Grammar
 from redrafter.serve.answers import Chat, Choice, Completion, answer, stream, told
+from redrafter.serve.grammars import Grammars
 from redrafter.serve.job import Settings
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.prompts import Prompts
@@ -25,8 +23,6 @@ from redrafter.stopping import end_tokens
 
 __all__ = ["Service"]
 
-GRAMMARS = 32  # that are kept compiled
-COMPILERS = 2  # grammars that are read at once; each may take a second and 0.2 GB
 COMPLETION = 16  # tokens that a completion without max_tokens comes to, as OpenAI has it
 
 AnyRequest = CompletionRequest | ChatRequest
@@ -44,11 +40,10 @@ class Service:
     metrics: Metrics
     apart: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    _grammars: OrderedDict[str, Grammar] = field(default_factory=OrderedDict)
-    _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(COMPILERS))
 
     def __post_init__(self) -> None:
         vocabulary = self.worker.scheduler.engine.target.vocab_size
+        self._grammars = Grammars(self.tokenizer)
         self._prompts = Prompts(self.tokenizer, self.model, vocabulary, self.context)
 
     @property
@@ -156,18 +151,9 @@ class Service:
             speculate=request.speculate,
         )
 
-    async def _grammar(self, spec: dict[str, Any] | None) -> Grammar | None:
-        """Compiled, which may take a while, beside what is being served. The last ones are kept."""
-        if spec is None:
-            return None
-        key = json.dumps(spec, sort_keys=True)
-        if key not in self._grammars:
-            loop = asyncio.get_running_loop()
-            made = await loop.run_in_executor(self._compilers, Grammar.of, spec, self.tokenizer)
-            while len(self._grammars) >= GRAMMARS:
-                self._grammars.popitem(last=False)
-            self._grammars[key] = made
-        return self._grammars[key]
+    async def _grammar(self, spec: dict[str, Any] | None, client: str = "") -> Grammar | None:
+        """Compile a grammar, which may take a while, beside what is being served. client: who asks for it."""
+        return None if spec is None else await self._grammars.get(spec, client)
 
     def _bias(self, given: dict[str, float] | None) -> dict[int, float]:
         vocabulary = self.worker.scheduler.engine.target.vocab_size

@@ -1,0 +1,121 @@
+"""The grammars of a server: compiled once for all who ask, kept, and dropped when nobody waits for them any more."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakSet, WeakValueDictionary
+
+from redrafter.errors import ArgumentError
+from redrafter.grammar import Grammar
+from redrafter.grammar_process import GrammarProcess
+from redrafter.grammar_source import GrammarSource
+from redrafter.serve.scheduler import QueueFullError
+
+__all__ = ["Grammars"]
+
+KEPT = 32  # grammars that no text follows
+KEPT_MEMORY = 1 << 30  # bytes that they may hold together
+LIVING = 256  # grammars that texts follow, those that are kept among them
+COMPILERS = 16  # grammars that are compiled at once; those of one client: fewer, and others' go on beside slow ones
+OF_ONE_CLIENT = 10
+REFUSED, REFUSAL = 64, 60.0  # grammars that are known to be refused, and seconds for which they are
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class _Compilation:
+    """A grammar that is being compiled, and how many wait for it."""
+
+    task: "asyncio.Task[Grammar]"
+    waiting: int = 0
+
+
+class Grammars:
+    """Compiled grammars over one tokenizer's vocabulary; all methods are for the thread of one event loop."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._kept: OrderedDict[GrammarSource, Grammar] = OrderedDict()
+        self._refused: OrderedDict[GrammarSource, tuple[float, str]] = OrderedDict()
+        self._begun: dict[GrammarSource, _Compilation] = {}
+        self._living: WeakSet[Grammar] = WeakSet()
+        self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._compilers = asyncio.Semaphore(COMPILERS)
+        self._threads = ThreadPoolExecutor(COMPILERS, "grammar")  # they wait for processes
+
+    async def get(self, spec: Any, client: str) -> Grammar:
+        """Return a compiled grammar. Whoever is the last to wait for it and leaves, stops its compilation.
+
+        Args:
+            spec: what `Grammar.of` reads.
+            client: who asks; a client's grammars wait for each other where there are many of them.
+
+        Raises:
+            ArgumentError: for a grammar that is wrong, too large or too complex.
+            QueueFullError: where too many other grammars are in use.
+        """
+        source = GrammarSource.of(spec)
+        kept = self._kept.get(source)
+        if kept is not None and kept.process.alive:
+            self._kept.move_to_end(source)
+            return kept
+        self._check(source)
+        compilation = self._begun.get(source)
+        if compilation is None:
+            compilation = _Compilation(asyncio.ensure_future(self._compile(source, client)))
+            compilation.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._begun[source] = compilation
+        compilation.waiting += 1
+        try:
+            return await asyncio.shield(compilation.task)
+        finally:
+            compilation.waiting -= 1
+            if not compilation.waiting:
+                compilation.task.cancel()
+            if (compilation.task.done() or not compilation.waiting) and self._begun.get(source) is compilation:
+                del self._begun[source]
+
+    def _check(self, source: GrammarSource) -> None:
+        """Refuse at once what was refused a moment ago, and what there is no room for."""
+        when, why = self._refused.get(source, (0.0, ""))
+        if why and time.monotonic() - when < REFUSAL:
+            raise ArgumentError(why)
+        if len(self._living) + len(self._begun) >= LIVING and source not in self._begun:
+            raise QueueFullError(f"{LIVING} other grammars are in use, and no more may be")
+
+    async def _compile(self, source: GrammarSource, client: str) -> Grammar:
+        own = self._clients.setdefault(client, asyncio.Semaphore(OF_ONE_CLIENT))
+        async with own, self._compilers:
+            process = await self._in_thread(lambda: GrammarProcess(self._tokenizer))
+            try:
+                grammar = await self._in_thread(lambda: Grammar(source, self._tokenizer, process))
+            except ArgumentError as error:
+                self._refuse(source, str(error))
+                raise
+            except asyncio.CancelledError:
+                process.end()
+                raise
+        self._keep(source, grammar)
+        return grammar
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _refuse(self, source: GrammarSource, why: str) -> None:
+        self._refused[source] = time.monotonic(), why
+        self._refused.move_to_end(source)
+        while len(self._refused) > REFUSED:
+            self._refused.popitem(last=False)
+
+    def _keep(self, source: GrammarSource, grammar: Grammar) -> None:
+        self._living.add(grammar)
+        self._kept[source] = grammar
+        self._kept.move_to_end(source)
+        held = sum(each.process.memory for each in self._kept.values())
+        while len(self._kept) > KEPT or (held > KEPT_MEMORY and len(self._kept) > 1):
+            held -= self._kept.popitem(last=False)[1].process.memory

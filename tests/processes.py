@@ -1,0 +1,26 @@
+"""Processes that tests look at, by /proc."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one started and that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def soon(holds: Callable[[], object], seconds: float = 5.0) -> bool:
+    """Whether it comes to hold."""
+    end = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(found)
