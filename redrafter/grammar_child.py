@@ -17,8 +17,9 @@ from typing import Any
 
 from redrafter import grammar_limits as limits
 from redrafter.errors import ArgumentError
+from redrafter.grammar_compiled import CompiledGrammar
 from redrafter.grammar_source import GrammarSource
-from redrafter.grammar_state import CompiledGrammar, GrammarState
+from redrafter.grammar_state import GrammarState
 from redrafter.grammar_wire import Question, pack_answers, receive_frame, send_frame, unpack_questions
 
 __all__ = ["run_child"]

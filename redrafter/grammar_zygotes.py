@@ -17,6 +17,15 @@ from redrafter.grammar_wire import receive_frame, send_frame
 
 __all__ = ["Zygote", "connect"]
 
+# Modules are found where this program finds them, and not where it happens to stand.
+PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from redrafter.grammar_zygote import main; main(int(sys.argv[1]))"
+# No memory is set aside for threads that there are none of; what Rust says is read as one line.
+ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1",
+    "RAYON_NUM_THREADS": "1",
+    "RUST_BACKTRACE": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 START = 120.0  # seconds in which a zygote must have read a tokenizer
 HELLO = 30.0  # seconds in which it must have forked
 
@@ -66,11 +75,11 @@ class Zygote:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "redrafter.grammar_zygote", str(theirs.fileno())],
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *(place or os.getcwd() for place in sys.path)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=_environment(),
+                env=os.environ | ENVIRONMENT,
             )
         self._owner, self._sending = os.getpid(), threading.Lock()
         self._finalizer = weakref.finalize(self, _end, self._control, self._process, self._owner)
@@ -126,13 +135,6 @@ def _end(control: socket.socket, process: "subprocess.Popen[bytes]", owner: int)
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
         process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """The program's own, where modules are found as the program finds them; memory is not kept apart for threads."""
-    places = [place or os.getcwd() for place in sys.path]
-    own = {"PYTHONPATH": os.pathsep.join(places), "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **own, "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 
 
 def _unreadable(why: str) -> ArgumentError:

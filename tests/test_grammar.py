@@ -30,7 +30,8 @@ pytest.importorskip("llguidance")
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
-from redrafter.grammar_state import CompiledGrammar, GrammarState
+from redrafter.grammar_compiled import CompiledGrammar
+from redrafter.grammar_state import GrammarState
 
 TOKENIZER = tiny_tokenizer()
 VOCABULARY = from_tokenizer(TOKENIZER)

@@ -28,7 +28,7 @@ from redrafter.serve.scheduler import QueueFullError
 
 TOKENIZER = tiny_tokenizer()
 QUICK = {"regex": "[ab]{3}"}
-LARGE = {"regex": ".?" * 30_000}  # asks for 1.5 GB at once
+LARGE = {"regex": ".?" * 23_000}  # asks for 0.9 GB at once
 HALF = "\ud800"
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 TALK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
