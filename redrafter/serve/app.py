@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.errors import ArgumentError
 from redrafter.serve.documented import ChatAnswer, CompletionAnswer, ModelHealth, Models, answers, errors
+from redrafter.serve.fields import place_of
 from redrafter.serve.log import Logged
 from redrafter.serve.page import page
 from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest, error_body
@@ -142,13 +143,14 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place = [str(each) for each in first["loc"] if each != "body"]
-        param = ".".join(place) or None
-        if first["type"] == "json_invalid":
-            return say(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-        if first["type"] in ("extra_forbidden", "none_required"):
+        kind, param, message = first["type"], place_of(first), first["msg"].removeprefix("Value error, ")
+        if kind == "json_invalid":
+            return say(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
+        if kind == "extra_forbidden":
             return say(400, f"{param} is not supported", param, "unsupported_parameter")
-        return say(422, f"{param}: {first['msg']}" if param else first["msg"], param)
+        if kind == "unsupported":
+            return say(400, f"{param} is not supported: {message}", param, "unsupported_parameter")
+        return say(422, f"{param}: {message}" if param else message, param)
 
 
 class _Guard:
