@@ -15,6 +15,7 @@ from redrafter.bench.workload import padded
 from redrafter.checkpoint import boxed_pair, load_tokenizer
 from redrafter.cli.engines import PLAIN, chosen, drafts_by, load_engine, with_config
 from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.cli.templates import find_template
 from redrafter.engine import Engine
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.kinds import check_place
@@ -97,6 +98,7 @@ class Pair:
         way = chosen(options, draft)  # which refuses flags that exclude each other, also where nothing drafts
         way = way if speculate else PLAIN
         tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
+        find_template(tokenizer, name)
         engine = load_engine(way, name, options, draft)
         return cls(name, way, drafts_by(way, name, options, draft), tokenizer, engine)
 

@@ -66,7 +66,7 @@ Meaning = Same | Words | Needless | Other
 WRITE, PRINT, LOAD, SERVE, CONVERT = "--max-new-tokens", "--color", "--model", "--host", "--base-model-checkpoint-dir"
 RUN, DRAFT_MODEL = "--kv-cache-free-gpu-memory-fraction", "--draft-model"
 
-_LLGTRT = ("--engine", "--tokenizer", "--lora-root", "--chat-template", "--print-complete-config")
+_LLGTRT = ("--engine", "--tokenizer", "--lora-root", "--print-complete-config")
 
 _NO_ENGINE = "a Hugging Face model or a merged checkpoint: no engine is built"
 _NO_BEAM_SEARCH = "nothing: beam search cannot be drafted for exactly, and --num-beams is the drafter's"
@@ -161,7 +161,6 @@ FLAGS: dict[str, tuple[Meaning, ...]] = {
         Needless("each request is logged; --log-format says how", SERVE, values=1),
     ),
     # llgtrt
-    "--chat-template": (Other("leave it out: the chat template is chat_template.jinja beside the model", SERVE),),
     "--print-complete-config": (Same("--print-config"),),
     # convert_checkpoint.py
     "--use-parallel-embedding": (Needless(_LAYOUT, CONVERT),),

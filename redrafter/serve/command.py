@@ -18,6 +18,7 @@ from redrafter.cli.loading import Pair
 from redrafter.cli.options import DraftOptions, LoadOptions
 from redrafter.cli.parser import Parser
 from redrafter.cli.program import guarded
+from redrafter.cli.templates import read_template
 from redrafter.draft_target import DraftTarget
 from redrafter.errors import ArgumentError
 from redrafter.flags import add_options, own_name, read_options
@@ -56,7 +57,15 @@ class Server:
         scheduler = Scheduler(engine, graphs, limits, self.options.speculate)
         metrics = Metrics(scheduler, self.name)
         self.worker = Worker(scheduler, metrics.told)
-        self.app = create_app(Service(self.worker, self.pair.tokenizer, self.name, metrics), self.options.api_key)
+        service = Service(
+            self.worker,
+            self.pair.tokenizer,
+            self.name,
+            metrics,
+            special_tokens_in_content=self.options.special_tokens_in_content,
+            reasoning=self.options.reasoning_format == "auto",
+        )
+        self.app = create_app(service, self.options.api_key)
 
     def run(self, listening: socket.socket) -> None:
         """Serve until SIGINT or SIGTERM: the first lets what was begun end, the second does not."""
@@ -180,7 +189,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 for handler in logging.getLogger("redrafter").handlers:
                     handler.setFormatter(JsonLines())
-            server = Server(Pair.load(load, draft, _speculate(options, load, draft)), options, load)
+            template = read_template(options.chat_template) if options.chat_template else None
+            pair = Pair.load(load, draft, _speculate(options, load, draft))
+            if template is not None:
+                pair.tokenizer.chat_template = template
+            server = Server(pair, options, load)
             for line in server.summary(listening):
                 _LOG.info(line)
             server.run(listening)

@@ -71,6 +71,18 @@ class ServeOptions:
     kv_cache_reuse: bool = option(True, "read every prompt from its beginning")
     speculate: bool = option(True, "plain decoding")
     warm_up: bool = option(True, "on a GPU, let first requests wait until kernels are compiled and steps captured")
+    chat_template: str | None = option(
+        None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True
+    )
+    special_tokens_in_content: bool = option(
+        False, "where a message spells a special token, such as <|im_end|>, let it be one; else it stays text"
+    )
+    reasoning_format: str = option(
+        "auto",
+        "auto: what a model writes between <think> and </think> is its answer's reasoning_content, where the chat "
+        "template has these marks; none: it is part of the answer's text",
+        choices=("auto", "none"),
+    )
     log_format: str = option("text", "how requests are logged on stderr, a line each", choices=("text", "json"))
 
     def __post_init__(self) -> None:
@@ -82,7 +94,7 @@ class ServeOptions:
         ):
             if not least <= getattr(self, name) <= most:
                 raise ArgumentError(f"{flag(name)} must be from {least} to {most}, got {getattr(self, name)}")
-        for name in ("host", "served_model_name", "api_key"):
+        for name in ("host", "served_model_name", "api_key", "chat_template"):
             if getattr(self, name) == "":
                 raise ArgumentError(f"{flag(name)} needs a value, got an empty one")
 

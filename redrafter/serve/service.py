@@ -31,20 +31,33 @@ Facts = dict[str, Any]  # what a log may say of a request
 
 @dataclass
 class Service:
-    """What the routes call. model: the name that clients know. context: the longest text. apart: whether clients do not
-    share the beginnings of texts that are in the cache, as they should not where each has a key of its own."""
+    """What the routes call.
+
+    Args:
+        worker: Writes the texts.
+        tokenizer: The tokenizer of the model.
+        model: The name that clients know.
+        metrics: What `/metrics` tells.
+        apart: Whether clients do not share the beginnings of texts that are in the cache, as they should not where each
+            has a key of its own.
+        special_tokens_in_content: Whether a control token that a message spells is one.
+        reasoning: Whether thoughts are told apart from the answer, where the chat template has marks for them.
+        created: When, in seconds since 1970.
+    """
 
     worker: Worker
     tokenizer: PreTrainedTokenizerBase
     model: str
     metrics: Metrics
     apart: bool = False
+    special_tokens_in_content: bool = False
+    reasoning: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         vocabulary = self.worker.scheduler.engine.target.vocab_size
         self._grammars = Grammars(self.tokenizer)
-        self._prompts = Prompts(self.tokenizer, self.model, vocabulary, self.context)
+        self._prompts = Prompts(self.tokenizer, self.model, vocabulary, self.context, self.special_tokens_in_content)
 
     @property
     def context(self) -> int:
@@ -71,13 +84,13 @@ class Service:
 
     async def chat(self, request: ChatRequest, facts: Facts) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         self.check_model(request.model)
-        ids = await asyncio.to_thread(self._prompts.talk, request)
+        prompt = await asyncio.to_thread(self._prompts.talk, request)
         count = (request.top_logprobs or 0) if request.logprobs else None
         settings = self._settings(request, count, await self._grammar(_spec(request)))
         tools = [] if request.tool_choice == "none" else request.tools or []
         room = request.max_completion_tokens or request.max_tokens or self.context
         form = Chat(count, self.tokenizer, tools)
-        return await self._serve(request, [ids] * (request.n or 1), room, settings, form, facts)
+        return await self._serve(request, [prompt.ids] * (request.n or 1), room, settings, form, facts)
 
     async def _serve(
         self,

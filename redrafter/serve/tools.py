@@ -24,12 +24,13 @@ def templated(tools: list[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def described(tools: list[dict[str, Any]]) -> str:
-    """For a model whose chat template has no place for tools."""
+def described(tools: list[dict[str, Any]], several: bool = True) -> str:
+    """Describe tools to a model whose chat template has no place for them. several: whether it may call more than one
+    at a time."""
     lines = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         "These functions may be called:\n" + "\n".join(lines) + "\nTo call one, answer with a JSON object of its "
-        '"name" and its "arguments", and nothing else.'
+        '"name" and its "arguments", and nothing else.' + ("" if several else " Call no more than one at a time.")
     )
 
 
