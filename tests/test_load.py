@@ -22,6 +22,8 @@ from test_serve import Program, pair  # noqa: E402, F401  (a fixture)
 
 from redrafter.paged import PagedStore  # noqa: E402
 from redrafter.serve.documented import ChatAnswer, CompletionAnswer  # noqa: E402
+from redrafter.serve.protocol import ChatRequest  # noqa: E402
+from redrafter.serve.tool_schema import schema_of  # noqa: E402
 from redrafter.serve.tools import described  # noqa: E402
 
 STORY = (
@@ -45,17 +47,8 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "description": name, "parameters": SCHEMA}}
     for name in ("find_person", "find_dog")
 ]
-CALL = {
-    "anyOf": [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool["function"]["name"]}, "arguments": SCHEMA},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in TOOLS
-    ]
-}
+TALK = [{"role": "user", "content": "Hello"}]
+CALL = schema_of(ChatRequest.model_validate({"messages": TALK, "tools": TOOLS, "tool_choice": "required"}))
 
 
 @dataclass
@@ -171,7 +164,10 @@ async def _streamed(parts: "openai.AsyncStream", ask: Ask) -> list[Told]:
 
 def _take(told: Told, choice: Any, said: Any) -> None:
     told.text += (said.content if hasattr(said, "content") else getattr(said, "text", None)) or ""
-    told.calls += getattr(said, "tool_calls", None) or []
+    for call in getattr(said, "tool_calls", None) or []:
+        if call.id is not None:
+            told.calls.append([call.function.name, ""])
+        told.calls[-1][1] += call.function.arguments
     told.finish = choice.finish_reason or told.finish
     if choice.logprobs is not None:
         content = getattr(choice.logprobs, "content", None)
@@ -217,9 +213,11 @@ class Alone:
                 assert ask.leaves is not None and text.startswith(each.text), ask
                 assert each.tokens == tokens[: len(each.tokens)]
             elif each.finish == "tool_calls":
-                [call] = each.calls
-                called = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
-                assert called == json.loads(text), ask
+                [[name, arguments]] = each.calls
+                assert {"name": name, "arguments": json.loads(arguments)} == json.loads(text), ask
+            elif each.calls:  # no token was left before its end
+                [[name, arguments]] = each.calls
+                assert each.finish == "length" and f'"{name}"' in text and text.endswith(arguments), ask
             else:
                 assert each.text == text, ask
                 assert each.finish == ("stop" if self._ended(ask, ids, text) else "length")

@@ -290,7 +290,10 @@ def test_tools_are_called(client, streamed):
         found = client.chat.completions.create(model="boxed", **settings, stream=streamed)
         if streamed:
             parts = [part.choices[0] for part in found]
-            [call] = [call for part in parts for call in part.delta.tool_calls or ()]
+            call, *more = [call for part in parts for call in part.delta.tool_calls or ()]
+            assert call.id and call.type == "function" and call.function.arguments == "" and len(more) > 1
+            assert all((each.index, each.id, each.function.name) == (0, None, None) for each in more)
+            call.function.arguments = "".join(each.function.arguments for each in more)
             finish = parts[-1].finish_reason
         else:
             [call], finish = found.choices[0].message.tool_calls, found.choices[0].finish_reason

@@ -11,11 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.errors import ArgumentError
 from redrafter.outputs import Stats
 from redrafter.serve.job import Job, Piece
-from redrafter.serve.protocol import ApiError, StreamOptions, Tool
+from redrafter.serve.protocol import ApiError, StreamOptions
 from redrafter.serve.text import TextStream, text_of
-from redrafter.serve.tools import found_calls
 
-__all__ = ["Chat", "Choice", "Completion", "answer", "stream", "told"]
+__all__ = ["Choice", "Completion", "Line", "answer", "stream", "told"]
 
 Pieces = AsyncIterator[tuple[int, Job, list[Piece]]]
 # A token's text, its id, its log-probability and the likeliest ones'.
@@ -64,13 +63,20 @@ class Choice:
         where it stands before the text."""
         if not self._drafts:
             return {}
-        runs = [(before, False), *self._stream.runs()]
-        return {"drafts": [{"text": text, "accepted": accepted} for text, accepted in runs if text]}
+        return _told_runs([(before, False), *self._stream.runs()])
+
+    def runs_of(self, spans: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """What a part says of some characters of the text; nothing unless asked for."""
+        return _told_runs([run for span in spans for run in self._stream.runs_of(*span)]) if self._drafts else {}
+
+
+def _told_runs(runs: Sequence[tuple[str, bool]]) -> dict[str, Any]:
+    return {"drafts": [{"text": text, "accepted": accepted} for text, accepted in runs if text]}
 
 
 class Form(Protocol):
-    """How one kind of answer is written. whole: of an answer at once; part: of a stream, with the first or last of a
-    choice's."""
+    """How one kind of answer is written. whole: of an answer at once; parts: of a stream, of what a choice has gained,
+    with the first or last of a choice's; none where nothing can be told yet."""
 
     kind: str
     prefix: str
@@ -78,7 +84,7 @@ class Form(Protocol):
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]: ...
 
-    def part(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> dict[str, Any]: ...
+    def parts(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> list[dict[str, Any]]: ...
 
 
 class Completion:
@@ -96,10 +102,11 @@ class Completion:
         told = self._told(index, choice.lines)
         return {"index": index, "text": text, "logprobs": told, "finish_reason": choice.finish}
 
-    def part(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> dict[str, Any]:
+    def parts(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> list[dict[str, Any]]:
         before = self._prompt(index) if first else ""
         told, finish = self._told(index, lines), choice.finish
-        return {"index": index, "text": before + text, "logprobs": told, "finish_reason": finish} | choice.runs(before)
+        part = {"index": index, "text": before + text, "logprobs": told, "finish_reason": finish}
+        return [part | choice.runs(before)]
 
     def _prompt(self, index: int) -> str:
         return self._echo[index] if self._echo is not None else ""
@@ -121,57 +128,6 @@ class Completion:
                 for text, _, own, likeliest in lines
             ],
         }
-
-
-class Chat:
-    """`/v1/chat/completions`. count: how many of the likeliest tokens are told; None for no log-probabilities. tools:
-    those that may be called; a text that may be a call is told at its end."""
-
-    kind, part_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def __init__(self, count: int | None, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool] = ()):
-        self._count, self._tokenizer, self._tools = count, tokenizer, list(tools)
-
-    def whole(self, index: int, choice: Choice) -> dict[str, Any]:
-        content, finish = self._content(choice)
-        message = {"role": "assistant", "refusal": None} | content
-        return {"index": index, "message": message, "logprobs": self._told(choice.lines), "finish_reason": finish}
-
-    def part(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> dict[str, Any]:
-        delta: dict[str, Any] = {"role": "assistant"} if first else {}
-        finish, runs = choice.finish, {}
-        if not self._tools:
-            delta |= {"content": text} if text or first else {}
-            runs = choice.runs()
-        elif finish is not None:
-            content, finish = self._content(choice)
-            calls = [{"index": place} | call for place, call in enumerate(content.get("tool_calls", ()))]
-            delta |= content | ({"tool_calls": calls} if calls else {})
-            runs = {} if calls else choice.runs()
-        told = self._told(lines) if lines else None
-        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish} | runs
-
-    def _content(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
-        """Text and calls, and why it ended."""
-        text, calls = found_calls(choice.text, self._tools) if self._tools else (choice.text, [])
-        if not calls:
-            return {"content": text}, choice.finish
-        return {"content": text or None, "tool_calls": calls}, "tool_calls"
-
-    def _told(self, lines: list[Line]) -> dict[str, Any] | None:
-        if self._count is None:
-            return None
-        return {
-            "content": [
-                self._entry(token, own) | {"top_logprobs": [self._entry(*pair) for pair in likeliest.items()]}
-                for _, token, own, likeliest in lines
-            ],
-            "refusal": None,
-        }
-
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text = text_of(self._tokenizer, [token])
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
 
 async def answer(pieces: Pieces, choices: list[Choice], form: Form, model: str) -> dict[str, Any]:
@@ -196,8 +152,9 @@ async def stream(
         if text or lines or choice.finish or index not in begun:
             own = _usage([choice], [job]) if asked.continuous_usage_stats else None
             usage = {"usage": own} if asked.include_usage else {}
-            yield head | {"choices": [form.part(index, text, lines, choice, index not in begun)]} | usage
-            begun.add(index)
+            for part in form.parts(index, text, lines, choice, index not in begun):
+                yield head | {"choices": [part]} | usage
+                begun.add(index)
     if asked.include_usage:
         yield head | {"choices": [], **_tail(choices)}
 

@@ -10,19 +10,21 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.grammar import Grammar
-from redrafter.serve.answers import Chat, Choice, Completion, answer, stream, told
+from redrafter.serve.answers import Choice, Completion, answer, stream, told
+from redrafter.serve.chat_answers import Chat
 from redrafter.serve.grammars import Grammars
 from redrafter.serve.job import Settings
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol import MOST_PROMPTS, ApiError, ChatRequest, CompletionRequest, StreamOptions
 from redrafter.serve.text import StopStrings, text_of
-from redrafter.serve.tools import schema_of
+from redrafter.serve.tool_schema import schema_of
 from redrafter.serve.worker import Worker
 from redrafter.stopping import end_tokens
 
 __all__ = ["Service"]
 
+COLDEST = 1e-5  # a temperature below it divides logits to more than a number holds: it is greedy, as vLLM has it
 COMPLETION = 16  # tokens that a completion without max_tokens comes to, as OpenAI has it
 
 AnyRequest = CompletionRequest | ChatRequest
@@ -86,10 +88,18 @@ class Service:
         self.check_model(request.model)
         prompt = await asyncio.to_thread(self._prompts.talk, request)
         count = (request.top_logprobs or 0) if request.logprobs else None
-        settings = self._settings(request, count, await self._grammar(_spec(request)))
-        tools = [] if request.tool_choice == "none" else request.tools or []
+        grammar = await self._grammar(_spec(request))
+        settings = self._settings(request, count, grammar)
         room = request.max_completion_tokens or request.max_tokens or self.context
-        form = Chat(count, self.tokenizer, tools)
+        thinks = self.reasoning and self._prompts.template.thinks and grammar is None  # a grammar is of the whole text
+        form = Chat(
+            count,
+            self.tokenizer,
+            frozenset(tool.function.name for tool in request.callable_tools),
+            several=request.parallel_tool_calls is not False,
+            thinks=thinks,
+            thinking=thinks and prompt.thinking,
+        )
         return await self._serve(request, [prompt.ids] * (request.n or 1), room, settings, form, facts)
 
     async def _serve(
@@ -144,11 +154,12 @@ class Service:
             asked, said = getattr(request, name), getattr(own, name, None)
             return asked if asked is not None else neutral if said is None else said
 
-        greedy = 0.0 if engine.do_sample is False else 1.0
+        plain = 0.0 if engine.do_sample is False else 1.0
+        temperature = request.temperature if request.temperature is not None else own.temperature or plain
         if grammar is not None and request.ignore_eos:
             raise ApiError(400, "a text that follows a grammar ends with it: leave out ignore_eos", "ignore_eos")
         return Settings(
-            temperature=request.temperature if request.temperature is not None else own.temperature or greedy,
+            temperature=temperature if temperature >= COLDEST else 0.0,
             top_k=max(pick("top_k", 0), 0),
             top_p=pick("top_p", 1.0),
             min_p=pick("min_p", 0.0),

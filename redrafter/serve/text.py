@@ -66,7 +66,11 @@ class TextStream:
     def runs(self) -> list[tuple[str, bool]]:
         """The text since the last call in runs, and whether drafts wrote them."""
         start, self._told = self._told, len(self.text)
-        marked = zip(self._drafted[start : self._told], self.text[start:], strict=True)
+        return self.runs_of(start, self._told)
+
+    def runs_of(self, begin: int, end: int) -> list[tuple[str, bool]]:
+        """Some characters of the text in runs, and whether drafts wrote them."""
+        marked = zip(self._drafted[begin:end], self.text[begin:end], strict=True)
         return [("".join(text for _, text in run), bool(own)) for own, run in groupby(marked, key=itemgetter(0))]
 
     def _hold(self, text: str, drafted: bool) -> None:

@@ -1,0 +1,218 @@
+"""Calls and thoughts in what a model writes, and the schemas of calls that it must write."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+pytest.importorskip("fastapi")
+pytest.importorskip("llguidance")
+
+from redrafter import boxed_pair
+from redrafter.grammar import Grammar
+from redrafter.serve.chat_reader import Call, ChatReader, Fragment, Span
+from redrafter.serve.protocol import ChatRequest
+from redrafter.serve.tool_schema import schema_of
+
+F, G = '{"name": "f", "arguments": {"a": [1, {"b": "}\\"<tool_call>"}]}}', '{"name": "g", "parameters": {}}'
+FIRST = ("f", '{"a": [1, {"b": "}\\"<tool_call>"}]}')
+# What is written: its text, its thoughts, its calls, and whether it ends within a call.
+WRITTEN: dict[str, tuple[str, str, list[tuple[str, str]], bool]] = {
+    F: ("", "", [FIRST], False),
+    f"  {F} \n": ("", "", [FIRST], False),
+    f"[{F}, {G}]": ("", "", [FIRST, ("g", "{}")], False),
+    f"{F}; {G}": ("", "", [FIRST, ("g", "{}")], False),
+    f"<tool_call>\n{F}\n</tool_call>\n<tool_call>{G}</tool_call>": ("", "", [FIRST, ("g", "{}")], False),
+    f" I look. \n<tool_call>{F}</tool_call> Done.": (" I look. Done.", "", [FIRST], False),
+    f"<tool_call>[{F},{G}]</tool_call>": ("", "", [FIRST, ("g", "{}")], False),
+    f"<tool_call>{F}": ("", "", [FIRST], False),
+    '{"arguments": {"a": 1}, "name": "f"}': ("", "", [("f", '{"a": 1}')], False),
+    '{"type": "function", "name": "f"}': ("", "", [("f", "{}")], False),
+    '{"name": "f", "arguments": "x"}': ("", "", [("f", '"x"')], False),
+    '{"name": "f", "arguments": {"a": "\\ud800 é🙂"}}': ("", "", [("f", '{"a": "\\ud800 é🙂"}')], False),
+    '{"name": "f", "arguments": {"a": ': ("", "", [("f", '{"a": ')], True),
+    '{"name": "f", "arguments": {"a": 1}': ("", "", [("f", '{"a": 1}')], True),
+    '{"name": "f", "argum': ('{"name": "f", "argum', "", [], False),
+    '{"name": "Anna", "age": 3} ': ('{"name": "Anna", "age": 3} ', "", [], False),
+    '{"age": 3}': ('{"age": 3}', "", [], False),
+    "[1, 2] <tool": ("[1, 2] <tool", "", [], False),
+    '{"name": ["f"], "arguments": {}}': ('{"name": ["f"], "arguments": {}}', "", [], False),
+    '<tool_call>{"name": "h"}</tool_call> x': ('<tool_call>{"name": "h"}</tool_call> x', "", [], False),
+    f"a <tool_call>no<tool_call>{G}</tool_call>": ("a <tool_call>no", "", [("g", "{}")], False),
+    f"It is {F}": (f"It is {F}", "", [], False),
+    " \n ": (" \n ", "", [], False),
+    "": ("", "", [], False),
+    "a  \n b <too": ("a  \n b <too", "", [], False),
+    f"<think>\nhm, {F} <tool_call>\n</think>\n\nyes ": ("yes ", f"hm, {F} <tool_call>", [], False),
+    f"<think>hm</think>{F}": ("", "hm", [FIRST], False),
+    "\n<think>hm </thi": ("", "hm </thi", [], False),
+    "<think></think> a": ("a", "", [], False),
+    "a <think>hm</think>": ("a <think>hm</think>", "", [], False),
+    "<thin": ("<thin", "", [], False),
+}
+
+
+def read(reader: ChatReader, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    texts, calls = {False: "", True: ""}, list[list[str]]()
+    for number, piece in enumerate(pieces):
+        for event in reader.push(piece, last=number == len(pieces) - 1):
+            if isinstance(event, Span):
+                texts[event.thought] += reader.text[event.begin : event.end]
+            elif isinstance(event, Call):
+                assert event.number == len(calls) and event.id.startswith("call_")
+                calls.append([event.name, ""])
+            else:
+                assert isinstance(event, Fragment) and event.number == len(calls) - 1 and event.text
+                calls[-1][1] += event.text
+    return texts[False], texts[True], [(name, arguments) for name, arguments in calls]
+
+
+def made(**options: Any) -> ChatReader:
+    return ChatReader(**({"names": frozenset("fg"), "thinks": True} | options))
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_what_is_found_does_not_depend_on_the_pieces(text):
+    *expected, cut = WRITTEN[text]
+    rng = random.Random(5)
+    for trial in range(40):
+        places = sorted(rng.randrange(len(text) + 1) for _ in range(trial % 8))
+        if trial == 8:
+            places = list(range(len(text)))
+        pieces = [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
+        reader = made()
+        assert read(reader, pieces) == tuple(expected), pieces
+        assert reader.cut == cut
+
+
+def test_random_pieces_of_marks_are_read_alike_however_they_come():
+    rng = random.Random(6)
+    parts = [
+        F,
+        G,
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        " ",
+        "\n",
+        "a",
+        "{",
+        "}",
+        '"',
+        "[",
+        ",",
+        '{"name":',
+        '"f"',
+        "\\",
+    ]
+    for _ in range(1500):
+        text = "".join(rng.choices(parts, k=rng.randrange(1, 9)))
+        options = {"several": rng.random() < 0.7, "thinking": rng.random() < 0.3, "thinks": rng.random() < 0.7}
+        size = rng.randrange(1, 6)
+        pieces = [text[place : place + size] for place in range(0, len(text), size)]
+        assert read(made(**options), [text]) == read(made(**options), pieces) == read(made(**options), [*pieces, ""]), (
+            text
+        )
+
+
+def test_what_is_certain_comes_at_once():
+    reader = made(thinks=False)
+    assert reader.push("I look") == [Span(0, 6)]
+    assert reader.push(' <tool_call>{"name": "f", "argu') == []
+    begun, first = reader.push('ments": {"a')
+    assert isinstance(begun, Call) and begun.name == "f" and first == Fragment(0, '{"a')
+    assert reader.push('": 1') == [Fragment(0, '": 1')]
+    assert reader.push("}}</tool_call>", last=True) == [Fragment(0, "}")]
+    assert made(thinks=False).push('{"name": "Anna", ') == [Span(0, 16)]  # no tool's name, and so no call
+    assert made(thinking=True).push("hm") == [Span(0, 2, True)]
+
+
+def test_one_call_where_no_more_may_be_made():
+    for text in (f"[{F}, {G}]", f"<tool_call>{F}</tool_call><tool_call>{G}</tool_call> more", f"{F} more"):
+        assert read(made(several=False), list(text)) == ("", "", [FIRST])
+
+
+def test_long_texts_are_read_in_linear_time():
+    """Each would take minutes if what was read were read again."""
+    for text in (
+        " " * 200_000,
+        '{"x": "' + "a" * 200_000,
+        "<tool_call>" * 20_000,
+        '{"name": "f", "arguments": ' + "[" * 200_000,
+    ):
+        reader = made()
+        for place in range(0, len(text), 4):
+            reader.push(text[place : place + 4])
+        reader.push("", last=True)
+
+
+ITEM = {
+    "type": "object",
+    "properties": {"price": {"type": "integer"}},
+    "required": ["price"],
+    "additionalProperties": False,
+}
+NESTED = {
+    "$id": "https://example.org/order",
+    "$defs": {"Item": ITEM, "$ref": {"const": "#/$defs/Item"}},
+    "definitions": {"Note": {"enum": ["#/$defs/Item"]}},
+    "type": "object",
+    "properties": {
+        "item": {"$ref": "#/$defs/Item"},
+        "$ref": {"$ref": "#/$defs/$ref"},
+        "note": {"$ref": "#/definitions/Note"},
+        "more": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
+    },
+    "required": ["item"],
+    "additionalProperties": False,
+}
+
+
+def asked(*parameters: Any, choice: Any = "required") -> dict[str, Any]:
+    tools = [
+        {"type": "function", "function": {"name": f"tool-{n}", "parameters": each}} for n, each in enumerate(parameters)
+    ]
+    talk = [{"role": "user", "content": "Hello"}]
+    found = schema_of(ChatRequest.model_validate({"messages": talk, "tools": tools, "tool_choice": choice}))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def allows() -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
+
+    def allows(schema: dict[str, Any], text: str) -> bool:
+        matcher = Grammar.json_schema(schema, tokenizer).start()
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
+
+    return allows
+
+
+def test_references_of_a_tools_schema_lead_to_what_they_led_to(allows):
+    schema = asked(ITEM, NESTED)
+    call = {"name": "tool-1", "arguments": {"item": {"price": 3}}}
+    deep = {"item": {"price": 3}, "$ref": "#/$defs/Item", "note": "#/$defs/Item", "more": [{"item": {"price": 4}}]}
+    assert allows(schema, json.dumps(call)) and allows(schema, json.dumps(call | {"arguments": deep}))
+    assert allows(schema, json.dumps({"name": "tool-0", "arguments": {"price": 1}}))
+    for wrong in ({"item": {"price": "3"}}, deep | {"more": [{}]}, deep | {"$ref": "#/$defs/1/$defs/Item"}):
+        assert not allows(schema, json.dumps(call | {"arguments": wrong}))
+    assert not allows(schema, json.dumps(call | {"name": "tool-0"}))
+    named = asked(ITEM, NESTED, choice={"type": "function", "function": {"name": "tool-1"}})
+    assert allows(named, json.dumps(call)) and not allows(
+        named, json.dumps({"name": "tool-0", "arguments": {"price": 1}})
+    )
+
+
+def test_a_call_that_must_be_written_holds_no_idle_spaces(allows):
+    schema = asked(ITEM, None)
+    for text in ('{"name": "tool-0", "arguments": {"price": 1}}', '{"name":"tool-0","arguments":{"price":1}}'):
+        assert allows(schema, text)
+        for place in (0, 1, text.index(":") + 1, len(text) - 1):
+            assert not allows(schema, f"{text[:place]}\n{text[place:]}")
+            assert not allows(schema, f"{text[:place]}  {text[place:]}")
+    assert allows(schema, '{"name": "tool-1", "arguments": {"any": [1, 2]}}')
