@@ -2,16 +2,28 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
 pytest.importorskip("fastapi")
+pytest.importorskip("llguidance")
+openai = pytest.importorskip("openai")
 
-from redrafter.serve.app import create_app
-from redrafter.serve.protocol import ChatRequest, CompletionRequest
+from test_page import listening  # noqa: E402
+
+from redrafter.cli.loading import Pair  # noqa: E402
+from redrafter.cli.options import LoadOptions  # noqa: E402
+from redrafter.serve.app import create_app  # noqa: E402
+from redrafter.serve.command import Server  # noqa: E402
+from redrafter.serve.config import ServeOptions  # noqa: E402
+from redrafter.serve.metrics import Metrics  # noqa: E402
+from redrafter.serve.protocol import ChatRequest, CompletionRequest  # noqa: E402
+from redrafter.serve.service import Service  # noqa: E402
 
 HELLO = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
@@ -128,3 +140,110 @@ def test_fields_without_an_effect_on_the_text_are_taken():
         "tool_choice": "required",
     }
     assert ChatRequest.model_validate({"messages": [HELLO]} | fields).callable_tools[0].function.name == "find"
+
+
+class Item(BaseModel):
+    name: Literal["tea", "coffee"]
+    price: Literal[1, 2, 3]
+
+
+class Order(BaseModel):
+    first: Item
+    second: Item
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server(Pair.load(LoadOptions()), ServeOptions(), LoadOptions())
+    found.worker.start()
+    yield found
+    found.worker.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator["openai.OpenAI"]:
+    with listening(server.app) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+TALK = [{"role": "user", "content": "Order two things"}]
+SAME: dict[str, Any] = {"model": "boxed", "messages": TALK, "max_tokens": 100, "seed": 3}
+ORDER = openai.pydantic_function_tool(Order, name="order")
+
+
+def test_models_within_models_are_parsed(client):
+    found = client.chat.completions.parse(**SAME | {"max_tokens": 400}, response_format=Order)
+    assert isinstance(found.choices[0].message.parsed, Order)
+    found = client.chat.completions.parse(**SAME, tools=[ORDER], tool_choice="required")
+    [call] = found.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Order) and found.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_call_is_streamed_and_its_message_sent_back(client):
+    how = {"tools": [ORDER], "tool_choice": "required"}
+    with client.chat.completions.stream(**SAME, **how) as events:
+        deltas = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
+        message = events.get_final_completion().choices[0].message
+    whole = client.chat.completions.create(**SAME, **how).choices[0].message
+    assert len(deltas) > 5 and message.tool_calls[0].function.arguments == whole.tool_calls[0].function.arguments
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
+    answers = [
+        client.chat.completions.create(**SAME | {"messages": [*TALK, each, result], "max_tokens": 8}, tools=[ORDER])
+        for each in (message, message.model_dump(), whole, whole.model_dump())
+    ]
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+
+
+def test_a_call_that_is_cut_ends_for_its_length(client):
+    how = {"tools": [ORDER], "tool_choice": "required", "max_tokens": 30}
+    [choice] = client.chat.completions.create(**SAME | how).choices
+    assert choice.finish_reason == "length" and choice.message.tool_calls[0].function.arguments.startswith("{")
+    parts = [part.choices[0] for part in client.chat.completions.create(**SAME | how, stream=True)]
+    assert parts[-1].finish_reason == "length"
+
+
+def test_a_text_comes_at_once_where_tools_may_be_called(client):
+    how = {"tools": [{"type": "function", "function": {"name": "find"}}], "temperature": 0, "max_tokens": 30}
+    parts = [part.choices[0].delta.content for part in client.chat.completions.create(**SAME | how, stream=True)]
+    whole = client.chat.completions.create(**SAME | how).choices[0].message.content
+    assert "".join(filter(None, parts)) == whole and sum(map(bool, parts)) > 4
+
+
+def test_thoughts_are_told_apart(client, server, monkeypatch):
+    plain = client.chat.completions.create(**SAME | {"max_tokens": 24, "temperature": 0}).choices[0].message.content
+    template = server.pair.tokenizer.chat_template
+    monkeypatch.setattr(server.pair.tokenizer, "chat_template", template + "{# <think> </think> #}")
+    service = Service(server.worker, server.pair.tokenizer, "boxed", Metrics(server.worker.scheduler, "boxed"))
+    opened = [*TALK, {"role": "assistant", "content": "<think>"}]
+    body = SAME | {"max_tokens": 24, "temperature": 0}
+    with listening(create_app(service)) as url:
+        thinker = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert thinker.chat.completions.create(**body).choices[0].message.content == plain
+        settings = body | {"messages": opened, "extra_body": {"continue_final_message": True}}
+        message = thinker.chat.completions.create(**settings).choices[0].message
+        assert message.content is None and message.reasoning_content
+        parts = [part.choices[0].delta for part in thinker.chat.completions.create(**settings, stream=True)]
+        thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in parts]
+        assert "".join(thoughts) == message.reasoning_content and sum(map(bool, thoughts)) > 4
+        forced = thinker.chat.completions.create(**settings, response_format={"type": "json_object"})
+        assert forced.choices[0].message.content.startswith("{")  # a grammar is of the whole text
+        service.reasoning = False
+        assert (
+            thinker.chat.completions.create(**settings).choices[0].message.content.strip() == message.reasoning_content
+        )
+
+
+def test_the_coldest_temperatures_are_greedy(client):
+    found = {
+        client.chat.completions.create(**SAME | {"max_tokens": 16, "temperature": each}).choices[0].message.content
+        for each in (0, 1e-9, 9e-6)
+    }
+    assert len(found) == 1
+
+
+def test_a_spelt_special_token_is_counted_as_text(client):
+    def count(text: str) -> int:
+        body = SAME | {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        return client.chat.completions.create(**body).usage.prompt_tokens
+
+    assert count("a<|eos|>b") > count("a.b") + 2

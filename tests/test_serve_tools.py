@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ pytest.importorskip("llguidance")
 
 from redrafter import boxed_pair
 from redrafter.grammar import Grammar
+from redrafter.serve.answers import Choice
+from redrafter.serve.chat_answers import Chat
 from redrafter.serve.chat_reader import Call, ChatReader, Fragment, Span
+from redrafter.serve.job import Piece
 from redrafter.serve.protocol import ChatRequest
 from redrafter.serve.tool_schema import schema_of
 
@@ -216,3 +220,50 @@ def test_a_call_that_must_be_written_holds_no_idle_spaces(allows):
             assert not allows(schema, f"{text[:place]}\n{text[place:]}")
             assert not allows(schema, f"{text[:place]}  {text[place:]}")
     assert allows(schema, '{"name": "tool-1", "arguments": {"any": [1, 2]}}')
+
+
+def told(form: Chat, tokenizer: Any, ids: list[int], sizes: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The message of a whole answer, and what the deltas of a stream of these sizes join to."""
+    job: Any = SimpleNamespace(settings=SimpleNamespace(ends=frozenset()))
+    choice, found = (
+        Choice(tokenizer, (), True),
+        {"content": "", "reasoning_content": "", "tool_calls": [], "finish": None},
+    )
+    while True:
+        size, *sizes = sizes or [len(ids)]
+        piece = Piece(ids[:size], accepted=min(1, size), finish="stop" if size >= len(ids) else None)
+        ids = ids[size:]
+        text, lines = choice.take(job, [piece])
+        for part in form.parts(0, text, lines, choice, False):
+            delta = part["delta"]
+            assert "".join(run["text"] for run in part["drafts"]) == delta.get("content", "")
+            for name in ("content", "reasoning_content"):
+                found[name] += delta.get(name, "")
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(found["tool_calls"]):
+                    assert call["function"]["arguments"] == ""
+                    found["tool_calls"].append([call["function"]["name"], ""])
+                found["tool_calls"][-1][1] += call["function"]["arguments"]
+            found["finish"] = part["finish_reason"] or found["finish"]
+        if piece.finish:
+            break
+    whole = form.whole(0, choice)
+    message = whole["message"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    expected = {name: message.get(name) or "" for name in ("content", "reasoning_content")}
+    return expected | {"tool_calls": calls, "finish": whole["finish_reason"]}, found
+
+
+def test_a_stream_joins_to_the_message_of_a_whole_answer():
+    tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
+    rng = random.Random(7)
+    for text, (content, thoughts, calls, cut) in WRITTEN.items():
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        for _ in range(12):
+            form = Chat(None, tokenizer, frozenset("fg"), thinks=True)
+            sizes = [rng.randrange(1, 5) for _ in range(rng.randrange(len(ids) + 1))]
+            whole, streamed = told(form, tokenizer, ids, sizes)
+            assert whole == streamed, text
+            assert (whole["content"], whole["reasoning_content"]) == (content, thoughts)
+            assert whole["tool_calls"] == [list(call) for call in calls]
+            assert whole["finish"] == ("tool_calls" if calls and not cut else "stop")

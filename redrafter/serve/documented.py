@@ -125,6 +125,7 @@ class ChatMessage(_Answer):
     role: Literal["assistant"]
     refusal: None
     content: str | None
+    reasoning_content: str = ""
     tool_calls: list[Call] = Field(default_factory=list)
 
 

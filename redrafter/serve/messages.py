@@ -50,12 +50,18 @@ def _only_text(part: Any) -> Any:
 
 
 class FunctionCall(Strict):
+    """parsed_arguments: what OpenAI's client made of the arguments, which are what counts."""
+
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(Strict):
+    """index: of a call that came in a stream; the order of the list is what counts."""
+
     id: str
+    index: int | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -66,7 +72,8 @@ _Parts = Annotated[
 
 
 class Message(Strict):
-    """One turn. The answers of this server and of OpenAI's may be sent back as they are."""
+    """One turn. The answers of this server and of OpenAI's may be sent back as they are; parsed: what OpenAI's client
+    made of the content, which is what counts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Annotated[str, Tag(TEXT)] | _Parts, one_of(text_or_list, "a text or a list of parts")] | None = (
@@ -76,6 +83,7 @@ class Message(Strict):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
     tool_call_id: str | None = None
+    parsed: Any = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     refusal: Annotated[None, refused("give it as content")] = None
     function_call: Annotated[None, refused("give tool_calls")] = None

@@ -1,6 +1,7 @@
 """From an OpenAI request to texts of the engine."""
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -77,7 +78,7 @@ class Service:
             raise ApiError(400, "echo with logprobs is not supported: the prompt has no log-probabilities", "echo")
         prompts = await asyncio.to_thread(self._prompts.several, request.prompt)
         echo = [text_of(self.tokenizer, ids, True) for ids in prompts] if request.echo else None
-        settings = self._settings(request, request.logprobs, await self._grammar(_spec(request)))
+        settings = self._settings(request, request.logprobs, await self._grammar(_spec(request), _client(facts)))
         copies = request.n or 1
         every = [ids for ids in prompts for _ in range(copies)]
         before = None if echo is None else [text for text in echo for _ in range(copies)]
@@ -88,7 +89,7 @@ class Service:
         self.check_model(request.model)
         prompt = await asyncio.to_thread(self._prompts.talk, request)
         count = (request.top_logprobs or 0) if request.logprobs else None
-        grammar = await self._grammar(_spec(request))
+        grammar = await self._grammar(_spec(request), _client(facts))
         settings = self._settings(request, count, grammar)
         room = request.max_completion_tokens or request.max_tokens or self.context
         thinks = self.reasoning and self._prompts.template.thinks and grammar is None  # a grammar is of the whole text
@@ -117,7 +118,7 @@ class Service:
         make = (lambda: StopStrings(stops, self.tokenizer)) if stops else (lambda: None)
         asked = request.stream_options or StreamOptions()
         choices = [Choice(self.tokenizer, stops, asked.include_drafts) for _ in prompts]
-        client = str(facts.get("client", ""))
+        client = _client(facts)
         pieces = self.worker.pieces(prompts, room, settings, make, client, self._salt(client, request.cache_salt))
         if not request.stream:
             found = await answer(pieces, choices, form, self.model)
@@ -175,7 +176,7 @@ class Service:
             speculate=request.speculate,
         )
 
-    async def _grammar(self, spec: dict[str, Any] | None, client: str = "") -> Grammar | None:
+    async def _grammar(self, spec: dict[str, Any] | None, client: str) -> Grammar | None:
         """Compile a grammar, which may take a while, beside what is being served. client: who asks for it."""
         return None if spec is None else await self._grammars.get(spec, client)
 
@@ -189,6 +190,11 @@ class Service:
                 )
             found[int(token)] = value
         return found
+
+
+def _client(facts: Facts) -> str:
+    """Return who asks, as the routes know it."""
+    return str(facts.get("client", ""))
 
 
 def _spec(request: AnyRequest) -> dict[str, Any] | None:
