@@ -110,6 +110,7 @@ class PackedForward:
         kinds: Sequence[AttentionKind],
         most: int | None,
         long: Tensor | None,
+        show: Callable[[int, int, Tensor], object] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Read prompts on a CPU and return each row's last logits `[B, V]` and hidden `[B, F]`.
 
@@ -121,6 +122,7 @@ class PackedForward:
             kinds: what each layer sees.
             most: tokens of all rows in one forward; None for as many as suit.
             long: `[B]` bool, as for a call.
+            show: is told the logits of every token, as in `Target.prefill`.
         """
         last: dict[int, tuple[Tensor, Tensor]] = {}
         for forward in pieces(start.tolist(), length.tolist(), most):
@@ -128,7 +130,8 @@ class PackedForward:
             positions = torch.cat([torch.arange(piece.first, piece.end) for piece in forward])
             if self._context is not None:
                 positions = positions.clamp(max=self._context - 1)
-            ends = torch.tensor([piece.count for piece in forward]).cumsum(0) - 1
+            counts = [piece.count for piece in forward]
+            ends = torch.tensor(counts).cumsum(0) - 1
             plan = PromptPlan(forward, kinds, cache.place(forward))
             dense = cache if isinstance(cache, RaggedCache) else None
             far = None if long is None else torch.cat([long[piece.row].expand(piece.count) for piece in forward])
@@ -138,7 +141,12 @@ class PackedForward:
                 by_position(self._slot_readers, positions[None]),
                 self._merged or nullcontext(),
             ):
-                found = self._plain(tokens, positions, ends, plan, far, dense)
+                wanted = ends if show is None else torch.arange(len(tokens))
+                found = self._plain(tokens, positions, wanted, plan, far, dense)
+            if show is not None:
+                for piece, logits in zip(forward, found[0].split(counts), strict=True):
+                    show(piece.row, piece.first, logits)
+                found = (found[0][ends], found[1][ends])
             last |= {piece.row: (logits, hidden) for piece, logits, hidden in zip(forward, *found, strict=True)}
         logits, hidden = zip(*(last[row] for row in range(len(prompts))), strict=True)
         return torch.stack(logits), torch.stack(hidden)

@@ -1,5 +1,6 @@
 """One step, top to bottom."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -170,9 +171,10 @@ def read(
     new: int,
     draft_model: Target | None = None,
     draft_cache: AnyCache | None = None,
+    show: Callable[[int, int, Tensor], object] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Read texts up to position `upto` `[B]`; the rest as `prefill`. Returns what the target gave at each row's last
-    token, logits `[B, V]` and hidden `[B, F]`."""
+    """Read texts up to position `upto` `[B]`; the rest as `prefill`, `show` as `Target.prefill` has it. Returns what
+    the target gave at each row's last token, logits `[B, V]` and hidden `[B, F]`."""
     if draft_model is not None:
         assert draft_cache is not None, "a draft model has a cache"
         to = draft_model.device
@@ -183,7 +185,7 @@ def read(
             start=None if start is None else start.to(to),
             new=new,
         )
-    return target.prefill(tokens, upto, cache, start=start, new=new)
+    return target.prefill(tokens, upto, cache, start=start, new=new, show=show)
 
 
 def first_draw(

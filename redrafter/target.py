@@ -5,7 +5,7 @@ mask (one per kind of attention layer) and a `RaggedCache`. When a target is bou
 plain forwards; an architecture whose answers differ is refused, so what is served is right.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -37,6 +37,7 @@ __all__ = ["Target", "context_of"]
 
 PREFILL_CHUNK = 512  # prompt tokens of a row per forward that needs a mask; bounds the mask, not the result
 PREFILL_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
+SHOWN_LOGITS = 1 << 25  # numbers of one forward whose logits are all shown: 128 MiB in float32
 _OWN_CODE = "no layer attends through transformers' attention interface"
 
 
@@ -188,14 +189,20 @@ class Target:
         start: Tensor | None = None,
         new: int | None = None,
         most: int | None = None,
+        show: Callable[[int, int, Tensor], object] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Read prompts `[B, P]`, right-padded to any ids, of `length` `[B]` tokens, in chunks.
 
         start: `[B]`, tokens that the cache already holds, fewer than `length`; new: the most that a row has beyond.
         most: tokens of all rows in one forward, at most; None: as many as suit.
+        show: is called with a row, a position in it and the logits `[n, V]` of the n tokens from there on, until it
+            was shown every token that is read, each row's in order. The forwards are then so short that their logits
+            are at most `SHOWN_LOGITS` numbers.
         Returns the last prompt token's logits `[B, V]` and hidden `[B, F]`.
         """
-        return self._read(prompts, length, cache, length, start=start, new=new, most=most)
+        if show is not None:
+            most = min(most or PREFILL_TOKENS, max(SHOWN_LOGITS // self.vocab_size, 1))
+        return self._read(prompts, length, cache, length, start=start, new=new, most=most, show=show)
 
     def _read(
         self,
@@ -207,13 +214,15 @@ class Target:
         start: Tensor | None = None,
         new: int | None = None,
         most: int | None = None,
+        show: Callable[[int, int, Tensor], object] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Read as `prefill` does. text: `[B]`, see `verify`."""
         start = torch.zeros_like(length) if start is None else start
         if self.device.type == "cpu" and self._layer_kinds and (isinstance(cache, PagedCache) or self._unmasked):
-            return self.packed.read(prompts, start, length, cache, self._layer_kinds, most, self._long(length, text))
+            long = self._long(length, text)
+            return self.packed.read(prompts, start, length, cache, self._layer_kinds, most, long, show)
         new = prompts.shape[1] if new is None else new
-        return self._read_masked(prompts, start, length, cache, text, new, most or PREFILL_TOKENS)
+        return self._read_masked(prompts, start, length, cache, text, new, most or PREFILL_TOKENS, show)
 
     def _read_masked(
         self,
@@ -224,6 +233,7 @@ class Target:
         text: Tensor,
         new: int,
         most: int,
+        show: Callable[[int, int, Tensor], object] | None,
     ) -> tuple[Tensor, Tensor]:
         """Read as `prefill` does, with any model on any device: each chunk is a chain, with its mask."""
         rows, width = prompts.shape
@@ -236,8 +246,14 @@ class Target:
             piece = chain(prompts.gather(1, at.clamp(max=width - 1)))
             last = length - 1 - behind  # [B], the node of the last prompt token, if it is here
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
-            found = self.verify(piece, behind, cache, last.clamp(0, size - 1), text)
-            new_logits, new_hidden = (x.squeeze(1) for x in found)
+            end = last.clamp(0, size - 1)
+            found = self.verify(piece, behind, cache, end if show is None else None, text)
+            if show is not None:
+                counts = (last + 1).clamp(0, size).tolist()
+                for row, first, count in zip(range(rows), behind.tolist(), counts, strict=True):
+                    show(row, first, found[0][row, :count])
+            at_end = found if show is None else (x.gather(1, end[:, None, None].expand_as(x[:, :1])) for x in found)
+            new_logits, new_hidden = (x.squeeze(1) for x in at_end)
             logits = new_logits if logits is None else torch.where(here, new_logits, logits)
             hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
         assert logits is not None and hidden is not None, "a prompt has at least one token"

@@ -1,8 +1,9 @@
 """From pieces of texts to OpenAI's answers, whole or as a stream."""
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.errors import ArgumentError
 from redrafter.outputs import Stats
 from redrafter.serve.job import Job, Piece
+from redrafter.serve.prompt_answers import PromptLine, by_text, prompt_lines, prompt_logprobs
 from redrafter.serve.protocol import ApiError, StreamOptions
 from redrafter.serve.text import TextStream, text_of
 
@@ -29,6 +31,7 @@ class Choice:
         self.job: Job | None = None
         self.taken = 0  # tokens; the engine may be ahead of that
         self.lines: list[Line] = []
+        self.logprob = 0.0  # of all tokens, the one that ends the text too, where log-probabilities were asked for
         self.finish: str | None = None
 
     @property
@@ -54,6 +57,7 @@ class Choice:
             for token, (own, likeliest) in zip(shown, piece.logprobs or (), strict=False)
         ]
         self.lines += lines
+        self.logprob += sum(own for own, _ in piece.logprobs or ())
         self.finish = piece.finish or self.finish
         accepted = piece.accepted if self._drafts else 0
         return self._stream.push(shown, last=piece.finish is not None, accepted=accepted), lines
@@ -88,56 +92,82 @@ class Form(Protocol):
 
 
 class Completion:
-    """`/v1/completions`. echo: of each choice, the prompt before its text. logprobs: whether they are told."""
+    """`/v1/completions`. echo: of each choice, the prompt before its text. logprobs: how many of the likeliest tokens
+    are told beside each; None for no log-probabilities. prompt: the same of the prompt, in `prompt_logprobs`."""
 
     kind = part_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, echo: Sequence[str] | None, logprobs: bool, tokenizer: PreTrainedTokenizerBase):
-        self._echo, self._logprobs, self._tokenizer = echo, logprobs, tokenizer
+    def __init__(
+        self,
+        echo: Sequence[str] | None,
+        logprobs: int | None,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: int | None = None,
+    ):
+        self._echo, self._logprobs, self._tokenizer, self._prompt_count = echo, logprobs, tokenizer, prompt
         self._offsets: dict[int, int] = {}
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         text = self._prompt(index) + choice.text
-        told = self._told(index, choice.lines)
-        return {"index": index, "text": text, "logprobs": told, "finish_reason": choice.finish}
+        told = self._told(index, choice.lines, self._echoed(choice))
+        found = {"index": index, "text": text, "logprobs": told, "finish_reason": choice.finish}
+        if self._prompt_count is None or choice.job is None:
+            return found
+        return found | {"prompt_logprobs": prompt_logprobs(choice.job, self._prompt_count, self._tokenizer)}
 
     def parts(self, index: int, text: str, lines: list[Line], choice: Choice, first: bool) -> list[dict[str, Any]]:
         before = self._prompt(index) if first else ""
-        told, finish = self._told(index, lines), choice.finish
+        told, finish = self._told(index, lines, self._echoed(choice) if first else []), choice.finish
         part = {"index": index, "text": before + text, "logprobs": told, "finish_reason": finish}
         return [part | choice.runs(before)]
 
     def _prompt(self, index: int) -> str:
         return self._echo[index] if self._echo is not None else ""
 
-    def _told(self, index: int, lines: list[Line]) -> dict[str, Any] | None:
-        if not self._logprobs:
+    def _echoed(self, choice: Choice) -> list[PromptLine]:
+        if self._echo is None or self._logprobs is None or choice.job is None:
+            return []
+        return prompt_lines(choice.job, self._logprobs, self._tokenizer)
+
+    def _told(self, index: int, lines: list[Line], before: list[PromptLine]) -> dict[str, Any] | None:
+        if self._logprobs is None:
             return None
-        offset, offsets = self._offsets.get(index, len(self._prompt(index))), []
+        offset, offsets = self._offsets.get(index, len(self._prompt(index))), [line.offset for line in before]
         for text, *_ in lines:
             offsets.append(offset)
             offset += len(text)
         self._offsets[index] = offset
+        tops = [by_text(likeliest, token, own, self._tokenizer) for _, token, own, likeliest in lines]
         return {
             "text_offset": offsets,
-            "token_logprobs": [own for _, _, own, _ in lines],
-            "tokens": [text for text, *_ in lines],
-            "top_logprobs": [
-                {text_of(self._tokenizer, [token]): value for token, value in likeliest.items()} | {text: own}
-                for text, _, own, likeliest in lines
-            ],
+            "token_logprobs": [line.logprob for line in before] + [own for _, _, own, _ in lines],
+            "tokens": [line.text for line in before] + [text for text, *_ in lines],
+            "top_logprobs": [line.likeliest for line in before] + tops,
         }
 
 
-async def answer(pieces: Pieces, choices: list[Choice], form: Form, model: str) -> dict[str, Any]:
-    """The whole answer."""
+async def answer(
+    pieces: Pieces, choices: list[Choice], form: Form, model: str, best: tuple[int, int] = (1, 1)
+) -> dict[str, Any]:
+    """The whole answer. best: of each so many choices, how many are told, those whose tokens are likeliest."""
     async for index, job, found in pieces:
         choices[index].take(job, found)
-    return _head(form.kind, form.prefix, model) | {
-        "choices": [form.whole(index, choice) for index, choice in enumerate(choices)],
-        **_tail(choices),
-    }
+    told = choices if best[0] == best[1] else [choice for group in _groups(choices, *best) for choice in group]
+
+    def wholes() -> list[dict[str, Any]]:
+        return [form.whole(index, choice) for index, choice in enumerate(told)]
+
+    scored = any(choice.job is not None and choice.job.prompt_scores for choice in told)
+    written = await asyncio.to_thread(wholes) if scored else wholes()  # a prompt's tokens may be many
+    return _head(form.kind, form.prefix, model) | {"choices": written, **_tail(choices)}
+
+
+def _groups(choices: Sequence[Choice], copies: int, keep: int) -> Iterator[list[Choice]]:
+    """Of each prompt's texts those whose tokens have the highest mean log-probability, the best first."""
+    for begin in range(0, len(choices), copies):
+        group = choices[begin : begin + copies]
+        yield sorted(group, key=lambda choice: choice.logprob / max(choice.taken, 1), reverse=True)[:keep]
 
 
 async def stream(

@@ -76,11 +76,20 @@ class _Whole(_Answer):
     metrics: Metrics
 
 
+class PromptLogprob(_Answer):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionLogprobs(_Answer):
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(_Answer):
@@ -88,6 +97,7 @@ class CompletionChoice(_Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionAnswer(_Whole):
@@ -139,6 +149,7 @@ class ChatChoice(_Answer):
 class ChatAnswer(_Whole):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 _EVENT = {"type": "object", "properties": {"data": {"type": "string", "description": "a part as JSON; last, [DONE]"}}}

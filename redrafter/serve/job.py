@@ -9,6 +9,7 @@ from redrafter.blocks import Lease
 from redrafter.grammar import Grammar
 from redrafter.grammar_text import GuidedText
 from redrafter.outputs import Stats
+from redrafter.serve.prompt_scores import PromptScore
 
 __all__ = ["Finish", "Job", "Piece", "Settings"]
 
@@ -20,8 +21,8 @@ class Settings:
     """How a row draws, in the names of `generate`. As they stand here, all but `seed` leave their processor off.
 
     temperature: 0 for greedy. ends: ids that end the text. logprobs: how many of the likeliest tokens are wanted beside
-    the drawn one at each place; None for no log-probabilities. grammar: what the text must follow. speculate: whether
-    the row keeps drafts, where rows beside it may.
+    the drawn one at each place; None for no log-probabilities. prompt_logprobs: the same of the prompt's own tokens.
+    grammar: what the text must follow. speculate: whether the row keeps drafts, where rows beside it may.
     """
 
     temperature: float = 1.0
@@ -36,6 +37,7 @@ class Settings:
     ends: frozenset[int] = frozenset()
     seed: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     speculate: bool = True
 
@@ -72,7 +74,7 @@ class Job:
 
     Attributes:
         prompt: Token ids.
-        room: The most tokens that may follow.
+        room: The most tokens that may follow; 0: the prompt is only read.
         settings: How tokens are drawn.
         sink: Told every piece, in the thread of the engine.
         stops: Told the tokens of a step; returns after which of them the text ends, or None.
@@ -89,6 +91,7 @@ class Job:
         ended: Whether it was told its last piece.
         stats: Of the steps that verified drafts.
         came, first: When it came, and when its first token did.
+        prompt_scores: Of the prompt's tokens but the first, as far as it is read, where they were asked for.
     """
 
     prompt: Sequence[int]
@@ -110,6 +113,7 @@ class Job:
     stats: Stats = field(default_factory=Stats)
     came: float = field(default_factory=time.perf_counter)
     first: float | None = None
+    prompt_scores: list[PromptScore] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.text = list(self.prompt)
@@ -119,6 +123,11 @@ class Job:
     @property
     def written(self) -> int:
         return len(self.text) - len(self.prompt)
+
+    @property
+    def unscored(self) -> bool:
+        """Whether log-probabilities of the prompt were asked for and are not all there."""
+        return self.settings.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
 
     @property
     def limit(self) -> int:

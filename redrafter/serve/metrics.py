@@ -48,7 +48,7 @@ class Metrics:
     def told(self, job: Job, piece: Piece) -> None:
         now = time.perf_counter()
         self._written.inc(len(piece.tokens))
-        if piece.tokens and job.first is None:
+        if job.first is None and (piece.tokens or piece.finish == "length"):
             job.first = now
             self._prompt.inc(len(job.prompt))
             self._sought.inc(len(job.prompt) * self._scheduler.limits.reuse)

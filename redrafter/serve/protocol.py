@@ -91,11 +91,14 @@ class _Request(Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = None
     structured_outputs: StructuredOutputs | None = None
     speculate: StrictBool = True
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> "_Request":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not told in a stream: leave out one of the two")
         return self
 
     @property
@@ -104,13 +107,35 @@ class _Request(Strict):
 
 
 class CompletionRequest(_Request):
-    """`POST /v1/completions`."""
+    """`POST /v1/completions`. max_tokens: 0 writes nothing and answers what the prompt alone gives."""
 
+    max_tokens: Annotated[int, Field(strict=True, ge=0, le=MOST)] | None = None
     prompt: Prompts
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
     echo: StrictBool = False
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     suffix: Annotated[None, refused("give the text before it alone")] = None
+
+    @property
+    def copies(self) -> int:
+        """How many texts are written after each prompt."""
+        return self.best_of or self.n or 1
+
+    @property
+    def prompt_count(self) -> int | None:
+        """How many of the likeliest tokens are told at each place of the prompt; None for none of it."""
+        told = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in told if count is not None), default=None)
+
+    @model_validator(mode="after")
+    def _choosable(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"best_of must be n or more, got best_of={self.best_of} and n={self.n or 1}")
+        if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
+            raise ValueError("best_of above n cannot be streamed: the best text is known when all have ended")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens 0 is for echo=true or prompt_logprobs; else ask for 1 or more")
+        return self
 
 
 class ChatRequest(_Request):

@@ -27,6 +27,7 @@ from redrafter.paged import PagedCache, table_of
 from redrafter.serve.job import Finish, Job, Piece
 from redrafter.serve.limits import Limits, QueueFullError, check
 from redrafter.serve.pace import Pace, choose, cost
+from redrafter.serve.prompt_scores import LEAST, score
 from redrafter.serve.rows import Rows
 from redrafter.serve.waiting import WaitingQueue
 from redrafter.step import first_draw, read
@@ -36,7 +37,6 @@ __all__ = ["Limits", "QueueFullError", "Scheduler"]
 
 _LOG = logging.getLogger(__name__)
 
-LEAST = -9999.0  # log-probability that is told, as OpenAI has it: -inf is no JSON
 TURN = 16  # rounds for which a text keeps its place at least, however many clients have none
 CANCELLED = 512  # cancelled texts that a round ends at most; telling of each takes some microseconds
 
@@ -181,10 +181,11 @@ class Scheduler:
         turn, job.turn = job.turn, self._rounds
         slots = (job.limit if self.limits.guaranteed_no_evict else job.to_read + 1) + self.rows.room
         text = job.text[: job.to_read]
+        reuse = self.limits.reuse and not job.unscored  # what is found in the cache has no logits
         while job.lease is None:
             try:
                 with self.graphs.lock:
-                    job.lease = self.graphs.blocks.admit(text, slots, self.limits.reuse, job.salt)
+                    job.lease = self.graphs.blocks.admit(text, slots, reuse, job.salt)
             except CacheFullError as error:
                 if self.running == 1:  # it would not fit into an empty cache either
                     self._end(job, Piece((), finish="error", error=error))
@@ -192,6 +193,8 @@ class Scheduler:
                 if not (placeless and self._free_a_place(slots)):
                     job.turn = turn
                     return False
+        if job.unscored:
+            job.prompt_scores.clear()  # it may have been put back halfway
         job.read = job.lease.reused
         job.reused = max(job.reused, job.read)
         if turn is None:  # to read again what was put back is not the client's expense
@@ -225,17 +228,19 @@ class Scheduler:
         return max(jobs, key=lambda job: (self._queue.running(job.client), job.order))
 
     def _read(self) -> None:
-        """Read on in the prompts."""
-        if not self._reading:
-            return
+        """Read on in the prompts. Those that are scored are read apart from others, which need the logits of their last
+        tokens alone."""
         most = self.limits.max_num_tokens - len(self.rows.jobs) * self.rows.nodes
         budget = max(min(most, self.pace.tokens) if self.limits.chunked else most, BLOCK)
-        for chosen in choose(tuple(self._reading), budget, self._padded, self.limits.chunked):
-            began = time.perf_counter()
-            self._forward(chosen, max(share for _, share in chosen))
-            if self.engine.target.device.type == "cuda":
-                torch.cuda.synchronize(self.engine.target.device)  # else only its launch is measured
-            self.pace.measured(cost(chosen, self._padded), time.perf_counter() - began)
+        kinds = [[job for job in self._reading if job.unscored is unscored] for unscored in (False, True)]
+        kinds = [jobs for jobs in kinds if jobs]
+        for jobs in kinds:
+            for chosen in choose(jobs, max(budget // len(kinds), BLOCK), self._padded, self.limits.chunked):
+                began = time.perf_counter()
+                self._forward(chosen, max(share for _, share in chosen))
+                if self.engine.target.device.type == "cuda":
+                    torch.cuda.synchronize(self.engine.target.device)  # else only its launch is measured
+                self.pace.measured(cost(chosen, self._padded), time.perf_counter() - began)
 
     def _forward(self, chosen: Sequence[tuple[Job, int]], longest: int) -> None:
         target, device = self.engine.target, self.engine.target.device
@@ -249,6 +254,13 @@ class Scheduler:
         leases = [job.lease for job in jobs if job.lease is not None]
         cache, tokens = PagedCache(self.graphs.store, table_of(leases, device)), tokens.to(device)
         draft_store = self.graphs.draft_store
+
+        def show(row: int, first: int, logits: Tensor) -> None:
+            job, count = jobs[row], jobs[row].settings.prompt_logprobs
+            assert count is not None
+            following = list(job.prompt[first + 1 : first + 1 + len(logits)])
+            job.prompt_scores.extend(score(logits, following, count))
+
         logits, hidden = read(
             tokens,
             upto,
@@ -258,6 +270,7 @@ class Scheduler:
             new=longest,
             draft_model=self.engine.draft_model,
             draft_cache=None if draft_store is None else PagedCache(draft_store, cache.table),
+            show=show if jobs[0].unscored else None,
         )
         for job, share in chosen:
             job.read += share
@@ -269,8 +282,12 @@ class Scheduler:
     def _begin(
         self, jobs: Sequence[Job], tokens: Tensor, upto: Tensor, logits: Tensor, hidden: Tensor, window: int
     ) -> None:
-        """Rows whose prompts are read. New ones draw their first token; a text that was begun has it."""
-        new = [row for row, job in enumerate(jobs) if not job.written]
+        """Rows whose prompts are read. New ones draw their first token; a text that was begun has it, and where nothing
+        is to follow, none is drawn."""
+        for job in jobs:
+            if not job.room:
+                self._end(job, Piece((), finish="length"))
+        new = [row for row, job in enumerate(jobs) if not job.written and not job.ended]
         if new:
             fresh = [jobs[row] for row in new]
             sampler = self.rows.sampler_of(fresh)

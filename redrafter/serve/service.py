@@ -5,7 +5,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +16,7 @@ from redrafter.serve.chat_answers import Chat
 from redrafter.serve.grammars import Grammars
 from redrafter.serve.job import Settings
 from redrafter.serve.metrics import Metrics
+from redrafter.serve.prompt_answers import check_scores, prompt_logprobs
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol import MOST_PROMPTS, ApiError, ChatRequest, CompletionRequest, StreamOptions
 from redrafter.serve.text import StopStrings, text_of
@@ -74,16 +75,19 @@ class Service:
         self, request: CompletionRequest, facts: Facts
     ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         self.check_model(request.model)
-        if request.echo and request.logprobs is not None:
-            raise ApiError(400, "echo with logprobs is not supported: the prompt has no log-probabilities", "echo")
         prompts = await asyncio.to_thread(self._prompts.several, request.prompt)
         echo = [text_of(self.tokenizer, ids, True) for ids in prompts] if request.echo else None
-        settings = self._settings(request, request.logprobs, await self._grammar(_spec(request), _client(facts)))
-        copies = request.n or 1
+        copies, told = request.copies, request.n or 1
+        count = request.logprobs
+        if copies > told and count is None:
+            count = 0  # the best of more are known by their log-probabilities
+        settings = self._settings(request, count, await self._grammar(_spec(request), _client(facts)))
+        settings = replace(settings, prompt_logprobs=request.prompt_count)
         every = [ids for ids in prompts for _ in range(copies)]
-        before = None if echo is None else [text for text in echo for _ in range(copies)]
-        form = Completion(before, request.logprobs is not None, self.tokenizer)
-        return await self._serve(request, every, request.max_tokens or COMPLETION, settings, form, facts)
+        before = None if echo is None else [text for text in echo for _ in range(told)]
+        form = Completion(before, request.logprobs, self.tokenizer, request.prompt_logprobs)
+        room = COMPLETION if request.max_tokens is None else request.max_tokens
+        return await self._serve(request, every, room, settings, form, facts, (copies, told))
 
     async def chat(self, request: ChatRequest, facts: Facts) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         self.check_model(request.model)
@@ -91,6 +95,7 @@ class Service:
         count = (request.top_logprobs or 0) if request.logprobs else None
         grammar = await self._grammar(_spec(request), _client(facts))
         settings = self._settings(request, count, grammar)
+        settings = replace(settings, prompt_logprobs=request.prompt_logprobs)
         room = request.max_completion_tokens or request.max_tokens or self.context
         thinks = self.reasoning and self._prompts.template.thinks and grammar is None  # a grammar is of the whole text
         form = Chat(
@@ -111,9 +116,11 @@ class Service:
         settings: Settings,
         form: Completion | Chat,
         facts: Facts,
+        best: tuple[int, int] = (1, 1),
     ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         if len(prompts) > MOST_PROMPTS:
             raise ApiError(400, f"{len(prompts)} texts in one request; at most {MOST_PROMPTS}", "n")
+        check_scores(prompts, settings.prompt_logprobs)
         stops = request.stops
         make = (lambda: StopStrings(stops, self.tokenizer)) if stops else (lambda: None)
         asked = request.stream_options or StreamOptions()
@@ -121,7 +128,10 @@ class Service:
         client = _client(facts)
         pieces = self.worker.pieces(prompts, room, settings, make, client, self._salt(client, request.cache_salt))
         if not request.stream:
-            found = await answer(pieces, choices, form, self.model)
+            found = await answer(pieces, choices, form, self.model, best)
+            if isinstance(request, ChatRequest) and request.prompt_logprobs is not None and choices[0].job is not None:
+                job, count = choices[0].job, request.prompt_logprobs
+                found["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, job, count, self.tokenizer)
             facts |= told(choices)
             return found
         parts = stream(pieces, choices, form, self.model, asked)

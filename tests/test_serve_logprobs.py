@@ -1,0 +1,137 @@
+"""Log-probabilities of prompts: the model's own, however the prompts were read and whatever was served beside them."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from test_scheduler import KINDS, alone, job, nothing_is_held, random_jobs, run, scheduler
+
+from conftest import VOCAB, tiny_drafter, tiny_model, with_tree
+from redrafter import DraftTarget, Engine
+from redrafter.serve.job import Job
+from redrafter.serve.prompt_scores import score
+from redrafter.target import Target
+
+GREEDY = KINDS["greedy"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    return with_tree(model, tiny_drafter(), 4, 4)
+
+
+def scored_job(length: int, room: int = 0, count: int = 3, seed: int = 0) -> Job:
+    made = random.Random(seed)
+    return job([made.randrange(3, VOCAB) for _ in range(length)], room, replace(GREEDY, prompt_logprobs=count))
+
+
+def check(engine: Engine, found: Job, atol: float = 1e-4) -> None:
+    """Compare a job's scores with one forward of the model as transformers has it."""
+    with torch.no_grad():
+        logits = engine.model(torch.tensor([list(found.prompt)])).logits[0].float()
+    lines = logits.log_softmax(-1)
+    assert len(found.prompt_scores) == len(found.prompt) - 1
+    for own, token, line in zip(found.prompt_scores, found.prompt[1:], lines, strict=False):
+        assert own.logprob == pytest.approx(float(line[token]), abs=atol)
+        surely, maybe = ((line > line[token] + shift).sum() for shift in (atol, -atol))
+        assert 1 + surely <= own.rank <= maybe  # which counts the token itself
+        expected = line.topk(found.settings.prompt_logprobs)
+        assert list(own.likeliest) == expected.indices.tolist()
+        assert list(own.likeliest.values()) == pytest.approx(expected.values.tolist(), abs=atol)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_prompts_scores_are_the_models_own(architecture, masked, monkeypatch):
+    """masked: read as on a GPU."""
+    model = tiny_model(architecture)
+    model.generation_config.eos_token_id = None
+    engine = with_tree(model, tiny_drafter(), 3, 4)
+    if masked:
+        monkeypatch.setattr(engine.target, "_layer_kinds", ())
+    mine = [scored_job(length, seed=length) for length in (1, 2, 17, 40)]
+    run(scheduler(engine), mine)
+    for each in mine:
+        check(engine, each)
+        assert each.sink.tokens == [] and each.sink.pieces[-1].finish == "length"
+
+
+@pytest.mark.parametrize("limits", [{"max_num_tokens": 16}, {"max_num_tokens": 50}, {"chunked": False}], ids=str)
+@pytest.mark.parametrize("apart", [0, 2])
+def test_chunks_and_neighbours_change_nothing(limits, apart, engine):
+    scored = [scored_job(length, room, seed=length) for length, room in ((40, 0), (33, 9), (2, 5), (60, 0), (25, 1))]
+    mixed = [each for pair in zip(scored, random_jobs(5, seed=3), strict=True) for each in pair]
+    served = scheduler(engine, **limits)
+    run(served, mixed, apart)
+    for each in scored:
+        check(engine, each)
+    for each in mixed:
+        assert each.sink.tokens == (alone(engine, each) if each.room else [])
+    nothing_is_held(served)
+
+
+def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypatch):
+    monkeypatch.setattr("redrafter.target.SHOWN_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr("redrafter.serve.prompt_scores.NUMBERS", 3 * VOCAB)
+    seen: list[int] = []
+    hook = engine.model.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))
+    mine = [scored_job(40), scored_job(31, seed=2)]
+    run(scheduler(engine), mine)
+    hook.remove()
+    assert sum(seen) == 71 and max(seen) <= 7
+    for each in mine:
+        check(engine, each)
+
+
+def test_a_prompt_that_was_read_is_read_again_to_be_scored_and_found_by_others(engine):
+    plain, served = scored_job(40, room=4), scheduler(engine)
+    first = job(plain.prompt, 4, GREEDY)
+    run(served, [first])
+    run(served, [plain])
+    check(engine, plain)
+    assert plain.reused == 0 and plain.sink.tokens == first.sink.tokens
+    again = job(plain.prompt, 4, GREEDY)
+    run(served, [again])
+    assert again.reused == 32 and again.sink.tokens == first.sink.tokens
+
+
+def test_what_is_put_back_is_scored_once_and_whole(engine):
+    scored = [scored_job(20 + seed, room=40, seed=seed) for seed in range(6)]
+    served = scheduler(engine, blocks=16, max_num_tokens=24)
+    run(served, [*scored, *random_jobs(6, longest=30, room=50)])
+    assert served.preempted > 3
+    for each in scored:
+        check(engine, each)
+        assert each.sink.tokens == alone(engine, each)
+    nothing_is_held(served)
+
+
+def test_a_draft_models_server_scores_by_the_target():
+    target, draft = tiny_model("llama"), tiny_model("qwen2", num_hidden_layers=1)
+    target.generation_config.eos_token_id = None
+    engine = DraftTarget(Target(target), Target(draft), draft_len=3)
+    mine = [scored_job(30, room=6), *random_jobs(3)]
+    run(scheduler(engine, blocks=40, max_num_tokens=40), mine)
+    check(engine, mine[0])
+    assert all(each.sink.tokens == alone(engine, each) for each in mine)
+
+
+def test_nobody_else_pays_for_it(engine):
+    """The head is computed at every token of the prompt that is scored, and at one of the other."""
+    seen: list[int] = []
+    hook = engine.model.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))
+    run(scheduler(engine), [scored_job(30), job([7] * 50, 1, GREEDY)])
+    hook.remove()
+    assert seen == [30, 1]
+
+
+def test_a_rank_counts_what_is_likelier_and_minus_infinity_is_a_number():
+    logits = torch.tensor([[0.0, 2.0, 1.0, -torch.inf], [5.0, 0.0, 0.0, 0.0]])
+    first, second = score(logits, [3, 0], 4)
+    assert (first.rank, first.logprob, list(first.likeliest)) == (4, -9999.0, [1, 2, 0, 3])
+    assert first.likeliest[3] == -9999.0 and second.rank == 1
+    [none] = score(logits, [2], 0)
+    assert none.rank == 2 and none.likeliest == {}
