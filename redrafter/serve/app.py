@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,8 +18,11 @@ from redrafter.serve.fields import place_of
 from redrafter.serve.log import Logged
 from redrafter.serve.page import page
 from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest, error_body
+from redrafter.serve.refused import add_refusals
+from redrafter.serve.responses import add_responses
 from redrafter.serve.scheduler import QueueFullError
 from redrafter.serve.service import Service
+from redrafter.serve.tokens import add_token_routes
 from redrafter.serve.worker import Stopped
 from redrafter.version import __version__
 
@@ -61,8 +64,7 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
 
     @app.get("/v1/models", response_model=Models, responses=errors(401))
     async def models() -> dict[str, Any]:
-        own = {"id": service.model, "object": "model", "created": service.created, "owned_by": "redrafter"}
-        return {"object": "list", "data": [own | {"max_model_len": service.context}]}
+        return {"object": "list", "data": [service.model_entry()]}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -76,11 +78,19 @@ def create_app(service: Service, api_key: str | None = None) -> FastAPI:
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _respond(service.chat(body, request.scope["facts"]), request)
 
+    add_token_routes(app, service)
+    add_responses(app, service, _respond)
+    add_refusals(app)
     return app
 
 
-async def _respond(work: Awaitable[dict[str, Any] | AsyncIterator[dict[str, Any]]], request: Request) -> Response:
-    """The answer, unless the client leaves before it is there."""
+async def _respond(
+    work: Awaitable[dict[str, Any] | AsyncIterator[dict[str, Any]]],
+    request: Request,
+    events: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[str]] | None = None,
+) -> Response:
+    """The answer, unless the client leaves before it is there. events: how the parts of a stream are written, if not as
+    OpenAI's completions are."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_left(request))
     try:
@@ -93,7 +103,9 @@ async def _respond(work: Awaitable[dict[str, Any] | AsyncIterator[dict[str, Any]
             each.cancel()
     if isinstance(found, dict):
         return JSONResponse(found)
-    return StreamingResponse(_events(found), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(
+        (events or _events)(found), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+    )
 
 
 async def _left(request: Request) -> None:
@@ -164,7 +176,11 @@ class _Guard:
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
         path = scope["path"]
-        guarded = self.key is not None and path.startswith("/v1") and not path.startswith("/v1/health")
+        guarded = (
+            self.key is not None
+            and path.startswith(("/v1", "/tokenize", "/detokenize"))
+            and not path.startswith("/v1/health")
+        )
         if guarded and not hmac.compare_digest(headers.get(b"authorization", b""), self.key or b""):
             return await _refuse(send, 401, "the API key is missing or wrong", "invalid_api_key")
         if int(headers.get(b"content-length", b"0") or 0) > LONGEST_BODY:

@@ -61,6 +61,11 @@ class Prompts:
     def _control(self) -> ControlTokens:
         return ControlTokens(self.tokenizer, self.template.text)
 
+    def text(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of one text, with or without those that the tokenizer puts around it."""
+        self._check_size(text, "prompt")
+        return self._checked(list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids), "prompt")
+
     def several(self, given: str | list[Any]) -> list[list[int]]:
         """Of `/v1/completions`: one text or many, or their tokens."""
         texts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given

@@ -64,6 +64,16 @@ class Service:
         self._prompts = Prompts(self.tokenizer, self.model, vocabulary, self.context, self.special_tokens_in_content)
 
     @property
+    def prompts(self) -> Prompts:
+        """What reads prompts, as the routes do."""
+        return self._prompts
+
+    def model_entry(self) -> dict[str, Any]:
+        """What a list of models says of this one."""
+        entry = {"id": self.model, "object": "model", "created": self.created, "owned_by": "redrafter"}
+        return entry | {"max_model_len": self.context}
+
+    @property
     def context(self) -> int:
         return self.worker.scheduler.longest
 
