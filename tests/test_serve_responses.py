@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Literal
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("openai")
 
 import openai
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 from test_serve import SCHEMA, Program
 
 from redrafter.serve.protocol import ApiError
@@ -123,25 +124,29 @@ def test_a_streams_events_come_in_order_and_join_to_the_whole(program):
         "output_text.done",
         "content_part.done",
         "output_item.done",
-        "incomplete",
+        whole["status"],
     ]
     text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
     last = events[-1]["response"]
     assert text == whole["output"][0]["content"][0]["text"] == last["output"][0]["content"][0]["text"]
-    assert events[0]["response"]["status"] == "in_progress" and last["status"] == "incomplete"
-    assert last["usage"]["output_tokens"] == 24 and last["id"] == events[0]["response"]["id"]
+    assert events[0]["response"]["status"] == "in_progress" and last["status"] == whole["status"]
+    assert (
+        last["usage"]["output_tokens"] == whole["usage"]["output_tokens"] and last["id"] == events[0]["response"]["id"]
+    )
     assert last["output"][0] == events[-2]["item"] and last["metrics"] == whole["metrics"]
 
 
-def test_the_clients_own_stream_reads_it(client):
-    with client.responses.stream(model="boxed", input="Hello", max_output_tokens=12) as stream:
-        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
-        assert "".join(deltas) == stream.get_final_response().output_text
-
-
 class Person(BaseModel):
-    name: str
-    age: int
+    name: Literal["Anna", "Rex"]
+    age: int = Field(ge=0, le=99)
+
+
+def test_the_clients_own_stream_reads_it(client):
+    settings = {"input": "Who?", "max_output_tokens": 100, "text_format": Person, "extra_body": {"seed": 3}}
+    with client.responses.stream(model="boxed", **settings) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        found = stream.get_final_response()
+    assert "".join(deltas) == found.output_text and isinstance(found.output_parsed, Person)
 
 
 def test_a_text_is_parsed_into_a_type(client, program):
@@ -151,7 +156,7 @@ def test_a_text_is_parsed_into_a_type(client, program):
     form = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}}
     raw = posted(program, text=form, input="Who?", max_output_tokens=200, seed=1)
     assert set(json.loads(raw["output"][0]["content"][0]["text"])) == {"name", "age"} and raw["text"] == form
-    assert posted(program, text={"format": {"type": "text"}}, **TALK)["status"] == "incomplete"
+    assert posted(program, text={"format": {"type": "text"}}, **TALK)["text"] == {"format": {"type": "text"}}
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "find_dog"}], ids=str)
@@ -171,7 +176,8 @@ def test_tools_are_called(choice, client, program):
     ]
     [again] = events[-1]["response"]["output"]
     assert again["arguments"] == call["arguments"] and again["name"] == "find_dog" and again["call_id"]
-    with client.responses.stream(model="boxed", extra_body={"seed": 2}, **settings | {"seed": openai.omit}) as stream:
+    own = {name: value for name, value in settings.items() if name != "seed"}
+    with client.responses.stream(model="boxed", extra_body={"seed": 2}, **own) as stream:
         assert stream.get_final_response().output[0].arguments == call["arguments"]
 
 

@@ -26,13 +26,11 @@ def call_item(call_id: str, name: str, arguments: str, status: str = "completed"
 
 def usage_of(chat: dict[str, Any]) -> dict[str, Any]:
     """Return a chat's usage in the words of the Responses protocol."""
+    cached = chat["prompt_tokens_details"]["cached_tokens"]
     reasoning = (chat.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     return {
         "input_tokens": chat["prompt_tokens"],
-        "input_tokens_details": {
-            "cached_tokens": chat["prompt_tokens_details"]["cached_tokens"],
-            "cache_write_tokens": 0,
-        },
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": chat["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": chat["total_tokens"],
