@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test zoo lint check format clean
+.PHONY: demo test zoo hostile lint check format clean
 
 demo: $(READY)
 	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
@@ -15,6 +15,9 @@ test: $(READY)
 
 zoo: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo
+
+hostile: $(READY)
+	$(BIN)/python tests/fuzz_server.py --requests 8000 $(if $(SCHEMATHESIS),--schemathesis $(SCHEMATHESIS))
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

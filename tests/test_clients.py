@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("openai")
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 TALK = [{"role": "user", "content": "Find Rex, a dog who lives at the harbour."}]
 
@@ -20,12 +20,16 @@ TALK = [{"role": "user", "content": "Find Rex, a dog who lives at the harbour."}
 class Place(BaseModel):
     """Where somebody lives."""
 
+    model_config = ConfigDict(extra="forbid")  # else a small model makes keys up until it has no room
+
     name: str = Field(max_length=12)
     kind: Literal["town", "harbour", "farm"]
 
 
 class Dog(BaseModel):
     """A dog that is looked for."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=12)
     age: int = Field(ge=0, le=20)
@@ -48,7 +52,7 @@ def test_openai_parses_nested_types_and_tools(url):
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    settings = {"model": "boxed", "max_tokens": 200, "seed": 3, "temperature": 0.5}
+    settings = {"model": "boxed", "max_tokens": 800, "seed": 3, "temperature": 0.5}
     found = client.chat.completions.parse(messages=TALK, response_format=Dog, **settings)
     assert isinstance(found.choices[0].message.parsed, Dog)
     tool = openai.pydantic_function_tool(Dog)
@@ -59,20 +63,20 @@ def test_openai_parses_nested_types_and_tools(url):
 
 def langchain(url: str, **more: object):
     kind = pytest.importorskip("langchain_openai").ChatOpenAI
-    settings = {"temperature": 0.5, "seed": 3, "max_tokens": 200, "max_retries": 0} | more
+    settings = {"temperature": 0.5, "seed": 3, "max_tokens": 800, "max_retries": 0} | more
     return kind(model="boxed", base_url=url, api_key="none", **settings)
 
 
 def test_langchain_writes_and_streams(url):
     model = langchain(url, max_tokens=20)
     whole = model.invoke("Tell me of the sea")
-    assert whole.content and whole.usage_metadata["output_tokens"] == 20
+    assert whole.content and 0 < whole.usage_metadata["output_tokens"] <= 20
     assert "".join(part.content for part in model.stream("Tell me of the sea")) == whole.content
 
 
 def test_langchain_writes_by_the_responses_protocol(url):
     model = langchain(url, max_tokens=20, use_responses_api=True, seed=None)
-    assert model.invoke("Tell me of the sea").usage_metadata["output_tokens"] == 20
+    assert 0 < model.invoke("Tell me of the sea").usage_metadata["output_tokens"] <= 20
     assert list(model.stream("Tell me of the sea"))
 
 
@@ -91,7 +95,7 @@ def test_litellm_writes_streams_and_calls(url):
     litellm = pytest.importorskip("litellm")
     same = {"model": "openai/boxed", "api_base": url, "api_key": "none", "seed": 3, "max_retries": 0}
     whole = litellm.completion(messages=TALK, max_tokens=20, **same)
-    assert whole.usage.completion_tokens == 20
+    assert 0 < whole.usage.completion_tokens <= 20
     parts = litellm.completion(messages=TALK, max_tokens=20, stream=True, **same)
     text = "".join(part.choices[0].delta.content or "" for part in parts)
     assert text == whole.choices[0].message.content
@@ -99,7 +103,7 @@ def test_litellm_writes_streams_and_calls(url):
     tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
     found = litellm.completion(messages=TALK, tools=[tool], tool_choice="required", max_tokens=100, **same)
     assert found.choices[0].message.tool_calls[0].function.name == "find"
-    typed = litellm.completion(messages=TALK, response_format=Dog, max_tokens=200, **same)
+    typed = litellm.completion(messages=TALK, response_format=Dog, max_tokens=800, **same)
     assert Dog.model_validate_json(typed.choices[0].message.content)
     told = litellm.text_completion(prompt="The sea", max_tokens=5, **same | {"model": "text-completion-openai/boxed"})
     assert told.usage.completion_tokens == 5
@@ -113,6 +117,6 @@ def test_instructor_writes_nested_types(url, mode):
     client = instructor.from_openai(
         openai.OpenAI(base_url=url, api_key="none", max_retries=0), mode=instructor.Mode[mode]
     )
-    settings = {"model": "boxed", "max_tokens": 200, "seed": 3, "temperature": 0.5, "max_retries": 0}
+    settings = {"model": "boxed", "max_tokens": 800, "seed": 3, "temperature": 0.5, "max_retries": 0}
     found = client.chat.completions.create(messages=TALK, response_model=Dog, **settings)
     assert isinstance(found, Dog)

@@ -212,7 +212,7 @@ def test_what_the_chat_route_refuses_is_refused_here(program):
         ({"input": "a", "tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, 422),
         ({"input": "a", "model": "another"}, 404),
         ({"input": "word " * 3000, "stream": True}, 400),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 422),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400),
     ):
         answer = httpx.post(f"{program.url}/v1/responses", json={"max_output_tokens": 1} | body)
         assert answer.status_code == status, answer.text

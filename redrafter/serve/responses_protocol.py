@@ -3,6 +3,7 @@
 https://platform.openai.com/docs/api-reference/responses
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +14,8 @@ from redrafter.serve.protocol import MOST_TOOLS, ApiError, ChatRequest
 
 __all__ = ["ResponseAnswer", "ResponsesRequest", "as_chat"]
 
+_ITEMS = ("message", "function_call", "function_call_output")
+_PARTS = ("input_text", "output_text", "text")
 _STORED = "nothing is stored here: send the whole conversation as input"
 _REFUSED = {
     "store": "store is not supported, " + _STORED,
@@ -146,20 +149,29 @@ class ResponsesRequest(Strict):
     @field_validator("input", mode="before")
     @classmethod
     def _known_items(cls, value: Any) -> Any:
-        known = ("message", "function_call", "function_call_output")
-        for item in value if isinstance(value, list) else ():
-            kind = item.get("type", "message") if isinstance(item, dict) else "message"
-            if isinstance(kind, str) and kind not in known:
-                raise ApiError(400, f"input items of type {kind!r} are not read here; {', '.join(known)} are", "input")
+        for item in _objects(value):
+            _check_type("input items", item.get("type", "message"), _ITEMS)
+            for part in _objects(item.get("content")):
+                _check_type("content parts", part.get("type"), _PARTS)
         return value
 
     @field_validator("tools", mode="before")
     @classmethod
     def _functions(cls, value: Any) -> Any:
-        for tool in value if isinstance(value, list) else ():
-            if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function":
+        for tool in _objects(value):
+            if isinstance(kind := tool.get("type"), str) and kind != "function":
                 raise ApiError(400, f"tools of type {kind!r} are not run here; give type function", "tools")
         return value
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _check_type(what: str, kind: Any, known: Sequence[str]) -> None:
+    """Refuse a type by its name: of a union, an error would name every type that it is not."""
+    if isinstance(kind, str) and kind not in known:
+        raise ApiError(400, f"{what} of type {kind!r} are not read here; {', '.join(known)} are", "input")
 
 
 class ResponseAnswer(BaseModel):
