@@ -114,7 +114,9 @@ class CompletionRequest(_Request):
     best_of: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
     echo: StrictBool = False
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    suffix: Annotated[None, refused("write it into prompt, between the tokens that the model knows for filling in")] = None
+    suffix: Annotated[None, refused("write it into prompt, between the tokens that the model knows for filling in")] = (
+        None
+    )
 
     @property
     def copies(self) -> int:

@@ -100,9 +100,7 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
     prompts = replace(service.prompts, context=LONGEST * service.context)
     if body.messages is not None:
         begin = body.add_generation_prompt
-        return prompts.talk(
-            ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=begin)
-        ).ids
+        return prompts.talk(ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=begin)).ids
     assert body.prompt is not None
     if body.add_special_tokens is None:
         [ids] = prompts.several(body.prompt)
