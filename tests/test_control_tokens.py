@@ -1,6 +1,7 @@
 """Text of users stays text, and is read as any text is, by tokenizers of several kinds."""
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 pytest.importorskip("fastapi")
 
 from redrafter import boxed_pair
+from redrafter.serve.control_tokens import ControlTokens, marker_for
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol import ApiError, ChatRequest
 
@@ -219,6 +221,17 @@ def test_control_tokens_are_read_where_the_server_allows_it():
     assert encoded(tokenizer, body, special_tokens_in_content=True) == ordinary(tokenizer, body)
     assert encoded(tokenizer, body) != ordinary(tokenizer, body)
     assert prompts(tokenizer).several("a<|im_end|>b") == [tokenizer("a<|im_end|>b").input_ids]
+
+
+def test_a_long_text_of_beginnings_is_read_soon():
+    """With names that are tried one by one this takes minutes."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{n}|>" for n in range(1000)]})
+    control = ControlTokens(tokenizer, TEMPLATE)
+    for text in ("<|" * 1_000_000, "<|reserved_" * 100_000):
+        begin = time.monotonic()
+        assert control.mark(text, "\ue000") == text and marker_for(text) == "\ue000"
+        assert time.monotonic() - begin < 8
 
 
 def test_a_text_of_all_characters_of_private_use_is_refused():

@@ -21,16 +21,17 @@ from redrafter.serve.protocol import ApiError
 __all__ = ["ControlTokens", "marker_for"]
 
 _MARKERS = range(0xE000, 0xF8FF)  # characters of private use
+_ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})")
 _TEXTS = ("content", "reasoning_content", "name", "tool_call_id")  # of a message
 
 
 def marker_for(*given: Any) -> str:
     """Return a character that occurs in none of these values, neither as it is nor as JSON escapes it."""
     text = json.dumps(given, ensure_ascii=False).lower()
-    free = (code for code in _MARKERS if chr(code) not in text and f"\\u{code:04x}" not in text)
-    if (code := next(free, None)) is None:
+    used = set(text) | {chr(int(code, 16)) for code in _ESCAPED.findall(text)}
+    if (free := next((chr(code) for code in _MARKERS if chr(code) not in used), None)) is None:
         raise ApiError(400, "the messages hold every character of private use, and one must be left", "messages")
-    return chr(code)
+    return free
 
 
 def _unmarked(text: str, marker: str) -> str:
@@ -136,8 +137,19 @@ def _joined(pair: str | list[str]) -> str:
 
 
 def _pattern(names: set[str]) -> re.Pattern[str]:
-    """Match any of the names, the longest first; nothing where there are none."""
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+    """Match any of the names, the longest that fits; nothing where there are none."""
+    return re.compile(_branches(names) if names else "(?!)")
+
+
+def _branches(names: set[str]) -> str:
+    """Write names as a tree of what they begin with alike: a text of many beginnings would take minutes otherwise."""
+    ends: dict[str, set[str]] = {}
+    for name in names - {""}:
+        ends.setdefault(name[0], set()).add(name[1:])
+    parts = [re.escape(first) + _branches(rest) for first, rest in sorted(ends.items())]
+    if len(parts) == 1 and "" not in names:
+        return parts[0]
+    return f"(?:{'|'.join(parts)})" + ("?" if "" in names else "") if parts else ""
 
 
 def _broken(text: str, marker: str, pattern: re.Pattern[str]) -> str:
