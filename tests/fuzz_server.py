@@ -64,6 +64,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }
 FIELDS = sorted({name for bodies in BODIES.values() for body in bodies for name in body})
+_QUIET = ("--no-color", "--generation-database", "none")
 HALF = "\ud800"
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, -0.0, 1e308, 0.5, float("nan"), float("inf")),
@@ -92,7 +93,10 @@ def mutated(made: random.Random) -> tuple[str, bytes]:
     body = copy.deepcopy(made.choice(BODIES[path]))
     for _ in range(made.choice((0, 1, 1, 1, 2, 4))):
         places = list(_places(body))
-        holder, key = made.choice(places) if places else (body, "x")
+        if not places:
+            body["x"] = None
+            continue
+        holder, key = made.choice(places)
         kind = made.random()
         if kind < 0.6:
             holder[key] = copy.deepcopy(made.choice(ODD))
@@ -211,7 +215,7 @@ class Fuzz:
 def schemathesis(command: str, program: Program, examples: int) -> tuple[str, str | None]:
     """Run it on the server's own document. Returns what it counted, and what it says where it found something."""
     words = [command, "run", f"{program.url}/openapi.json", "--checks", "not_a_server_error", "--max-examples"]
-    run = subprocess.run([*words, f"{examples}", "--continue-on-failure"], capture_output=True, text=True)
+    run = subprocess.run([*words, f"{examples}", "--continue-on-failure", *_QUIET], capture_output=True, text=True)
     counted = "; ".join(
         line.strip() for line in run.stdout.splitlines() if "generated" in line or "tested" in line.lower()
     )
@@ -228,16 +232,20 @@ def main() -> int:
     args = parser.parse_args()
     program = Program("--max-batch-size", "16")
     watch, fuzz, began = Watch(program), Fuzz(program, args.seed), time.monotonic()
-    with ThreadPoolExecutor(args.at_once) as pool:
-        list(pool.map(fuzz, range(args.requests)))
-    seconds = time.monotonic() - began
     wrong = fuzz.wrong
-    print(f"own requests: {args.requests} in {seconds:.0f} s; statuses {dict(fuzz.counts.most_common())}")
-    if args.schemathesis:
-        counted, said = schemathesis(args.schemathesis, program, args.examples)
-        print(f"schemathesis: {counted or 'see below'}")
-        wrong += [said] if said else []
-    watch.end()
+    try:
+        with ThreadPoolExecutor(args.at_once) as pool:
+            list(pool.map(fuzz, range(args.requests)))
+        seconds = time.monotonic() - began
+        print(
+            f"own requests: {args.requests} in {seconds:.0f} s; statuses {dict(fuzz.counts.most_common())}", flush=True
+        )
+        if args.schemathesis:
+            counted, said = schemathesis(args.schemathesis, program, args.examples)
+            print(f"schemathesis: {counted or 'see below'}")
+            wrong += [said] if said else []
+    finally:
+        watch.end()
     early, late = (max(part, default=0.0) for part in _tenths(watch.memory))
     gaps = sorted(watch.gaps)
     print(f"/health: {len(watch.health)} asked, longest {max(watch.health, default=0):.3f} s")

@@ -83,12 +83,13 @@ def test_chunks_and_neighbours_change_nothing(limits, apart, engine):
 
 
 def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypatch):
+    served = scheduler(engine)
     monkeypatch.setattr("redrafter.target.SHOWN_LOGITS", 7 * VOCAB)
     monkeypatch.setattr("redrafter.serve.prompt_scores.NUMBERS", 3 * VOCAB)
     seen: list[int] = []
     hook = engine.model.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))
     mine = [scored_job(40), scored_job(31, seed=2)]
-    run(scheduler(engine), mine)
+    run(served, mine)
     hook.remove()
     assert sum(seen) == 71 and max(seen) <= 7
     for each in mine:
@@ -130,9 +131,9 @@ def test_a_draft_models_server_scores_by_the_target():
 
 def test_nobody_else_pays_for_it(engine):
     """The head is computed at every token of the prompt that is scored, and at one of the other."""
-    seen: list[int] = []
+    served, seen = scheduler(engine), list[int]()
     hook = engine.model.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))
-    run(scheduler(engine), [scored_job(30), job([7] * 50, 1, GREEDY)])
+    run(served, [scored_job(30), job([7] * 50, 1, GREEDY)])
     hook.remove()
     assert seen == [30, 1]
 
