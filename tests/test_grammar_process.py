@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +92,13 @@ def test_what_takes_long_is_ended_and_what_waits_for_it_is_told():
 def test_what_needs_much_memory_is_ended_and_this_process_goes_on():
     with pytest.raises(ArgumentError, match=r"^grammar: too complex: .* 1024 MB of memory$"):
         Grammar.of(LARGE, TOKENIZER)
+
+
+def test_the_kernel_knows_the_limit_of_memory():
+    grammar = Grammar.regex("a", TOKENIZER)
+    lines = Path(f"/proc/{only_child()}/limits").read_text().splitlines()
+    soft, hard = next(line.split()[3:5] for line in lines if line.startswith("Max address space"))
+    assert grammar.process.alive and 1 << 30 < int(soft) == int(hard) < 3 << 29
 
 
 def test_a_killed_process_ends_its_own_texts_only():

@@ -81,8 +81,8 @@ def among(grammars: Grammars, work: Callable[[Callable[..., "asyncio.Task"]], Aw
     asyncio.run(run())
 
 
-async def come(holds: Callable[[], object]) -> bool:
-    return await asyncio.to_thread(soon, holds, 15)
+async def come(holds: Callable[[], object], seconds: float = 15) -> bool:
+    return await asyncio.to_thread(soon, holds, seconds)
 
 
 def test_one_compilation_serves_all(started):
@@ -110,21 +110,25 @@ def test_the_last_who_leaves_ends_a_compilation(started):
         await asyncio.sleep(0.3)
         assert len(compilations()) == 1 and not second.done()
         second.cancel()
-        assert await come(lambda: not compilations())
+        assert await come(lambda: not compilations(), 4)  # it had 9 s of a processor left
 
     among(Grammars(TOKENIZER), work)
 
 
 def test_slow_grammars_block_no_quick_ones_and_one_client_not_the_others(started):
     async def work(ask):
-        many = [ask(slow(number), "greedy") for number in range(OF_ONE_CLIENT + 2)]
+        many = [ask(slow(number), "greedy") for number in range(OF_ONE_CLIENT + 3)]
         assert await come(lambda: len(compilations()) == OF_ONE_CLIENT)
         begin = time.monotonic()
         await ask(QUICK, "another")
         assert time.monotonic() - begin < 8  # seconds; 0.2 where nothing else runs
         assert len(started) == OF_ONE_CLIENT + 1 and not any(task.done() for task in many)
-        many[0].cancel()
+        shared = ask(slow(OF_ONE_CLIENT), "another")  # which waits behind others of its own client
         assert await come(lambda: len(started) == OF_ONE_CLIENT + 2)
+        assert not shared.done()
+        many[0].cancel()  # its place goes to one that joins the other client
+        many[1].cancel()
+        assert await come(lambda: len(started) == OF_ONE_CLIENT + 3)
 
     assert OF_ONE_CLIENT < COMPILERS
     among(Grammars(TOKENIZER), work)
@@ -171,6 +175,13 @@ def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch
         with pytest.raises(QueueFullError, match="4 other grammars are in use"):
             await ask({"regex": "d"})
         assert await ask({"regex": "a{3}c"}) is used[3]
+        monkeypatch.setattr("redrafter.serve.grammars.LIVING", 99)
+        monkeypatch.setattr("redrafter.serve.grammars.LIVING_MEMORY", 0)
+        used[0].process.memory = 1
+        with pytest.raises(QueueFullError, match="other grammars that are in use hold"):
+            await ask({"regex": "d"})
+        used[0].process.memory = 0
+        monkeypatch.setattr("redrafter.serve.grammars.LIVING_MEMORY", 1 << 40)
         monkeypatch.setattr("redrafter.serve.grammars.KEPT_MEMORY", 0)
         used.clear()
         started.clear()

@@ -20,6 +20,7 @@ __all__ = ["Grammars"]
 KEPT = 32  # grammars that no text follows
 KEPT_MEMORY = 1 << 30  # bytes that they may hold together
 LIVING = 256  # grammars that texts follow, those that are kept among them
+LIVING_MEMORY = 8 << 30  # bytes that they may hold together
 COMPILERS = 16  # grammars that are compiled at once; those of one client: fewer, and others' go on beside slow ones
 OF_ONE_CLIENT = 10
 REFUSED, REFUSAL = 64, 60.0  # grammars that are known to be refused, and seconds for which they are
@@ -60,16 +61,41 @@ class Grammars:
             QueueFullError: where too many other grammars are in use.
         """
         source = GrammarSource.of(spec)
+        if source not in self._begun:
+            own = self._clients.setdefault(client, asyncio.Semaphore(OF_ONE_CLIENT))
+            async with own:  # not for a client that joins others
+                if (kept := self._kept_alive(source)) is not None:
+                    return kept
+                if source not in self._begun:
+                    self._check(source)
+                    self._begin(source)
+                return await self._wait(source)
+        return await self._wait(source)
+
+    def _kept_alive(self, source: GrammarSource) -> Grammar | None:
         kept = self._kept.get(source)
-        if kept is not None and kept.process.alive:
-            self._kept.move_to_end(source)
-            return kept
-        self._check(source)
-        compilation = self._begun.get(source)
-        if compilation is None:
-            compilation = _Compilation(asyncio.ensure_future(self._compile(source, client)))
-            compilation.task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._begun[source] = compilation
+        if kept is None or not kept.process.alive:
+            return None
+        self._kept.move_to_end(source)
+        return kept
+
+    def _check(self, source: GrammarSource) -> None:
+        """Refuse at once what was refused a moment ago, and what there is no room for."""
+        when, why = self._refused.get(source, (0.0, ""))
+        if why and time.monotonic() - when < REFUSAL:
+            raise ArgumentError(why)
+        if len(self._living) + len(self._begun) >= LIVING:
+            raise QueueFullError(f"{LIVING} other grammars are in use, and no more may be")
+        if sum(each.process.memory for each in self._living) > LIVING_MEMORY:
+            raise QueueFullError(f"other grammars that are in use hold {LIVING_MEMORY >> 30} GB, and no more may be")
+
+    def _begin(self, source: GrammarSource) -> None:
+        task = asyncio.ensure_future(self._compile(source))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to be told
+        self._begun[source] = _Compilation(task)
+
+    async def _wait(self, source: GrammarSource) -> Grammar:
+        compilation = self._begun[source]
         compilation.waiting += 1
         try:
             return await asyncio.shield(compilation.task)
@@ -77,20 +103,11 @@ class Grammars:
             compilation.waiting -= 1
             if not compilation.waiting:
                 compilation.task.cancel()
-            if (compilation.task.done() or not compilation.waiting) and self._begun.get(source) is compilation:
-                del self._begun[source]
+                if self._begun.get(source) is compilation:
+                    del self._begun[source]
 
-    def _check(self, source: GrammarSource) -> None:
-        """Refuse at once what was refused a moment ago, and what there is no room for."""
-        when, why = self._refused.get(source, (0.0, ""))
-        if why and time.monotonic() - when < REFUSAL:
-            raise ArgumentError(why)
-        if len(self._living) + len(self._begun) >= LIVING and source not in self._begun:
-            raise QueueFullError(f"{LIVING} other grammars are in use, and no more may be")
-
-    async def _compile(self, source: GrammarSource, client: str) -> Grammar:
-        own = self._clients.setdefault(client, asyncio.Semaphore(OF_ONE_CLIENT))
-        async with own, self._compilers:
+    async def _compile(self, source: GrammarSource) -> Grammar:
+        async with self._compilers:
             process = await self._in_thread(lambda: GrammarProcess(self._tokenizer))
             try:
                 grammar = await self._in_thread(lambda: Grammar(source, self._tokenizer, process))
