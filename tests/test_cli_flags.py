@@ -97,7 +97,6 @@ NOTED = [
     ("generate", "--log_level verbose"),
     ("serve", "--kv-cache-enable-block-reuse"),
     ("serve", "--enable_chunked_context"),
-    ("serve", "--log_level info"),
     ("chat", "--streaming"),
     ("convert", "--use_parallel_embedding"),
     ("convert", "--embedding_sharding_dim 1"),

@@ -20,9 +20,11 @@ uvicorn = pytest.importorskip("uvicorn")
 
 from redrafter.cli.loading import Pair  # noqa: E402
 from redrafter.cli.options import LoadOptions  # noqa: E402
+from redrafter.serve.api_keys import ApiKeys  # noqa: E402
 from redrafter.serve.app import create_app  # noqa: E402
 from redrafter.serve.command import Server  # noqa: E402
 from redrafter.serve.config import ServeOptions  # noqa: E402
+from redrafter.serve.guard import Admission  # noqa: E402
 from redrafter.serve.protocol import ApiError  # noqa: E402
 from redrafter.serve.scheduler import QueueFullError  # noqa: E402
 from redrafter.serve.text import TextStream  # noqa: E402
@@ -328,7 +330,7 @@ def test_a_server_that_has_gone_is_said(page):
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(page):
-    with listening(create_app(Stub(("fine", False)), "secret")) as url:
+    with listening(create_app(Stub(("fine", False)), Admission(ApiKeys(["secret"])))) as url:
         opened(page, url)
         for key, hidden in ((None, False), ("wrong", False), ("secret", True)):
             if key is not None:

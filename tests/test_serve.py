@@ -319,9 +319,9 @@ def test_tools_are_called(client, streamed):
 
 
 def test_a_body_that_never_comes_holds_nobody_up(monkeypatch):
-    from redrafter.serve import app
+    from redrafter.serve import app, bodies
 
-    monkeypatch.setattr(app, "SLOWEST_BODY", 0.2)
+    monkeypatch.setattr(bodies, "SLOWEST", 0.2)
 
     async def ask() -> list[int]:
         async def never() -> AsyncIterator[bytes]:

@@ -45,11 +45,13 @@ def said(text: str) -> dict[str, Any]:
 
 WRONG = {
     "half a character in a name": (COMPLETION, {HALF: 1}, (400, 422)),
-    "half a character in a model's name": (COMPLETION, {"model": HALF}, (404, 422)),
+    "half a character in a model's name": (COMPLETION, {"model": HALF}, (400,)),
     "half a character in a message": (CHAT, said(HALF), (400, 422)),
     "half a character in a tool": (CHAT, tool(parameters={"title": HALF}), (400,)),
     "half a character in a choice": (COMPLETION, {"structured_outputs": {"choice": [HALF]}}, (400, 422)),
     "a digit that is no number": (COMPLETION, {"logit_bias": {"\u00b2": 1}}, (400,)),
+    "no number": (COMPLETION, {"temperature": float("nan")}, (400,)),
+    "a number of many digits": (COMPLETION, {"structured_outputs": {"json": {"const": "DIGITS"}}}, (400,)),
     "an id of many digits": (COMPLETION, {"logit_bias": {"9" * 5000: 1}}, (400,)),
     "a number as text": (COMPLETION, {"max_tokens": "5"}, (422,)),
     "a number as truth": (COMPLETION, {"n": True}, (422,)),
@@ -65,8 +67,9 @@ DEEP = {
 }
 M = 1 << 20
 LARGE = {
-    "a long text": (COMPLETION, b'{"prompt": "' + b"a " * (6 * M) + b'"}'),
-    "a long message": (CHAT, b'{"messages": [{"role": "user", "content": "' + b"a " * (6 * M) + b'"}]}'),
+    "a long text": (COMPLETION, b'{"prompt": "' + b"a " * (2 * M - 20) + b'"}'),
+    "a longer text": (COMPLETION, b'{"prompt": "' + b"a " * (6 * M) + b'"}'),
+    "a long message": (CHAT, b'{"messages": [{"role": "user", "content": "' + b"a " * (2 * M - 50) + b'"}]}'),
     "many wrong prompts": (COMPLETION, b'{"prompt": [' + b"null," * M + b"1]}"),
     "many wrong tokens": (COMPLETION, b'{"prompt": [' + b"-1," * M + b"1]}"),
     "many empty prompts": (COMPLETION, b'{"prompt": [' + b"[]," * M + b"[1]]}"),
@@ -74,6 +77,10 @@ LARGE = {
     "many wrong messages": (CHAT, b'{"messages": [' + b"1," * M + b"1]}"),
     "many wrong parts": (CHAT, b'{"messages": [{"role": "user", "content": [' + b"1," * M + b"1]}]}"),
     "many fields": (COMPLETION, b"{" + b",".join(b'"x%d":1' % n for n in range(M // 2)) + b"}"),
+    "few enough fields": (COMPLETION, b"{" + b",".join(b'"x%d":1' % n for n in range(M // 8)) + b"}"),
+    "few enough prompts": (COMPLETION, b'{"prompt": [' + b'"a",' * (M // 2) + b'"a"]}'),
+    "few enough lists": (COMPLETION, b'{"prompt": [' + b"[]," * (M // 8 - 10) + b"[1]]}"),
+    "many digits": (COMPLETION, b'{"prompt": [' + b"1.2345678901234567e-300," * (M // 8) + b"1]}"),
     "many biases": (
         COMPLETION,
         b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d":"x"' % n for n in range(M // 2)) + b"}}",
@@ -91,7 +98,12 @@ def refused(answer: httpx.Response, *statuses: int) -> None:
 def test_what_is_odd_is_refused(name, program):
     path, odd, statuses = WRONG[name]
     body = (TALK if path == CHAT else PROMPT) | odd
-    refused(post(program, path, json.dumps(body).encode()), *statuses)
+    refused(post(program, path, json.dumps(body).replace('"DIGITS"', "9" * 5000).encode()), *statuses)
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "\xed\xa0\x80"}', '{"prompt": "a"}'.encode("utf-16"), b"\xff{}"])
+def test_a_body_that_is_not_utf_8_is_refused(body, program):
+    refused(post(program, COMPLETION, body), 400)
 
 
 @pytest.mark.parametrize("name", DEEP)
@@ -108,7 +120,7 @@ def test_what_is_nested_deeply_is_refused_at_any_depth(name, program):
 def test_what_is_large_is_refused_soon(name, program):
     path, body = LARGE[name]
     begin = time.monotonic()
-    refused(post(program, path, body, timeout=60), 400, 422)
+    refused(post(program, path, body, timeout=60), 400, 413, 422)
     assert time.monotonic() - begin < SOON
 
 

@@ -156,10 +156,7 @@ FLAGS: dict[str, tuple[Meaning, ...]] = {
     "--max-tokens-in-paged-kv-cache": (Other("--kv-cache-free-gpu-memory-fraction X", RUN),),
     "--use-py-session": (Needless("there is one session, in Python", RUN),),
     "--run-profiling": (Needless("speed is always printed; `redrafter bench` measures it", WRITE),),
-    "--log-level": (
-        Needless("speed and tokens per step are always printed", WRITE, values=1),
-        Needless("each request is logged; --log-format says how", SERVE, values=1),
-    ),
+    "--log-level": (Needless("speed and tokens per step are always printed", WRITE, values=1),),
     # llgtrt
     "--print-complete-config": (Same("--print-config"),),
     # convert_checkpoint.py

@@ -1,20 +1,23 @@
 """The routes: OpenAI's, health, metrics, a page to try them on."""
 
 import asyncio
-import hmac
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.serve.bodies import BodyLimits, JsonRoute
+from redrafter.serve.config import ServeOptions
 from redrafter.serve.documented import ChatAnswer, CompletionAnswer, ModelHealth, Models, answers, errors
 from redrafter.serve.fields import place_of
+from redrafter.serve.guard import Admission, Guard, HeadAsGet, Refusal, error_answer
 from redrafter.serve.log import Logged
 from redrafter.serve.page import page
 from redrafter.serve.protocol import ApiError, ChatRequest, CompletionRequest, error_body
@@ -28,22 +31,47 @@ from redrafter.version import __version__
 
 __all__ = ["create_app"]
 
-LONGEST_BODY = 16 << 20  # bytes
-SLOWEST_BODY = 30.0  # seconds in which a body must have come
+_LOG = logging.getLogger(__name__)
 
 
-def create_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """An ASGI application. api_key: what `/v1` asks for as a bearer token; None for nothing."""
-    app = FastAPI(title="redrafter", version=__version__)
-    app.add_middleware(_Guard, api_key=api_key)
+def create_app(
+    service: Service, admission: Admission | None = None, longest_body: int = ServeOptions.max_body_size
+) -> FastAPI:
+    """Return the ASGI application.
+
+    service: what writes the texts.
+    admission: who may ask; None for everybody.
+    longest_body: bytes of a request's body, at most.
+    """
+    admission = admission or Admission()
+    service.apart = len(admission.keys) > 1
+    app = FastAPI(title="redrafter", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
+    # The last one is asked first.
+    app.add_middleware(BodyLimits, longest=longest_body)
+    app.add_middleware(Guard, admission=admission)
+    if admission.origins:
+        headers = ["Authorization", "Content-Type", "X-Request-Id"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=admission.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=headers,
+            expose_headers=headers[2:],
+        )
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Logged)
     _handle_errors(app)
 
-    own_page = page()
+    chat_page, docs_page, locked_docs_page = page("page.html"), page("docs.html"), page("docs.html", 401)
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        return own_page
+        return chat_page
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        return docs_page if request.scope["admitted"] else locked_docs_page  # a page that asks for the key
 
     stopping: dict[str, Any] = {
         "response_class": Response,
@@ -132,6 +160,16 @@ def _handle_errors(app: FastAPI) -> None:
     async def api(_: Request, error: ApiError) -> Response:
         return say(error.status, str(error), error.param, error.code)
 
+    @app.exception_handler(Refusal)
+    async def refused(_: Request, error: Refusal) -> Response:
+        return error_answer(error)
+
+    @app.exception_handler(UnsupportedError)
+    async def unsupported(_: Request, error: UnsupportedError) -> Response:
+        """What the operator could mend is for the log; a client learns that it cannot be had here."""
+        _LOG.error("a request needs what is not there: %s", error)
+        return say(501, "this server cannot do what the request asks for", None, "not_implemented")
+
     @app.exception_handler(ArgumentError)
     async def argument(_: Request, error: ArgumentError) -> Response:
         return say(400, str(error))
@@ -163,51 +201,3 @@ def _handle_errors(app: FastAPI) -> None:
         if kind == "unsupported":
             return say(400, f"{param} is not supported: {message}", param, "unsupported_parameter")
         return say(422, f"{param}: {message}" if param else message, param)
-
-
-class _Guard:
-    """Before a request is read: whether it may come in, and how much of it."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None):
-        self.app, self.key = app, None if api_key is None else f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
-        path = scope["path"]
-        guarded = (
-            self.key is not None
-            and path.startswith(("/v1", "/tokenize", "/detokenize"))
-            and not path.startswith("/v1/health")
-        )
-        if guarded and not hmac.compare_digest(headers.get(b"authorization", b""), self.key or b""):
-            return await _refuse(send, 401, "the API key is missing or wrong", "invalid_api_key")
-        if int(headers.get(b"content-length", b"0") or 0) > LONGEST_BODY:
-            return await _refuse(send, 413, f"the body is longer than {LONGEST_BODY} bytes")
-        read, whole = 0, False
-        deadline = asyncio.get_running_loop().time() + SLOWEST_BODY
-
-        async def limited() -> Message:
-            nonlocal read, whole
-            if whole:
-                return await receive()
-            left = deadline - asyncio.get_running_loop().time()
-            try:
-                message = await asyncio.wait_for(receive(), max(left, 0.01))
-            except asyncio.TimeoutError:
-                raise HTTPException(408, f"the body did not come within {SLOWEST_BODY:g} s") from None
-            read += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if read > LONGEST_BODY:
-                raise HTTPException(413, f"the body is longer than {LONGEST_BODY} bytes")
-            return message
-
-        await self.app(scope, limited, send)
-
-
-async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
-    body = json.dumps(error_body(status, message, None, code)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

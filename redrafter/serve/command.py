@@ -1,16 +1,13 @@
 """`redrafter serve`: an OpenAI-compatible server."""
 
 import argparse
-import asyncio
-import gc
 import json
 import logging
-import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from redrafter.cli.engines import PLAIN, can_draft, shape
@@ -20,9 +17,10 @@ from redrafter.cli.parser import Parser
 from redrafter.cli.program import guarded
 from redrafter.cli.templates import read_template
 from redrafter.draft_target import DraftTarget
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.flags import add_options, own_name, read_options
 from redrafter.options import MOST_ROWS
+from redrafter.serve.api_keys import ENVIRONMENT, ApiKeys, collect_keys
 from redrafter.serve.config import LIMITS, ServeOptions, config_beside, read_config
 
 __all__ = ["Server", "main"]
@@ -32,15 +30,17 @@ _LOG = logging.getLogger("redrafter.serve")
 
 @dataclass
 class Server:
-    """A loaded pair behind a bound socket. `run` serves until it is told to stop."""
+    """A loaded pair, what writes its texts, and the application that clients ask for them."""
 
     pair: Pair
     options: ServeOptions
     load: LoadOptions
+    keys: ApiKeys = field(default_factory=ApiKeys)
 
     def __post_init__(self) -> None:
         from redrafter.captured import StepGraphs
         from redrafter.serve.app import create_app
+        from redrafter.serve.guard import Admission
         from redrafter.serve.metrics import Metrics
         from redrafter.serve.scheduler import Scheduler
         from redrafter.serve.service import Service
@@ -57,74 +57,49 @@ class Server:
         scheduler = Scheduler(engine, graphs, limits, self.options.speculate)
         metrics = Metrics(scheduler, self.name)
         self.worker = Worker(scheduler, metrics.told)
+        own = self.options
         service = Service(
             self.worker,
             self.pair.tokenizer,
             self.name,
             metrics,
-            special_tokens_in_content=self.options.special_tokens_in_content,
-            reasoning=self.options.reasoning_format == "auto",
+            special_tokens_in_content=own.special_tokens_in_content,
+            reasoning=own.reasoning_format == "auto",
         )
-        self.app = create_app(service, self.options.api_key)
+        admission = Admission.of(self.keys, own.host, own.allowed_hosts, own.allowed_origins, own.open_metrics)
+        self.app = create_app(service, admission, own.max_body_size)
 
-    def run(self, listening: socket.socket) -> None:
-        """Serve until SIGINT or SIGTERM: the first lets what was begun end, the second does not."""
-        import uvicorn
-
-        from redrafter.serve.warm_up import warm_up
-
-        server = uvicorn.Server(
-            uvicorn.Config(self.app, log_level="warning", lifespan="off", timeout_keep_alive=30, access_log=False)
-        )
-
-        async def serve() -> None:
-            loop = asyncio.get_running_loop()
-            for each in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(each, stop)
-            await server.serve([listening])
-
-        def stop() -> None:
-            if not self.worker.alive:
-                server.should_exit = server.force_exit = True
-                return
-            self.worker.drain()
-            _LOG.info("stopping: %d texts are still written; once more to drop them", self.worker.scheduler.running)
-            draining.append(asyncio.ensure_future(ended()))
-
-        async def ended() -> None:
-            while not self.worker.scheduler.idle:
-                await asyncio.sleep(0.05)
-            server.should_exit = True
-
-        draining: list[Any] = []
+    def warm_up(self) -> None:
+        """Pay on a GPU for what only first requests would pay for."""
         if self.options.warm_up and self.pair.engine.target.device.type == "cuda":
+            from redrafter.serve.warm_up import warm_up
+
+            _LOG.info("compiling kernels and capturing steps; --no-warm-up leaves that to the first requests")
             warm_up(self.worker.scheduler)
-        server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set above
-        self.worker.start()
-        gc.collect()
-        gc.freeze()  # what is loaded stays; looking through it again takes 0.3 s, in which no row steps
-        try:
-            asyncio.run(serve())
-        finally:
-            self.worker.stop()
 
     def summary(self, listening: socket.socket) -> list[str]:
         """What is served, and a line to try it with."""
-        host, port = listening.getsockname()[:2]
+        url = address(self.options, listening)
         target, scheduler = self.pair.engine.target, self.worker.scheduler
         proposer = self.pair.engine.proposer_for(1) if self.options.speculate else None
         drafts = "no drafts"
         if proposer is not None and self.pair.way != PLAIN:
             drafts = f"{self.pair.way}, {shape(proposer) or 'no drafts at one row'}"
-        key = f' -H "Authorization: Bearer {self.options.api_key}"' if self.options.api_key else ""
+        key = f' -H "Authorization: Bearer ${ENVIRONMENT}"' if self.keys else ""
         body = f'{{"model": "{self.name}", "prompt": "Once upon a time", "max_tokens": 40}}'
         return [
             f"{self.name}: {target.name}, {str(target.dtype).removeprefix('torch.')} on {target.device}; {drafts}",
             f"up to {self.options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
             f"{scheduler.graphs.blocks.count * 16:,} tokens of keys and values",
-            f"listening on http://{host}:{port}; try",
-            f"  curl http://{host}:{port}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+            f"ready on {url}; try",
+            f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         ]
+
+
+def address(options: ServeOptions, listening: socket.socket) -> str:
+    """Return the URL of a server on a bound socket."""
+    host, port = listening.getsockname()[:2]
+    return f"{'https' if options.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def listen(options: ServeOptions) -> socket.socket:
@@ -152,7 +127,7 @@ def _parser() -> Parser:
         "/health, /metrics, /docs. Without MODEL, the pair in the box.",
         epilog="examples:\n"
         "  redrafter serve my-merged --port 8000\n"
-        "  redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key secret\n"
+        "  redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt\n"
         "  redrafter serve my-70b --draft-model my-1b",
     )
     parser.add_argument(
@@ -180,24 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
         draft = read_options(DraftOptions, args)
         if args.print_config:
-            print(json.dumps(asdict(options) | asdict(load) | asdict(draft), indent=2))
+            print(json.dumps(_shown(options) | asdict(load) | asdict(draft), indent=2))
             return 0
         _needs_extra()
-        with listen(options) as listening:
-            if options.log_format == "json":
-                from redrafter.serve.log import JsonLines
-
-                for handler in logging.getLogger("redrafter").handlers:
-                    handler.setFormatter(JsonLines())
-            template = read_template(options.chat_template) if options.chat_template else None
-            pair = Pair.load(load, draft, _speculate(options, load, draft))
-            if template is not None:
-                pair.tokenizer.chat_template = template
-            server = Server(pair, options, load)
-            for line in server.summary(listening):
-                _LOG.info(line)
-            server.run(listening)
-        return 0
+        return _serve(options, load, draft)
 
     return guarded(run)
 
@@ -212,18 +173,58 @@ def _with_config(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**beside | said | given)
 
 
-def _speculate(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> bool:
-    """Return whether to load what drafts; where there is nothing, say once what could."""
-    if not options.speculate:
-        return False
-    found = can_draft(load, draft)
-    if not found:
+def _load(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> Pair:
+    """Load what is served; where nothing drafts, say once what could."""
+    template = read_template(options.chat_template) if options.chat_template else None
+    speculate = options.speculate and can_draft(load, draft)
+    if options.speculate and not speculate:
         _LOG.warning(
             "%s comes without a drafter, so texts are written plainly: --drafter D, --draft-model D or --prompt-lookup "
             "makes it faster",
             load.model,
         )
-    return found
+    pair = Pair.load(load, draft, speculate)
+    if template is not None:
+        pair.tokenizer.chat_template = template
+    return pair
+
+
+def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int:
+    from redrafter.serve.front import Front
+    from redrafter.serve.log import start_logging
+
+    start_logging(options.log_format, options.log_level)
+
+    def start() -> Server:
+        began = time.monotonic()
+        pair = _load(options, load, draft)
+        _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
+        server = Server(pair, options, load, keys)
+        server.warm_up()
+        return server
+
+    def ready(server: Server) -> None:
+        for line in server.summary(listening):
+            _LOG.info(line)
+
+    try:
+        keys = collect_keys(options.api_key, options.api_key_file)
+        with listen(options) as listening:
+            front = Front(options, listening)
+            _LOG.info("on %s; loading %s", address(options, listening), load.model or "the pair in the box")
+            front.run(start, ready)
+    except ReDrafterError as error:
+        _LOG.error("%s", " ".join(str(error).split()))
+        return 2
+    return 0
+
+
+def _shown(options: ServeOptions) -> dict[str, Any]:
+    """Return the options as `--config` reads them, but for the keys."""
+    shown = asdict(options)
+    if shown.pop("api_key"):
+        print("redrafter: the API keys are not shown", file=sys.stderr)
+    return shown
 
 
 def _needs_extra() -> None:

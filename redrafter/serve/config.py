@@ -11,7 +11,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from transformers.utils import cached_file
 
 from redrafter.errors import ArgumentError
-from redrafter.flags import flag, option
+from redrafter.flags import flag, names, option
+from redrafter.serve.api_keys import ENVIRONMENT
 from redrafter.serve.scheduler import Limits
 from redrafter.spelling import nearest
 
@@ -62,7 +63,39 @@ class ServeOptions:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = option(8000, "port to listen on; 0 for any that is free")
     served_model_name: str | None = option(None, "what clients call the model (default: its own name)", metavar="NAME")
-    api_key: str | None = option(None, "what clients must send as a bearer token", metavar="KEY")
+    api_key: tuple[str, ...] = option(
+        (),
+        f"what clients must send as a bearer token (may be repeated); a command line is there for all to read: "
+        f"better in the environment as {ENVIRONMENT}, or in a file",
+        action="append",
+        type=str,
+        metavar="KEY",
+    )
+    api_key_file: str | None = option(None, "such keys, a line each", path=True, metavar="FILE")
+    open_metrics: bool = option(False, "let /metrics be read without a key")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "names in the Host header that are answered, such as a.example.org,*.example.net; * for all (default: on a "
+        "loopback address, its own names; else all)",
+        type=names,
+        metavar="NAMES",
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "pages of other servers that may ask, such as https://chat.example.org; * for all",
+        type=names,
+        metavar="ORIGINS",
+    )
+    ssl_certfile: str | None = option(None, "certificate to serve https with", path=True, metavar="FILE")
+    ssl_keyfile: str | None = option(None, "its key, where it is not in the same file", path=True, metavar="FILE")
+    ssl_ca_certs: str | None = option(
+        None, "certificates of those who may sign clients' own, which clients then need", path=True, metavar="FILE"
+    )
+    max_connections: int | None = option(
+        None, "connections at once (default: 1024, or as many as files may be open)", metavar="N"
+    )
+    max_body_size: int = option(4 << 20, "bytes of a request's body")
+    drain_timeout: float = option(30.0, "seconds that texts have to end in once the server is told to stop")
     max_batch_size: int = option(Limits.max_batch_size, "texts that are written at once")
     max_num_tokens: int = option(Limits.max_num_tokens, "tokens of one forward: drafts, and pieces of prompts")
     max_queue_size: int = option(Limits.max_queue_size, "requests that may wait; 0: any number")
@@ -83,7 +116,8 @@ class ServeOptions:
         "template has these marks; none: it is part of the answer's text",
         choices=("auto", "none"),
     )
-    log_format: str = option("text", "how requests are logged on stderr, a line each", choices=("text", "json"))
+    log_format: str = option("text", "what lines on stderr are, of requests and all else", choices=("text", "json"))
+    log_level: str = option("info", "the least that is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -91,12 +125,18 @@ class ServeOptions:
             ("max_batch_size", 1, 4096),
             ("max_num_tokens", 16, 1 << 20),
             ("max_queue_size", 0, 1 << 30),
+            ("max_connections", 1, 1 << 20),
+            ("max_body_size", 1 << 10, 1 << 30),
+            ("drain_timeout", 0, 86400),
         ):
-            if not least <= getattr(self, name) <= most:
+            if getattr(self, name) is not None and not least <= getattr(self, name) <= most:
                 raise ArgumentError(f"{flag(name)} must be from {least} to {most}, got {getattr(self, name)}")
-        for name in ("host", "served_model_name", "api_key", "chat_template"):
-            if getattr(self, name) == "":
+        for name in ("host", "served_model_name", "api_key", "allowed_hosts", "allowed_origins", "chat_template"):
+            value = getattr(self, name)
+            if value == "" or (isinstance(value, tuple) and "" in value):
                 raise ArgumentError(f"{flag(name)} needs a value, got an empty one")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
 
     def limits(self, max_seq_len: int | None) -> Limits:
         return Limits(
@@ -186,6 +226,10 @@ def _typed(file: str, key: str, value: Any, item: Field[Any], hint: Any) -> Any:
     fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if get_origin(hint) is tuple:
+        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+            return tuple(value)
+        raise ArgumentError(f"{file}: {key} must be a list of texts, got {json.dumps(value)}")
     choices = item.metadata.get("choices")
     if not fits or (choices and value not in choices):
         wanted = f"one of {', '.join(choices)}" if choices else " or ".join(kind.__name__ for kind in kinds)

@@ -1,4 +1,4 @@
-"""The page at `/`: one file that needs nothing else, and may load nothing else."""
+"""The pages at `/` and `/docs`: each is one file that needs nothing else, and may load nothing else."""
 
 import base64
 import hashlib
@@ -10,9 +10,13 @@ from fastapi.responses import HTMLResponse
 __all__ = ["page"]
 
 
-def page() -> HTMLResponse:
-    """With a policy under which only its own script and style count, and only its own server is asked."""
-    text = files("redrafter.serve").joinpath("page.html").read_text(encoding="utf-8")
+def page(name: str, status: int = 200) -> HTMLResponse:
+    """Return a page with a policy under which only its own script and style count, and only its own server is asked.
+
+    name: a file beside this one.
+    status: what the browser is told with it.
+    """
+    text = files("redrafter.serve").joinpath(name).read_text(encoding="utf-8")
     policy = {
         "default-src": "'none'",
         "script-src": _hashes("script", text),
@@ -29,7 +33,7 @@ def page() -> HTMLResponse:
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "no-cache",
     }
-    return HTMLResponse(text, headers=headers)
+    return HTMLResponse(text, status, headers)
 
 
 def _hashes(tag: str, text: str) -> str:

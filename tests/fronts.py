@@ -1,0 +1,106 @@
+"""The server's front in a process of its own, before a small application and a load that waits for its cue."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+
+# Reads a line from stdin where a model would be loaded: "fail" fails.
+SCRIPT = """
+import asyncio, logging, sys
+from types import SimpleNamespace
+from redrafter.errors import CheckpointError
+from redrafter.serve import connections, front
+from redrafter.serve.command import listen
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.log import start_logging
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    while scope["path"] == "/endless":
+        await send({"type": "http.response.body", "body": b"x" * 10000, "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b"fine"})
+
+def load():
+    if sys.stdin.readline().strip() == "fail":
+        raise CheckpointError("this model is no good")
+    scheduler = SimpleNamespace(idle=IDLE, running=1)
+    worker = SimpleNamespace(start=lambda: None, stop=lambda: None, drain=lambda: None, scheduler=scheduler)
+    return SimpleNamespace(app=app, worker=worker)
+
+IDLE, DRAIN = True, 1.0
+CHANGES
+start_logging("text", "info")
+options = ServeOptions(port=0, drain_timeout=DRAIN)
+with listen(options) as listening:
+    logging.getLogger("redrafter").info("on http://127.0.0.1:%d", listening.getsockname()[1])
+    front.Front(options, listening).run(load, lambda loaded: logging.getLogger("redrafter").info("ready"))
+"""
+
+
+class FrontProgram:
+    """changes: Python that is run before it listens."""
+
+    def __init__(self, changes: str = ""):
+        words = [sys.executable, "-c", SCRIPT.replace("CHANGES", changes)]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.port = int(re.search(r":(\d+)", self.said("on http"))[1])  # type: ignore[index]
+        self.url = f"http://127.0.0.1:{self.port}"
+        while True:
+            try:
+                self.get("/")
+                break
+            except httpx.TransportError:
+                time.sleep(0.02)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.log.extend(iter(self.process.stderr.readline, ""))
+
+    def said(self, text: str, seconds: float = 60) -> str:
+        """The line that holds a text, once it is there."""
+        end = time.monotonic() + seconds
+        while not (found := [line for line in list(self.log) if text in line]):
+            assert time.monotonic() < end and self.process.poll() is None, self.log
+            time.sleep(0.02)
+        return found[0]
+
+    def cue(self, word: str = "go") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+
+    def get(self, path: str, **how: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=20, **how)
+
+    def connect(self, sent: bytes = b"", **how: Any) -> socket.socket:
+        found = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        found.sendall(sent)
+        return found
+
+    def end(self, with_signal: int = signal.SIGTERM) -> tuple[int, float]:
+        """The exit code, and the seconds that it took."""
+        began = time.monotonic()
+        self.process.send_signal(with_signal)
+        code = self.process.wait(timeout=60)
+        self._reader.join(timeout=10)
+        return code, time.monotonic() - began
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def open_files(process: subprocess.Popen[str]) -> int:
+    return len(os.listdir(f"/proc/{process.pid}/fd"))

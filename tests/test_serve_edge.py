@@ -1,0 +1,514 @@
+"""Who may ask a server, from where, how much at once, and what a log makes of what clients send."""
+
+import asyncio
+import json
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
+
+from redrafter.cli import main  # noqa: E402
+from redrafter.errors import ArgumentError, UnsupportedError  # noqa: E402
+from redrafter.serve import bodies, connections, log  # noqa: E402
+from redrafter.serve.api_keys import ENVIRONMENT, ApiKeys, collect_keys  # noqa: E402
+from redrafter.serve.app import create_app  # noqa: E402
+from redrafter.serve.bodies import check_structure  # noqa: E402
+from redrafter.serve.command import Server  # noqa: E402
+from redrafter.serve.config import ServeOptions  # noqa: E402
+from redrafter.serve.connections import Connection, Crowd, room_for_connections  # noqa: E402
+from redrafter.serve.guard import Admission, Refusal, host_of  # noqa: E402
+
+JSON = {"content-type": "application/json"}
+COMPLETIONS = "/v1/completions"
+
+
+class Service:
+    """Answers with who asked."""
+
+    model, created, context = "stub", 0, 100
+    worker = SimpleNamespace(alive=True, scheduler=SimpleNamespace(running=0))
+    metrics = SimpleNamespace(text=lambda: "numbers 1\n")
+    error: Exception | None = None
+
+    async def completion(self, body: Any, facts: dict[str, Any]) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {"client": facts["client"], "prompt": body.prompt}
+
+
+def asked(app: Any, method: str, path: str, base: str = "http://127.0.0.1:8000", **how: Any) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base) as client:
+            return await client.request(method, path, **how)
+
+    return asyncio.run(ask())
+
+
+def posted(app: Any, headers: dict[str, str] | None = None, **how: Any) -> httpx.Response:
+    return asked(
+        app, "POST", COMPLETIONS, content=b'{"prompt": "a"}', headers=JSON if headers is None else headers, **how
+    )
+
+
+# Keys
+
+
+def test_a_key_opens_what_is_closed_and_names_its_client():
+    service = Service()
+    app = create_app(service, Admission(ApiKeys(["first", "second", "first"])))
+    assert service.many_keys
+    for path in ("/v1/models", "/v1/health/model", "/metrics", "/openapi.json", "/docs", "/v1"):
+        for key in (None, "Bearer wrong", "Bearer", "Basic second", "second"):
+            answer = asked(app, "GET", path, headers={"Authorization": key} if key else {})
+            assert answer.status_code == 401, path
+        assert asked(app, "GET", path, headers={"Authorization": "bEARER  second"}).status_code in (200, 404)
+    for path in ("/", "/health", "/v1/health/live", "/v1/health/ready"):
+        assert asked(app, "GET", path).status_code == 200
+    found = posted(app, JSON | {"Authorization": "Bearer second"})
+    assert found.json()["client"] == "key-2"
+    assert "text/html" in asked(app, "GET", "/docs").headers["content-type"]  # which asks for the key
+
+
+def test_without_keys_a_client_is_its_address():
+    service = Service()
+    app = create_app(service)
+    assert posted(app, JSON | {"Authorization": "Bearer anything"}).json()["client"] == "127.0.0.1"
+    assert not service.many_keys and asked(app, "GET", "/metrics").status_code == 200
+
+
+def test_metrics_may_be_open():
+    app = create_app(Service(), Admission(ApiKeys(["first"]), open_metrics=True))
+    assert asked(app, "GET", "/metrics").text == "numbers 1\n" and asked(app, "GET", "/v1/models").status_code == 401
+
+
+def test_every_key_is_compared(monkeypatch):
+    """Else the time of an answer would tell which key a guess comes close to."""
+    from redrafter.serve import api_keys
+
+    compared: list[bytes] = []
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", lambda one, other: compared.append(one) or one == other)
+    assert ApiKeys(["a", "bb", "ccc"]).client(b"Bearer a") == "key-1"
+    assert len(compared) == 3 and {len(each) for each in compared} == {32}
+
+
+def test_keys_come_from_everywhere(monkeypatch, tmp_path):
+    (tmp_path / "keys").write_text("# of the lab\nthird \n\nfourth\n")
+    monkeypatch.setenv(ENVIRONMENT, "second")
+    keys = collect_keys(("first",), str(tmp_path / "keys"))
+    assert [keys.client(f"Bearer {name}".encode()) for name in ("first", "second", "third", "fourth")] == [
+        "key-1",
+        "key-2",
+        "key-3",
+        "key-4",
+    ]
+    (tmp_path / "keys").write_text("# none\n")
+    for file, says in ((tmp_path / "keys", "holds no key"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(ArgumentError, match=says):
+            collect_keys((), str(file))
+    with pytest.raises(ArgumentError, match="printable ASCII") as found:
+        collect_keys(("geheim\u00e4",), None)
+    assert "geheim" not in str(found.value)
+
+
+def test_keys_are_shown_nowhere(capsys, tmp_path):
+    words = ["--api-key", "geheim1", "--api-key", "geheim2"]
+    assert main(["serve", "--print-config", *words]) == 0
+    out, err = capsys.readouterr()
+    assert "geheim" not in out + err and "api_key" not in json.loads(out)
+    (tmp_path / "c.json").write_text('{"api_key": ["geheim3"], "allowed_hosts": ["a", "b"]}')
+    assert main(["serve", "--print-config", "--config", str(tmp_path / "c.json")]) == 0
+    out, _ = capsys.readouterr()
+    assert "geheim" not in out and json.loads(out)["allowed_hosts"] == ["a", "b"]
+    engine = SimpleNamespace(target=SimpleNamespace(name="t", dtype="torch.float32", device="cpu"))
+    scheduler = SimpleNamespace(longest=9, graphs=SimpleNamespace(blocks=SimpleNamespace(count=1)))
+    server = Server.__new__(Server)
+    server.options, server.keys, server.name = (
+        ServeOptions(api_key=("geheim",), speculate=False),
+        ApiKeys(["geheim"]),
+        "m",
+    )
+    server.pair, server.worker = SimpleNamespace(engine=engine), SimpleNamespace(scheduler=scheduler)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        said = "\n".join(server.summary(listening))
+    assert "Bearer $REDRAFTER_API_KEY" in said and "geheim" not in said
+
+
+# Hosts and origins
+
+
+@pytest.mark.parametrize(
+    ("bound", "allowed", "host", "status"),
+    [
+        ("127.0.0.1", (), "127.0.0.1:1234", 200),
+        ("127.0.0.1", (), "localhost", 200),
+        ("127.0.0.1", (), "[::1]:80", 200),
+        ("127.0.0.1", (), "evil.example:8000", 403),
+        ("127.0.0.1", (), "127.0.0.1.evil.example", 403),
+        ("::1", (), "evil.example", 403),
+        ("127.0.0.1", ("*",), "evil.example", 200),
+        ("127.0.0.1", ("mine.example",), "mine.example:80", 200),
+        ("127.0.0.1", ("mine.example",), "localhost", 403),
+        ("0.0.0.0", (), "anything.example", 200),
+        ("0.0.0.0", ("Mine.example", "*.other.example"), "MINE.example", 200),
+        ("0.0.0.0", ("mine.example", "*.other.example"), "a.other.example", 200),
+        ("0.0.0.0", ("mine.example", "*.other.example"), "aother.example", 403),
+    ],
+)
+def test_a_name_that_leads_here_is_not_enough(bound, allowed, host, status):
+    app = create_app(Service(), Admission.of(ApiKeys(), bound, allowed, (), False))
+    assert asked(app, "GET", "/v1/models", headers={"Host": host}).status_code == status
+    assert asked(app, "GET", "/health", headers={"Host": host}).status_code == 200
+
+
+def test_hosts_are_read_without_their_ports():
+    hosts = ("a:1", "[::1]:2", "[::1]", "A", "::1", "")
+    assert [host_of(each) for each in hosts] == ["a", "::1", "::1", "a", "::1", ""]
+
+
+HERE = "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": HERE}, 200),
+        ({"origin": HERE, "sec-fetch-site": "same-origin"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"origin": "http://elsewhere.example"}, 403),
+        ({"origin": "http://127.0.0.1:9000"}, 403),
+        ({"origin": "http://127.0.0.1:9000", "sec-fetch-site": "same-site"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://[broken"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"origin": "https://chat.example"}, 200),
+    ],
+)
+def test_pages_of_other_servers_may_not_ask(headers, status):
+    app = create_app(Service(), Admission(origins=("https://chat.example",)))
+    assert posted(app, JSON | headers).status_code == status
+
+
+def test_an_allowed_origin_is_told_so():
+    app = create_app(Service(), Admission(origins=("https://chat.example",), keys=ApiKeys(["k"])))
+    wishes = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    for origin, status in (("https://chat.example", 200), ("https://evil.example", 400)):
+        answer = asked(app, "OPTIONS", COMPLETIONS, headers={"Origin": origin} | wishes)
+        assert answer.status_code == status
+        assert (answer.headers.get("access-control-allow-origin") == origin) is (status == 200)
+    answer = posted(app, JSON | {"Origin": "https://chat.example", "Authorization": "Bearer k"})
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    closed = create_app(Service())
+    assert "access-control-allow-origin" not in posted(closed, JSON | {"Origin": HERE}).headers
+    assert asked(closed, "OPTIONS", COMPLETIONS, headers={"Origin": "https://chat.example"} | wishes).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+        ({"content-type": "application/vnd.api+json"}, 200),
+        ({"content-type": "application/x-www-form-urlencoded"}, 200),  # curl -d
+        ({}, 200),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded", "origin": HERE}, 415),
+        ({"origin": HERE}, 415),
+        ({"content-type": "text/plain", "sec-fetch-site": "same-origin"}, 415),
+    ],
+)
+def test_bodies_are_called_json_where_a_browser_sends_them(headers, status):
+    answer = posted(create_app(Service()), headers)
+    assert answer.status_code == status
+    if status == 415:
+        assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+# Routes
+
+
+def test_head_is_answered_wherever_get_is():
+    app = create_app(Service())
+    for path in ("/", "/health", "/docs", "/openapi.json", "/metrics", "/v1/models", "/v1/health/model"):
+        assert asked(app, "HEAD", path).status_code == 200, path
+    assert asked(app, "HEAD", COMPLETIONS).status_code == 405
+
+
+def test_what_is_not_there_is_said_to_the_operator(monkeypatch, caplog):
+    service = Service()
+    service.error = UnsupportedError("llguidance is missing: pip install it")
+    monkeypatch.setattr(logging.getLogger("redrafter"), "propagate", True)
+    answer = posted(create_app(service))
+    assert answer.status_code == 501 and "pip" not in answer.text and answer.json()["error"]["type"] == "server_error"
+    assert "llguidance is missing: pip install it" in caplog.text
+
+
+# Bodies
+
+
+def test_bodies_of_too_many_parts_are_not_parsed(monkeypatch):
+    monkeypatch.setattr(bodies, "MOST_VALUES", 10)
+    monkeypatch.setattr(bodies, "MOST_GROUPS", 10)
+    for body in (b"," * 11, b"[" * 6 + b"{" * 5, b":" * 11):
+        with pytest.raises(Refusal) as found:
+            check_structure(body)
+        assert found.value.status_code == 413
+    check_structure(b"," * 10 + b"[{:" * 3)
+
+
+def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
+    monkeypatch.setattr(bodies, "SMALL", 1000)
+    monkeypatch.setattr(bodies, "TOGETHER", 3000)
+    app = create_app(Service(), longest_body=5000)
+    loads = bodies.json.loads
+
+    def parse(text: str, **how: Any) -> Any:
+        time.sleep(0.02)
+        return loads(text, **how)
+
+    monkeypatch.setattr(bodies.json, "loads", parse)
+
+    async def ask(size: int, count: int) -> list[httpx.Response]:
+        body = json.dumps({"prompt": "a" * size}).encode()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HERE) as client:
+            return await asyncio.gather(*(client.post(COMPLETIONS, content=body, headers=JSON) for _ in range(count)))
+
+    assert [each.status_code for each in asyncio.run(ask(6000, 1))] == [413]
+    statuses = [each.status_code for each in asyncio.run(ask(2000, 3))]
+    assert sorted(statuses) == [200, 503, 503]
+    assert [each.status_code for each in asyncio.run(ask(900, 5))] == [200] * 5
+    assert asyncio.run(ask(2000, 1))[0].status_code == 200  # what was held is held no longer
+
+
+def test_other_work_is_done_between_large_bodies(monkeypatch):
+    monkeypatch.setattr(bodies, "SMALL", 10)
+    limits = bodies.BodyLimits(lambda *_: None, 1 << 20)
+
+    async def run() -> int:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        running = asyncio.ensure_future(others())
+        await asyncio.gather(*(limits.parse(b"x" * 100, lambda body: time.sleep(0.02)) for _ in range(5)))
+        running.cancel()
+        return turns
+
+    assert asyncio.run(run()) > 100
+
+
+# Connections
+
+
+@contextmanager
+def served(app: Any, most: int = 100) -> Iterator[tuple[Crowd, int]]:
+    """A crowd and the port of an application that serves in a thread."""
+    crowd = Crowd(most)
+    config = uvicorn.Config(app, port=0, log_config=None, http=partial(Connection, crowd), interface="asgi3", ws="none")
+    server = uvicorn.Server(config)
+
+    async def run() -> None:
+        watching = asyncio.ensure_future(crowd.watch())
+        await server.serve()
+        watching.cancel()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield crowd, server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(timeout=20)
+
+
+async def simple(scope: Any, receive: Any, send: Any) -> None:
+    """Answers "ok", to `/slow` once its client has left."""
+    if scope["type"] != "http":
+        return
+    while scope["path"] == "/slow" and (await receive())["type"] != "http.disconnect":
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def endless(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] != "http":
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    while True:
+        await send({"type": "http.response.body", "body": b"x" * 10000, "more_body": True})
+        await asyncio.sleep(0)
+
+
+def told(port: int, sent: bytes) -> socket.socket:
+    found = socket.create_connection(("127.0.0.1", port), timeout=10)
+    found.sendall(sent)
+    return found
+
+
+REQUEST = b"GET /%s HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+def closed_after(connection: socket.socket) -> float:
+    """Seconds until the other side has closed."""
+    began = time.monotonic()
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    return time.monotonic() - began
+
+
+def test_who_keeps_the_server_waiting_is_dropped(monkeypatch):
+    monkeypatch.setattr(connections, "HEADERS", 0.4)
+    monkeypatch.setattr(connections, "IDLE", 1.2)
+    with served(simple) as (crowd, port):
+        silent, slow = told(port, b""), told(port, b"GET / HTTP/1.1\r\nX-a: ")
+        assert closed_after(silent) < 1 and closed_after(slow) < 1
+        idle, again, busy = told(port, REQUEST % b""), told(port, REQUEST % b""), told(port, REQUEST % b"slow")
+        heard = b""
+        while not heard.endswith(b"ok"):
+            heard += again.recv(1000)
+        again.sendall(REQUEST[:9])  # a second request that does not come to its end
+        assert closed_after(again) < 1 and idle in select.select([idle], [], [], 0)[0]
+        assert idle.recv(1000).startswith(b"HTTP/1.1 200") and 0.1 < closed_after(idle) < 2
+        busy.settimeout(0.6)
+        with pytest.raises(TimeoutError):
+            busy.recv(10)  # a client may wait for its answer for as long as it takes
+        assert len(crowd.open) == 1
+
+
+def test_slow_clients_that_drip_do_not_stay(monkeypatch):
+    monkeypatch.setattr(connections, "HEADERS", 0.5)
+    with served(simple) as (_, port):
+        slow, began = told(port, b"GET / HTTP/1.1\r\n"), time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - began < 5:
+                slow.sendall(b"X-a: b\r\n")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 3
+
+
+def test_who_does_not_read_is_dropped(monkeypatch):
+    monkeypatch.setattr(connections, "STALLED", 0.5)
+    with served(endless) as (crowd, port):
+        stalled = told(port, REQUEST % b"")
+        end = time.monotonic() + 10
+        while not crowd.open:
+            time.sleep(0.01)
+        while crowd.open and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not crowd.open
+        stalled.close()
+
+
+def test_waiting_connections_make_room(monkeypatch):
+    with served(simple, most=20) as (crowd, port):
+        slow = [told(port, b"GET / HTTP/1.1\r\n") for _ in range(60)]
+        for _ in range(5):
+            assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
+        assert len(crowd.open) <= 20 and closed_after(slow[0]) < 1
+
+
+def test_one_connection_too_many_is_told_so():
+    with served(simple, most=3) as (crowd, port):
+        busy = [told(port, REQUEST % b"slow") for _ in range(3)]
+        while len(crowd.open) < 3 or crowd._waiting:
+            time.sleep(0.01)
+        answer = httpx.get(f"http://127.0.0.1:{port}/")
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["message"] == "too many connections"
+        busy[0].close()
+        while len(crowd.open) > 2:
+            time.sleep(0.01)
+        assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
+
+
+def test_there_are_no_more_connections_than_files(monkeypatch):
+    monkeypatch.setattr(connections, "open_file_limit", lambda: 500)
+    assert 300 < room_for_connections(None) < 500 and room_for_connections(200) == 200
+    with pytest.raises(ArgumentError, match="--max-connections 600 needs more files"):
+        room_for_connections(600)
+    monkeypatch.setattr(connections, "open_file_limit", lambda: 100_000)
+    assert room_for_connections(None) == connections.MOST
+
+
+# Logs
+
+
+def record(message: str, level: int = logging.INFO, **more: Any) -> logging.LogRecord:
+    found = logging.LogRecord("redrafter", level, "", 0, message, (), None)
+    vars(found).update(more)
+    return found
+
+
+def test_nothing_that_a_client_sends_makes_a_line_of_its_own():
+    nasty = "a\nredrafter: \x1b[31mforged\r\u2028\u202e\ud800\x00 é"
+    line = log.TextLines().format(record(nasty, logging.WARNING))
+    assert line == "redrafter: warning: a\\nredrafter: \\x1b[31mforged\\r\\u2028\\u202e\\ud800\\x00 é"
+    line = log.JsonLines().format(record(nasty, facts={"id": nasty}))
+    assert line.isascii() and line.isprintable() and json.loads(line)["id"] == nasty
+    try:
+        raise ValueError("one\nredrafter: forged")
+    except ValueError as error:
+        trace = (ValueError, error, error.__traceback__)
+    lines = log.TextLines().format(record("it broke", logging.ERROR, exc_info=trace)).splitlines()
+    assert lines[0] == "redrafter: error: it broke" and all(line.startswith("  ") for line in lines[1:])
+    assert "ValueError: one" in json.loads(log.JsonLines().format(record("x", exc_info=trace)))["exception"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [(b"mine", "mine"), (b"a\x1b[31mb\xe9\nc", "a[31mbc"), (b"x" * 500, "x" * 100), (b"a status=200", "a status=200")],
+)
+def test_a_request_id_is_plain(sent, kept, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("redrafter"), "propagate", True)
+    with caplog.at_level(logging.INFO, "redrafter"):
+        answer = posted(create_app(Service()), JSON | {"x-request-id": sent})
+    assert answer.headers["x-request-id"] == kept
+    shown = kept if " " not in kept and "[" not in kept else json.dumps(kept)
+    assert f" id={shown} client=127.0.0.1" in caplog.text
+
+
+def test_the_address_is_logged_beside_the_key(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("redrafter"), "propagate", True)
+    with caplog.at_level(logging.INFO, "redrafter"):
+        posted(create_app(Service(), Admission(ApiKeys(["k"]))), JSON | {"Authorization": "Bearer k"})
+    assert " address=127.0.0.1 client=key-1" in caplog.text or " client=key-1" in caplog.text
+
+
+def test_the_same_warning_is_let_through_seldom():
+    seldom = log.Seldom()
+    again = [seldom.filter(record("Invalid HTTP request received.", logging.WARNING)) for _ in range(100)]
+    assert again == [True] + [False] * 99 and seldom.filter(record("other", logging.WARNING))
+    assert all(seldom.filter(record("it broke", logging.ERROR)) for _ in range(3))
+
+
+def test_open_files_are_raised_to_what_the_system_allows():
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        assert connections.open_file_limit() == hard
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
