@@ -42,6 +42,9 @@ class Service:
     metrics = SimpleNamespace(text=lambda: "numbers 1\n")
     error: Exception | None = None
 
+    def model_entry(self) -> dict[str, Any]:
+        return {"id": "stub", "object": "model", "created": 0, "owned_by": "redrafter", "max_model_len": 100}
+
     async def completion(self, body: Any, facts: dict[str, Any]) -> dict[str, Any]:
         if self.error is not None:
             raise self.error
@@ -68,7 +71,7 @@ def posted(app: Any, headers: dict[str, str] | None = None, **how: Any) -> httpx
 def test_a_key_opens_what_is_closed_and_names_its_client():
     service = Service()
     app = create_app(service, Admission(ApiKeys(["first", "second", "first"])))
-    assert service.many_keys
+    assert service.apart
     for path in ("/v1/models", "/v1/health/model", "/metrics", "/openapi.json", "/docs", "/v1"):
         for key in (None, "Bearer wrong", "Bearer", "Basic second", "second"):
             answer = asked(app, "GET", path, headers={"Authorization": key} if key else {})
@@ -85,7 +88,7 @@ def test_without_keys_a_client_is_its_address():
     service = Service()
     app = create_app(service)
     assert posted(app, JSON | {"Authorization": "Bearer anything"}).json()["client"] == "127.0.0.1"
-    assert not service.many_keys and asked(app, "GET", "/metrics").status_code == 200
+    assert not service.apart and asked(app, "GET", "/metrics").status_code == 200
 
 
 def test_metrics_may_be_open():

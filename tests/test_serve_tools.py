@@ -11,8 +11,11 @@ from transformers import AutoTokenizer
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
+from llguidance.hf import from_tokenizer
+
 from redrafter import boxed_pair
-from redrafter.grammar import Grammar
+from redrafter.grammar_compiled import CompiledGrammar
+from redrafter.grammar_source import GrammarSource
 from redrafter.serve.answers import Choice
 from redrafter.serve.chat_answers import Chat
 from redrafter.serve.chat_reader import Call, ChatReader, Fragment, Span
@@ -189,8 +192,10 @@ def asked(*parameters: Any, choice: Any = "required") -> dict[str, Any]:
 def allows() -> Any:
     tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
 
+    vocabulary = from_tokenizer(tokenizer)
+
     def allows(schema: dict[str, Any], text: str) -> bool:
-        matcher = Grammar.json_schema(schema, tokenizer).start()
+        matcher = CompiledGrammar(GrammarSource.json_schema(schema), vocabulary).start()
         ids = tokenizer(text, add_special_tokens=False).input_ids
         return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
 
