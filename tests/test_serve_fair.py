@@ -36,15 +36,15 @@ class Slow:
     def __init__(self) -> None:
         self.waiting: list[Job] = []
         self.placed: list[Job] = []
-        self.used: dict[str, int] = {}
-        self.floor = 0
+        self.used: dict[str, float] = {}
+        self.fair = 0.0
 
     def places(self, client: str) -> int:
         return sum(each.client == client for each in self.placed)
 
     def add(self, job: Job) -> None:
         if all(each.client != job.client for each in self.waiting):
-            self.used[job.client] = max(self.used.get(job.client, 0), self.floor)
+            self.used[job.client] = max(self.used.get(job.client, 0), self.fair)
         self.waiting.append(job)
 
     def firsts(self) -> list[Job]:
@@ -56,9 +56,13 @@ class Slow:
         return [each for each in heads if rank[each] == min(rank.values())]
 
     def start(self, job: Job) -> None:
+        self.fair = max(self.fair, min(self.used[each.client] for each in self.waiting))
         self.waiting.remove(job)
         self.placed.append(job)
-        self.floor = max(self.floor, self.used[job.client])
+
+    def charge(self, job: Job, tokens: int) -> None:
+        self.used[job.client] += tokens
+        self.fair += tokens / len({each.client for each in (*self.waiting, *self.placed)})
 
     def put_back(self, job: Job) -> None:
         self.placed.remove(job)
@@ -95,7 +99,7 @@ def test_the_queue_agrees_with_a_slow_obvious_one(clients):
             placed = made.choice(slow.placed)
             tokens = made.randrange(30)
             queue.charge(placed, tokens)
-            slow.used[placed.client] += tokens
+            slow.charge(placed, tokens)
             if action < 0.75:
                 queue.put_back(placed)
                 slow.put_back(placed)
@@ -127,12 +131,12 @@ def test_a_million_clients_leave_nothing_behind():
 
 def test_who_comes_back_has_no_claim_to_the_past_and_no_clean_slate():
     queue = WaitingQueue()
-    greedy = [job("greedy") for _ in range(2)]
-    for each in greedy:
+    greedy, modest = job("greedy"), job("modest")
+    for each in (greedy, modest):
         queue.add(each)
         queue.start(each)
-    queue.charge(greedy[0], 1000)
-    for each in greedy:
+    queue.charge(greedy, 1000)  # of which 500 were its share
+    for each in (greedy, modest):
         queue.end(each)
     late = [job("late") for _ in range(3)]
     again = [job("greedy") for _ in range(3)]
@@ -145,6 +149,34 @@ def test_who_comes_back_has_no_claim_to_the_past_and_no_clean_slate():
         order.append(first.client)
     # Each is given one place; then the one with fewer tokens goes first until both have had as many.
     assert order == ["late", "greedy", "late", "late", "greedy", "greedy"]
+
+
+def test_no_number_of_new_clients_keeps_an_older_one_waiting():
+    queue, places = WaitingQueue(), []
+    for client in ("old", "other"):
+        places.append(job(client))
+        queue.add(places[-1])
+        queue.start(places[-1])
+    queue.charge(places[0], 1000)
+    queue.end(places.pop(0))
+    old, new = job("old"), []
+    queue.add(old)
+    for number in range(1000):  # more clients come all the time than places become free
+        new += [job(f"{number}, once"), job(f"{number}, once more")]
+        for each in new[-2:]:
+            queue.add(each)
+        new = [each for each in new if each in queue]
+        while len(new) > 10:
+            queue.remove(new.pop(0))
+        first = queue.first()
+        if first is old:
+            break
+        queue.start(first)
+        queue.charge(first, 40)
+        places.append(first)
+        if len(places) > 4:
+            queue.end(places.pop(0))
+    assert first is old
 
 
 def used(jobs: list[Job]) -> dict[str, int]:

@@ -11,8 +11,10 @@ The second is the virtual token counter of "Fairness in Serving Large Language M
 fair queueing in routers, but without a guess of how long a text will become, since tokens are counted when they are
 written. It also decides between several clients without a place.
 
-A client that comes, or comes back, has no claim to what it did not ask for: its account starts where that of the client
-stood that was given a place last. What it had used beyond that when it left is remembered for a while.
+A client that comes, or comes back, has no claim to what it did not ask for: its account starts at the fair account,
+which is what a client has by now that always asked for more than it got. It grows with each token, by the share of one
+client. So it overtakes every account in time, and no number of new clients can keep an older one from its turn. What a
+client had used beyond it when it left is remembered for a while.
 """
 
 import heapq
@@ -33,13 +35,13 @@ class _Client:
     """One client's account and texts.
 
     Attributes:
-        used: Tokens that were read and written for it.
+        used: Its account: tokens that were read and written for it.
         waiting: Its texts that wait, the next one first. A dict, so that any of them leaves at once.
         running: How many places its texts hold.
     """
 
     name: str
-    used: int
+    used: float
     waiting: OrderedDict[Job, None] = field(default_factory=OrderedDict)
     running: int = 0
 
@@ -56,7 +58,7 @@ class _ByAccount:
         belongs: Tells whether a client shall be found here.
         """
         self._belongs = belongs
-        self._heap: list[tuple[int, int, _Client]] = []
+        self._heap: list[tuple[float, int, _Client]] = []
         self._listed: set[_Client] = set()
         self._made = 0  # entries so far
 
@@ -84,7 +86,7 @@ class _ByAccount:
                 return client
         return None
 
-    def _entry(self, client: _Client) -> tuple[int, int, _Client]:
+    def _entry(self, client: _Client) -> tuple[float, int, _Client]:
         self._made += 1
         return client.used, self._made, client
 
@@ -98,10 +100,10 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._clients: dict[str, _Client] = {}  # those with a text that waits or runs
-        self._left: OrderedDict[str, int] = OrderedDict()  # accounts of others, the latest to leave last
+        self._left: OrderedDict[str, float] = OrderedDict()  # accounts of others, the latest to leave last
         self._without_place = _ByAccount(lambda client: bool(client.waiting) and not client.running)
         self._with_place = _ByAccount(lambda client: bool(client.waiting) and client.running > 0)
-        self._floor = 0  # where the account of the client stood that was given a place last
+        self._fair = 0.0  # the fair account
         self._count = self._waiting_clients = 0
 
     def __len__(self) -> int:
@@ -132,7 +134,7 @@ class WaitingQueue:
         if client is None:
             client = self._clients[job.client] = _Client(job.client, self._left.pop(job.client, 0))
         if not client.waiting:
-            client.used = max(client.used, self._floor)
+            client.used = max(client.used, self._fair)
         self._wait(client, job)
 
     def put_back(self, job: Job) -> None:
@@ -163,7 +165,8 @@ class WaitingQueue:
     def start(self, job: Job) -> None:
         """Take out a text to give it a place."""
         client = self._clients[job.client]
-        self._floor = max(self._floor, client.used)
+        heads = (self._without_place.first(), self._with_place.first())
+        self._fair = max(self._fair, min(head.used for head in heads if head is not None))
         client.running += 1
         self._take_out(client, job)
         self._list(client)
@@ -171,6 +174,7 @@ class WaitingQueue:
     def charge(self, job: Job, tokens: int) -> None:
         """Put tokens that were read or written for a text with a place on its client's account."""
         self._clients[job.client].used += tokens
+        self._fair += tokens / len(self._clients)
 
     def end(self, job: Job) -> None:
         """Take back the place of a text that has ended."""
@@ -199,7 +203,7 @@ class WaitingQueue:
         if client.waiting or client.running:
             return
         del self._clients[client.name]
-        if client.used > self._floor:
+        if client.used > self._fair:
             self._left[client.name] = client.used
             if len(self._left) > REMEMBERED:
                 self._left.popitem(last=False)
