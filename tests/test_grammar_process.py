@@ -188,7 +188,7 @@ def test_threads_share_grammars():
             if found != expected[::order]:
                 wrong.append(found)
 
-    threads = [threading.Thread(target=work, args=(order,)) for order in (1, -1, 1, -1)]
+    threads = [threading.Thread(target=work, args=(order,), daemon=True) for order in (1, -1, 1, -1)]
     for thread in threads:
         thread.start()
     for thread in threads:
