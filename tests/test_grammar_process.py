@@ -150,6 +150,22 @@ def test_a_killed_zygote_is_replaced_and_its_grammars_live_on():
     assert _zygote_of(TOKENIZER).pid != zygote.pid and masks_of([(text, where([70]))]) == expected
 
 
+def test_an_answer_that_nobody_took_is_no_other_questions(monkeypatch):
+    grammar = Grammar.regex("[ab]*", TOKENIZER)
+    first = GuidedText(grammar, [EOS])
+    expected = [dict(each) for each in masks_of([(first, where([70]))])]
+
+    def interrupted(source: object) -> bytearray:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as change, pytest.raises(KeyboardInterrupt):
+        change.setattr("redrafter.grammar_process.receive_frame", interrupted)
+        masks_of([(first, where([70, 71]))])
+    assert not grammar.process.alive and not grammar.process.lock.locked()
+    grammar.restore()
+    assert masks_of([(GuidedText(grammar, [EOS]), where([70]))]) == expected
+
+
 def test_a_stopped_process_is_given_up(monkeypatch):
     monkeypatch.setattr("redrafter.grammar_process.SLACK", -4.0)
     text = GuidedText(Grammar.regex("[ab]*", TOKENIZER), [EOS])
