@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -36,10 +37,10 @@ def load():
     worker = SimpleNamespace(start=lambda: None, stop=lambda: None, drain=lambda: None, scheduler=scheduler)
     return SimpleNamespace(app=app, worker=worker)
 
-IDLE, DRAIN = True, 1.0
+IDLE, DRAIN, FILES = True, 1.0, {}
 CHANGES
 start_logging("text", "info")
-options = ServeOptions(port=0, drain_timeout=DRAIN)
+options = ServeOptions(port=0, drain_timeout=DRAIN, **FILES)
 with listen(options) as listening:
     logging.getLogger("redrafter").info("on http://127.0.0.1:%d", listening.getsockname()[1])
     front.Front(options, listening).run(load, lambda loaded: logging.getLogger("redrafter").info("ready"))
@@ -47,16 +48,16 @@ with listen(options) as listening:
 
 
 class FrontProgram:
-    """changes: Python that is run before it listens."""
+    """changes: Python that is run before it listens. tls: what a client needs, where it serves https."""
 
-    def __init__(self, changes: str = ""):
+    def __init__(self, changes: str = "", tls: ssl.SSLContext | None = None):
         words = [sys.executable, "-c", SCRIPT.replace("CHANGES", changes)]
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.port = int(re.search(r":(\d+)", self.said("on http"))[1])  # type: ignore[index]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url, self._tls = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}", tls or True
         while True:
             try:
                 self.get("/")
@@ -82,7 +83,7 @@ class FrontProgram:
         self.process.stdin.flush()
 
     def get(self, path: str, **how: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=20, **how)
+        return httpx.get(f"{self.url}{path}", timeout=20, verify=self._tls, **how)
 
     def connect(self, sent: bytes = b"", **how: Any) -> socket.socket:
         found = socket.create_connection(("127.0.0.1", self.port), timeout=20)

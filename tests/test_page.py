@@ -169,14 +169,15 @@ def test_drafts_are_for_streams_only(url):
     assert httpx.post(f"{url}/v1/completions", json=body).status_code == 422
 
 
-def test_the_page_may_load_nothing_else(url):
-    found = httpx.get(f"{url}/")
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_the_page_may_load_nothing_else(path, url):
+    found = httpx.get(f"{url}{path}")
     policy = found.headers["Content-Security-Policy"]
     assert found.headers["Content-Type"] == "text/html; charset=utf-8" and "unsafe" not in policy
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
     elsewhere = r"src=|href=\"(?!data:)|@import|url\(|https?://(?!www\.w3\.org/2000/svg)"
     assert not re.search(elsewhere, found.text)
-    assert "/" not in httpx.get(f"{url}/openapi.json").json()["paths"]
+    assert path not in httpx.get(f"{url}/openapi.json").json()["paths"]
 
 
 class Stub:
@@ -318,6 +319,47 @@ def test_what_is_wrong_is_said(page, error, said):
         page.wait("document.querySelector('.error')")
         assert last(page, "error") == said
         assert page.run("document.getElementById('message').value") == "Hello"  # to be sent again
+
+
+def test_a_full_conversation_offers_a_new_one(page):
+    class Full(Stub):
+        async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            if len(body.messages) > 1:
+                raise ApiError(400, "too long", "messages", "context_length_exceeded")
+            return self._parts()
+
+    with listening(create_app(Full(("fine", False)))) as url:
+        opened(page, url)
+        sent(page, "one")
+        page.wait("document.querySelector('.answer')?.textContent == 'fine'")
+        page.run("document.getElementById('stop').click()")
+        ended(page)
+        sent(page, "two")
+        page.wait("document.querySelector('.error button')")
+        assert page.run("document.getElementById('message').value") == "two"
+        page.run("document.querySelector('.error button').click()")
+        assert page.run("document.querySelectorAll('article').length") == 0
+        assert page.run("document.getElementById('message').value") == "two"
+        sent(page, "")
+        page.wait("document.querySelector('.answer')?.textContent == 'fine'")
+        page.run("document.getElementById('stop').click()")
+
+
+DOCUMENTED = ("POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models", "GET /metrics")
+
+
+def test_the_protocol_is_shown_without_anything_from_elsewhere(page):
+    with listening(create_app(Stub(), Admission(ApiKeys(["secret"])))) as url:
+        opened(page, f"{url}/docs")
+        page.wait("document.getElementById('key').hidden === false")
+        page.run("document.getElementById('secret').value = 'secret'")
+        page.run("document.getElementById('key').requestSubmit()")
+        page.wait("document.querySelectorAll('#routes > details').length > 4")
+        shown = page.run("document.getElementById('routes').textContent")
+        assert all(each in shown for each in DOCUMENTED) and "temperature" in shown and "at most 2" in shown
+        page.run("document.querySelectorAll('details').forEach((each) => each.open = true)")
+        page.wait("document.getElementById('routes').textContent.includes('json_schema')")
+        assert not [error for error in page.errors if "401" not in str(error)]
 
 
 def test_a_server_that_has_gone_is_said(page):

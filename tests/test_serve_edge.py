@@ -7,8 +7,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
 from redrafter.cli import main  # noqa: E402
-from redrafter.errors import ArgumentError, UnsupportedError  # noqa: E402
+from redrafter.errors import ArgumentError, CacheFullError, UnsupportedError  # noqa: E402
 from redrafter.serve import bodies, connections, log  # noqa: E402
 from redrafter.serve.api_keys import ENVIRONMENT, ApiKeys, collect_keys  # noqa: E402
 from redrafter.serve.app import create_app  # noqa: E402
@@ -29,6 +29,7 @@ from redrafter.serve.command import Server  # noqa: E402
 from redrafter.serve.config import ServeOptions  # noqa: E402
 from redrafter.serve.connections import Connection, Crowd, room_for_connections  # noqa: E402
 from redrafter.serve.guard import Admission, Refusal, host_of  # noqa: E402
+from redrafter.serve.worker import Stopped  # noqa: E402
 
 JSON = {"content-type": "application/json"}
 COMPLETIONS = "/v1/completions"
@@ -258,17 +259,33 @@ def test_what_is_not_there_is_said_to_the_operator(monkeypatch, caplog):
     assert "llguidance is missing: pip install it" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("error", "status_kind"), [(CacheFullError("slow"), "server_error"), (Stopped(), "unavailable_error")]
+)
+def test_a_stream_that_is_cut_off_says_so(error, status_kind):
+    class Cut(Service):
+        async def completion(self, body: Any, facts: dict[str, Any]) -> Any:
+            async def parts() -> AsyncIterator[dict[str, Any]]:
+                yield {"n": 1}
+                raise error
+
+            return parts()
+
+    first, last = posted(create_app(Cut())).text.strip().split("\n\n")
+    assert json.loads(first.removeprefix("data: ")) == {"n": 1}
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == status_kind
+
+
 # Bodies
 
 
-def test_bodies_of_too_many_parts_are_not_parsed(monkeypatch):
-    monkeypatch.setattr(bodies, "MOST_VALUES", 10)
-    monkeypatch.setattr(bodies, "MOST_GROUPS", 10)
-    for body in (b"," * 11, b"[" * 6 + b"{" * 5, b":" * 11):
+def test_bodies_of_too_many_parts_are_not_parsed():
+    longest = 1280  # 160 commas, 40 brackets and colons, 10 exponents
+    for body in (b"," * 161, b"[" * 20 + b"{" * 21, b":" * 41, b"1e5 2E-7 " * 6):
         with pytest.raises(Refusal) as found:
-            check_structure(body)
+            check_structure(body, longest)
         assert found.value.status_code == 413
-    check_structure(b"," * 10 + b"[{:" * 3)
+    check_structure(b"," * 160 + b"[{:" * 13 + b"1e5 2E-7 " * 5, longest)
 
 
 def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
@@ -297,7 +314,7 @@ def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
 
 def test_other_work_is_done_between_large_bodies(monkeypatch):
     monkeypatch.setattr(bodies, "SMALL", 10)
-    limits = bodies.BodyLimits(lambda *_: None, 1 << 20)
+    limits = bodies.BodyLimits(lambda *_: None, 1 << 20)  # bytes
 
     async def run() -> int:
         turns = 0
@@ -422,6 +439,28 @@ def test_who_does_not_read_is_dropped(monkeypatch):
             time.sleep(0.05)
         assert not crowd.open
         stalled.close()
+
+
+def test_a_body_in_crumbs_is_refused():
+    async def reading(scope: Any, receive: Any, send: Any) -> None:
+        while scope["type"] == "http" and (await receive()).get("more_body"):
+            pass
+        await simple(scope, receive, send)
+
+    def answer(port: int, chunk: int, count: int) -> bytes:
+        head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection = told(port, head)
+        time.sleep(0.1)
+        with suppress(OSError):
+            connection.sendall((b"%x\r\n" % chunk + b"x" * chunk + b"\r\n") * count + b"0\r\n\r\n")
+        with suppress(OSError):
+            return connection.recv(1000)
+        return b""
+
+    with served(reading) as (_, port):
+        assert answer(port, 1, 100_000)[:12] in (b"HTTP/1.1 400", b"")  # what is still on its way may undo the answer
+        assert answer(port, 1, 50).startswith(b"HTTP/1.1 200")
+        assert answer(port, 100, 1000).startswith(b"HTTP/1.1 200")
 
 
 def test_waiting_connections_make_room(monkeypatch):

@@ -1,9 +1,13 @@
 """How a server starts and ends: 503 until the model is loaded, and an end whatever its clients do."""
 
 import json
+import shutil
+import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +16,10 @@ pytest.importorskip("fastapi")
 
 from fronts import FrontProgram, open_files
 
+from redrafter.errors import ArgumentError
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.front import Front
+
 Start = Callable[..., FrontProgram]
 
 
@@ -19,8 +27,8 @@ Start = Callable[..., FrontProgram]
 def start() -> Iterator[Start]:
     made: list[FrontProgram] = []
 
-    def begin(changes: str = "") -> FrontProgram:
-        made.append(FrontProgram(changes))
+    def begin(changes: str = "", tls: ssl.SSLContext | None = None) -> FrontProgram:
+        made.append(FrontProgram(changes, tls))
         return made[-1]
 
     yield begin
@@ -88,6 +96,54 @@ def test_a_shortage_of_files_is_said_seldom_and_passes(start):
     assert program.get("/health").status_code == 200
     code, _ = program.end()
     assert code == 0 and len(program.log) < 10
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory) -> tuple[Path, Path]:
+    """A certificate for this machine that it has signed itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *files, *names]
+    subprocess.run(words, check=True, capture_output=True)
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def test_https_and_clients_that_prove_who_they_are(start, certificate):
+    cert, key = map(str, certificate)
+    with_own = ssl.create_default_context(cafile=cert)
+    with_own.load_cert_chain(cert, key)
+    files = {"ssl_certfile": cert, "ssl_keyfile": key, "ssl_ca_certs": cert}
+    program = start(f"FILES = {files!r}", with_own)
+    program.cue()
+    program.said("ready")
+    assert program.get("/").text == "fine"
+    without_own = ssl.create_default_context(cafile=cert)
+    for client in (without_own, True):
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{program.url}/", verify=client)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(program.url.replace("https", "http"))
+    stalled = with_own.wrap_socket(program.connect(), server_hostname="127.0.0.1")
+    stalled.sendall(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
+    code, seconds = program.end()
+    assert code == 0 and seconds < 6
+    stalled.close()
+
+
+def test_a_certificate_that_cannot_be_used_is_named(tmp_path, certificate):
+    (tmp_path / "bad.pem").write_text("no certificate")
+    for cert, key in ((tmp_path / "none.pem", None), (tmp_path / "bad.pem", None), (certificate[0], tmp_path / "none")):
+        options = ServeOptions(ssl_certfile=str(cert), ssl_keyfile=None if key is None else str(key))
+        with (
+            socket.socket() as listening,
+            pytest.raises(ArgumentError, match=r"--ssl-certfile, --ssl-keyfile: .* cannot"),
+        ):
+            Front(options, listening)
+    with pytest.raises(ArgumentError, match="need --ssl-certfile"):
+        ServeOptions(ssl_keyfile="key.pem")
 
 
 def test_what_cannot_be_loaded_is_one_line_and_code_2():

@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError
 from redrafter.serve.bodies import BodyLimits, JsonRoute
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.documented import ChatAnswer, CompletionAnswer, ModelHealth, Models, answers, errors
@@ -144,12 +144,21 @@ async def _left(request: Request) -> None:
 async def _events(parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
     try:
         async for part in parts:
-            yield f"data: {json.dumps(part, ensure_ascii=False)}\n\n"
+            yield _event(part)
         yield "data: [DONE]\n\n"
     except ApiError as error:
-        yield f"data: {json.dumps(error_body(error.status, str(error), error.param, error.code))}\n\n"
+        yield _event(error_body(error.status, str(error), error.param, error.code))
+    except Stopped:
+        yield _event(error_body(503, "the server is stopping"))
+    except ReDrafterError as error:  # a client that took nothing for too long, for one: it may hear of it yet
+        _LOG.warning("an answer was cut off: %s", error)
+        yield _event(error_body(500, f"the answer was cut off: {error}"))
     finally:
         await parts.aclose()  # type: ignore[attr-defined]
+
+
+def _event(part: dict[str, Any]) -> str:
+    return f"data: {json.dumps(part, ensure_ascii=False)}\n\n"
 
 
 def _handle_errors(app: FastAPI) -> None:

@@ -25,8 +25,11 @@ SLOWEST = 30.0  # seconds in which a body must have come
 SMALL = 1 << 16  # bytes of a body that is parsed in a few milliseconds at most, and need not wait for others
 LOOK = 0.01  # seconds after which a body that waits for its turn looks again
 TOGETHER = 256 << 20  # bytes of larger bodies that are held at once
-MOST_VALUES = 1 << 19  # commas: about one for every value
-MOST_GROUPS = 1 << 17  # [, { and colons: lists, objects and their fields cost several times what a number does
+# Of a body of so many bytes at most, one in so many may be
+VALUES = 8  # a comma: there is about one for every value
+GROUPS = 32  # [, { or a colon: lists, objects and their fields cost several times what a number does
+EXPONENTS = 128  # an exponent: a number with one costs most
+_ALIKE = bytes.maketrans(b"123456789E", b"000000000e")  # in which every exponent begins with 0e
 _PAIR = re.compile(rb"(?i)\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # one character, as two escapes
 _LONE = re.compile(rb"(?i)\\ud[89a-f]")
 
@@ -65,13 +68,13 @@ class BodyLimits:
 
     async def parse(self, body: bytes, parse: Callable[[bytes], Any]) -> Any:
         """Return what a body holds. Of larger ones one is parsed at a time."""
-        check_structure(body)
         if len(body) <= SMALL:
             return parse(body)
         while (left := self._busy_until - time.monotonic()) > 0:
             await asyncio.sleep(min(left, LOOK))
         self._busy_until, began = math.inf, time.monotonic()
         try:
+            check_structure(body, self.longest)
             return parse(body)
         finally:
             # The check of the fields follows at once; what is called here runs only after it.
@@ -118,15 +121,19 @@ class _Body:
         self._held = 0
 
 
-def check_structure(body: bytes) -> None:
+def check_structure(body: bytes, longest: int) -> None:
     """Raise `Refusal` for a body that holds too many values, without parsing it.
 
     Characters within strings count too: telling them apart would cost more than it is worth.
+
+    longest: bytes that a body may have, by which the counts go.
     """
-    if body.count(b",") > MOST_VALUES:
-        raise Refusal(413, f"the body holds more than {MOST_VALUES} commas")
-    if sum(body.count(mark) for mark in (b"[", b"{", b":")) > MOST_GROUPS:
-        raise Refusal(413, f"the body holds more than {MOST_GROUPS} of the characters [, {{ and :")
+    if (count := body.count(b",")) > longest // VALUES:
+        raise Refusal(413, f"the body holds {count} commas; at most {longest // VALUES}")
+    if (count := sum(map(body.count, (b"[", b"{", b":")))) > longest // GROUPS:
+        raise Refusal(413, f"the body holds {count} of the characters [, {{ and :; at most {longest // GROUPS}")
+    if (count := body.translate(_ALIKE).count(b"0e")) > longest // EXPONENTS:
+        raise Refusal(413, f"the body holds {count} numbers with exponents; at most {longest // EXPONENTS}")
 
 
 def _loads(body: bytes) -> Any:

@@ -94,7 +94,7 @@ class ServeOptions:
     max_connections: int | None = option(
         None, "connections at once (default: 1024, or as many as files may be open)", metavar="N"
     )
-    max_body_size: int = option(4 << 20, "bytes of a request's body")
+    max_body_size: int = option(2 << 20, "bytes of a request's body")
     drain_timeout: float = option(30.0, "seconds that texts have to end in once the server is told to stop")
     max_batch_size: int = option(Limits.max_batch_size, "texts that are written at once")
     max_num_tokens: int = option(Limits.max_num_tokens, "tokens of one forward: drafts, and pieces of prompts")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import time
 from typing import Any
 
@@ -22,7 +23,9 @@ IDLE = 30.0  # seconds that a connection may wait for its next request
 STALLED = 60.0  # seconds in which a client must accept something of its answer
 PARTING = 1.0  # seconds in which a client that is turned away is told so
 WRITE_BUFFER = 1 << 16  # bytes of an answer that wait for a client, beside those that the system keeps
-READ_AT_ONCE = 1 << 15  # bytes; a body in chunks of a byte each costs about 10 us a chunk
+READ_AT_ONCE = 1 << 13  # bytes, of which each may be a chunk of a body
+CRUMB = 64  # bytes; a body in chunks that are smaller on average is refused, as each chunk costs about 10 us
+_SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}(?:;[^\r\n]*)?\r\n")  # the size of a chunk below 256 bytes
 
 
 class Crowd:
@@ -107,10 +110,14 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:  # answered once it has asked: whoever is told before that may not hear it
             if not self._begun:
-                self.transport.write(_TOO_MANY)
+                self.transport.write(_answer("503 Service Unavailable", "too many connections"))
                 if self.transport.can_write_eof():
                     self.transport.write_eof()
             self._begun = True
+            return
+        if self._crumbles(data):
+            self.transport.write(_answer("400 Bad Request", f"the body comes in chunks of less than {CRUMB} bytes"))
+            self.transport.close()
             return
         if not self._begun and not self._asking:
             self._crowd.waits(self, HEADERS)
@@ -136,22 +143,27 @@ class Connection(H11Protocol):
         self._crowd.flows(self)
         super().resume_writing()
 
+    def _crumbles(self, data: bytes) -> bool:
+        """Whether a body comes in pieces so small that reading them holds everybody else up."""
+        if not (self._asking and self.cycle.more_body):
+            return False
+        chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        return chunked and len(_SMALL_CHUNK.findall(data)) * CRUMB > len(data) + 64 * CRUMB
+
     @property
     def _asking(self) -> bool:
         """Whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
 
-def _too_many() -> bytes:
-    body = json.dumps(error_body(503, "too many connections")).encode()
+def _answer(status: str, message: str) -> bytes:
+    """Return an answer as it is sent, for where no request is being answered."""
+    body = json.dumps(error_body(int(status[:3]), message)).encode()
     head = (
-        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+        f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
         f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
-
-
-_TOO_MANY = _too_many()
 
 
 def open_file_limit() -> int:

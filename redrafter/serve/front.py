@@ -27,7 +27,7 @@ from redrafter.serve.worker import Worker
 __all__ = ["Front"]
 
 _LOG = logging.getLogger(__name__)
-ACCEPT_AT_ONCE = 128  # connections in one turn of the event loop
+ACCEPT_AT_ONCE = 32  # connections in one turn of the event loop, before any other makes room for them
 BACKLOG = 2048  # connections that the system keeps until they are accepted
 STILL = 15.0  # seconds between lines that say that loading goes on
 PAUSE = 5.0  # seconds between lines about connections that cannot be accepted
