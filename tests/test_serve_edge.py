@@ -5,6 +5,8 @@ import json
 import logging
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -73,7 +75,7 @@ def test_a_key_opens_what_is_closed_and_names_its_client():
     service = Service()
     app = create_app(service, Admission(ApiKeys(["first", "second", "first"])))
     assert service.apart
-    for path in ("/v1/models", "/v1/health/model", "/metrics", "/openapi.json", "/docs", "/v1"):
+    for path in ("/v1/models", "/v1/health/model", "/metrics", "/openapi.json", "/docs", "/version", "/v1"):
         for key in (None, "Bearer wrong", "Bearer", "Basic second", "second"):
             answer = asked(app, "GET", path, headers={"Authorization": key} if key else {})
             assert answer.status_code == 401, path
@@ -536,6 +538,36 @@ def test_the_address_is_logged_beside_the_key(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "redrafter"):
         posted(create_app(Service(), Admission(ApiKeys(["k"]))), JSON | {"Authorization": "Bearer k"})
     assert " address=127.0.0.1 client=key-1" in caplog.text or " client=key-1" in caplog.text
+
+
+SAID = """
+import asyncio, logging, threading, warnings
+from redrafter.serve.log import start_logging
+start_logging("json", "info")
+logging.getLogger("redrafter.serve").debug("not this")
+logging.getLogger("uvicorn.error").warning("of uvicorn\\n")
+warnings.warn("a warning")
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start(), thread.join()
+async def fail():
+    asyncio.get_running_loop().call_exception_handler({"message": "of asyncio"})
+asyncio.run(fail())
+raise SystemError("the end")
+"""
+
+
+def test_every_line_is_json_whoever_says_it():
+    run = subprocess.run([sys.executable, "-c", SAID], capture_output=True, text=True)
+    lines = [json.loads(line) for line in run.stderr.splitlines()]
+    assert [line["message"] for line in lines] == [
+        "of uvicorn",
+        "a warning",
+        "a thread ended: ZeroDivisionError",
+        "of asyncio",
+        "SystemError",
+    ]
+    assert "ZeroDivisionError" in lines[2]["exception"] and "the end" in lines[4]["exception"]
+    assert {line["level"] for line in lines} == {"warning", "error", "critical"}
 
 
 def test_the_same_warning_is_let_through_seldom():

@@ -15,7 +15,7 @@ __all__ = ["Admission", "Guard", "HeadAsGet", "Refusal", "error_answer", "host_o
 
 OPEN = ("/health", "/v1/health/live", "/v1/health/ready")  # tell no more than a status, and are asked for by machines
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-KEYED = ("/v1", "/tokenize", "/detokenize", "/metrics", "/openapi.json")  # what a key opens, where there are keys
+PAGES = ("/", "/docs")  # hold nothing but themselves, and ask for the key
 SAME = (b"same-origin", b"none")  # what a browser says of a request by a page of ours, or typed by its user
 READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 
@@ -51,9 +51,8 @@ class Admission:
         )
 
     def needs_key(self, path: str) -> bool:
-        if not self.keys or path in OPEN or (self.open_metrics and path == "/metrics"):
-            return False
-        return any(path == each or path.startswith(f"{each}/") for each in KEYED)
+        """Whether a path is closed to those who have no key, where there are keys."""
+        return bool(self.keys) and path not in (*OPEN, *PAGES) and not (self.open_metrics and path == "/metrics")
 
 
 class Refusal(HTTPException):
