@@ -15,7 +15,7 @@ __all__ = ["Admission", "Guard", "HeadAsGet", "Refusal", "error_answer", "host_o
 
 OPEN = ("/health", "/v1/health/live", "/v1/health/ready")  # tell no more than a status, and are asked for by machines
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-PAGES = ("/", "/docs")  # hold nothing but themselves, and ask for the key
+UNLOCKED = (*OPEN, "/", "/docs", "/version")  # pages, which hold nothing but themselves and ask for the key, too
 SAME = (b"same-origin", b"none")  # what a browser says of a request by a page of ours, or typed by its user
 READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 
@@ -52,7 +52,7 @@ class Admission:
 
     def needs_key(self, path: str) -> bool:
         """Whether a path is closed to those who have no key, where there are keys."""
-        return bool(self.keys) and path not in (*OPEN, *PAGES) and not (self.open_metrics and path == "/metrics")
+        return bool(self.keys) and path not in UNLOCKED and not (self.open_metrics and path == "/metrics")
 
 
 class Refusal(HTTPException):
