@@ -236,7 +236,7 @@ def test_thoughts_are_told_apart(client, server, monkeypatch):
 def test_the_coldest_temperatures_are_greedy(client):
     found = {
         client.chat.completions.create(**SAME | {"max_tokens": 16, "temperature": each}).choices[0].message.content
-        for each in (0, 1e-9, 9e-6)
+        for each in (0, 1e-40, 1e-9, 9e-6)
     }
     assert len(found) == 1
 
