@@ -8,19 +8,16 @@ What is found does not depend on the pieces in which the text comes.
 """
 
 import json
-import re
 import uuid
-from collections.abc import Generator
 from dataclasses import dataclass
+
+from redrafter.serve.cursor import Cursor, Steps
 
 __all__ = ["Call", "ChatReader", "Fragment", "Span"]
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _THINK, _THINK_END = "<think>", "</think>"
 _SPACE = " \t\r\n"
-_STRING = re.compile(r'["\\]')
-_NESTED = re.compile(r'["{}\[\]]')
-_SCALAR_END = re.compile(r"[\s,}\]]")
 
 
 @dataclass(frozen=True)
@@ -50,10 +47,9 @@ class Fragment:
 
 
 Event = Span | Call | Fragment
-_Steps = Generator[None, None, bool]  # yields where it waits for more text
 
 
-class ChatReader:
+class ChatReader(Cursor):
     """`push` text, get what is certain of it.
 
     Args:
@@ -64,15 +60,13 @@ class ChatReader:
     """
 
     def __init__(self, names: frozenset[str], several: bool = True, thinks: bool = False, thinking: bool = False):
+        super().__init__()
         self._names, self._several, self._thinks, self._thinking = names, several, thinks, thinking
-        self.text = ""
         self.calls = 0  # that have begun
         self.cut = False  # whether the text ends within a call
-        self._at = 0  # where the reading stands
         self._from = 0  # where what was not told yet begins
         self._seen = 0  # up to where spaces were looked for
         self._sent: int | None = None  # within arguments, where those that were not told yet begin
-        self._last = False
         self._events: list[Event] = []
         self._steps = self._read()
 
@@ -84,7 +78,7 @@ class ChatReader:
         events, self._events = self._events, []
         return events
 
-    def _read(self) -> _Steps:
+    def _read(self) -> Steps:
         if self._thinks:
             yield from self._thoughts()
         if not self._names:
@@ -99,7 +93,7 @@ class ChatReader:
                     self._from = self._at
         return True
 
-    def _thoughts(self) -> _Steps:
+    def _thoughts(self) -> Steps:
         if not self._thinking:
             yield from self._skip(_SPACE)
             if not (yield from self._literal(_THINK)):
@@ -114,14 +108,14 @@ class ChatReader:
         self._from = self._at
         return True
 
-    def _plain(self) -> _Steps:
+    def _plain(self) -> Steps:
         while True:
             self._tell(len(self.text), False)
             if self._last:
                 return True
             yield
 
-    def _until(self, mark: str, thought: bool) -> _Steps:
+    def _until(self, mark: str, thought: bool) -> Steps:
         """Tell what stands before a mark, but for spaces right before it, and go behind it. False at the end."""
         while (place := self.text.find(mark, self._at)) < 0:
             sure = len(self.text) - _beginning(self.text, mark)
@@ -137,7 +131,7 @@ class ChatReader:
         self._at = place + len(mark)
         return True
 
-    def _group(self) -> _Steps:
+    def _group(self) -> Steps:
         """Read calls that follow each other. False where the first is none, and then it is text."""
         called = False
         while True:
@@ -153,7 +147,7 @@ class ChatReader:
                     return True
                 yield
 
-    def _call(self) -> _Steps:
+    def _call(self) -> Steps:
         """Read an object, and tell of a call as soon as its name is known and its arguments begin."""
         name, told, arguments = None, False, "{}"
         self._at += 1
@@ -193,68 +187,6 @@ class ChatReader:
             self._begin(name)
             self._events.append(Fragment(self.calls - 1, arguments))
         return name is not None
-
-    def _value(self) -> _Steps:
-        """Go behind a value of JSON. False where the text ends before."""
-        first, depth = self.text[self._at], 0
-        if first not in '"{[':
-            return (yield from self._find(_SCALAR_END)) or True
-        while True:
-            if not (yield from self._find(_NESTED)):
-                return False
-            mark = self.text[self._at]
-            self._at += 1
-            if mark == '"':
-                if not (yield from self._string()):
-                    return False
-            else:
-                depth += 1 if mark in "{[" else -1
-            if depth <= 0:
-                return True
-
-    def _string(self) -> _Steps:
-        """Go behind a string of which the first quote was read."""
-        while (yield from self._find(_STRING)):
-            self._at += 1
-            if self.text[self._at - 1] == '"':
-                return True
-            if not (yield from self._more()):
-                return False
-            self._at += 1
-        return False
-
-    def _find(self, pattern: re.Pattern[str]) -> _Steps:
-        """Go to the next match of one character. False at the end."""
-        while (found := pattern.search(self.text, self._at)) is None:
-            self._at = len(self.text)
-            if not (yield from self._more()):
-                return False
-        self._at = found.start()
-        return True
-
-    def _skip(self, characters: str) -> _Steps:
-        while (yield from self._more()) and self.text[self._at] in characters:
-            self._at += 1
-        return True
-
-    def _literal(self, mark: str) -> _Steps:
-        """Go behind a mark that stands here; else stay."""
-        begin = self._at
-        for character in mark:
-            if not (yield from self._more()) or self.text[self._at] != character:
-                self._at = begin
-                return False
-            self._at += 1
-        return True
-
-    def _more(self) -> _Steps:
-        """Wait until there is a character to read. False at the end."""
-        while self._at == len(self.text):
-            self._flush()
-            if self._last:
-                return False
-            yield
-        return True
 
     def _begin(self, name: str) -> None:
         self._events.append(Call(self.calls, f"call_{uuid.uuid4().hex[:24]}", name))
