@@ -185,12 +185,16 @@ class Watch:
 class Fuzz:
     """Sends requests and remembers what came."""
 
-    def __init__(self, program: Program, seed: int):
+    def __init__(self, program: Program, seed: int, minutes: float):
         self.program, self.seed = program, seed
+        self.until, self.sent = time.monotonic() + 60 * minutes, 0
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
 
     def __call__(self, number: int) -> None:
+        if time.monotonic() > self.until:
+            return
+        self.sent += 1
         made = random.Random(self.seed * 1_000_000 + number)
         if made.random() < 0.25:
             name = made.choice(list(ATTACKS))
@@ -225,21 +229,20 @@ def schemathesis(command: str, program: Program, examples: int) -> tuple[str, st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=8000, help="of this fuzzer's own")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no more of its own are sent")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--schemathesis", metavar="PATH", help="its program; without it, it is left out")
     parser.add_argument("--examples", type=int, default=200, help="of schemathesis, for each route")
     args = parser.parse_args()
     program = Program("--max-batch-size", "16")
-    watch, fuzz, began = Watch(program), Fuzz(program, args.seed), time.monotonic()
+    watch, fuzz, began = Watch(program), Fuzz(program, args.seed, args.minutes), time.monotonic()
     wrong = fuzz.wrong
     try:
         with ThreadPoolExecutor(args.at_once) as pool:
             list(pool.map(fuzz, range(args.requests)))
         seconds = time.monotonic() - began
-        print(
-            f"own requests: {args.requests} in {seconds:.0f} s; statuses {dict(fuzz.counts.most_common())}", flush=True
-        )
+        print(f"own requests: {fuzz.sent} in {seconds:.0f} s; statuses {dict(fuzz.counts.most_common())}", flush=True)
         if args.schemathesis:
             counted, said = schemathesis(args.schemathesis, program, args.examples)
             print(f"schemathesis: {counted or 'see below'}")
