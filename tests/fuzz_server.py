@@ -64,7 +64,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }
 FIELDS = sorted({name for bodies in BODIES.values() for body in bodies for name in body})
-_QUIET = ("--no-color", "--generation-database", "none")
+_QUIET = ("--no-color", "--generation-database", "none", "--request-timeout", "60")
 HALF = "\ud800"
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, -0.0, 1e308, 0.5, float("nan"), float("inf")),
@@ -220,10 +220,8 @@ def schemathesis(command: str, program: Program, examples: int) -> tuple[str, st
     """Run it on the server's own document. Returns what it counted, and what it says where it found something."""
     words = [command, "run", f"{program.url}/openapi.json", "--checks", "not_a_server_error", "--max-examples"]
     run = subprocess.run([*words, f"{examples}", "--continue-on-failure", *_QUIET], capture_output=True, text=True)
-    counted = "; ".join(
-        line.strip() for line in run.stdout.splitlines() if "generated" in line or "tested" in line.lower()
-    )
-    return counted, None if run.returncode == 0 else run.stdout[-6000:]
+    counted = "; ".join(line.strip() for line in run.stdout.splitlines() if "generated," in line)
+    return counted, None if run.returncode == 0 else run.stdout[-4000:]
 
 
 def main() -> int:
@@ -233,7 +231,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--schemathesis", metavar="PATH", help="its program; without it, it is left out")
-    parser.add_argument("--examples", type=int, default=200, help="of schemathesis, for each route")
+    parser.add_argument("--examples", type=int, default=20, help="of schemathesis, for each route")
     args = parser.parse_args()
     program = Program("--max-batch-size", "16")
     watch, fuzz, began = Watch(program), Fuzz(program, args.seed, args.minutes), time.monotonic()
