@@ -275,8 +275,8 @@ def test_half_a_character_is_refused(program, spec):
 
 def test_a_schema_that_is_too_large_is_refused_at_once(program):
     for schema in (
-        {"enum": ["x" * 8] * 600_000},
-        {str(number): {} for number in range(10_000)} | {"x": "x" * 8_000_000},
+        {"enum": ["x" * 8] * 150_000},
+        {str(number): {} for number in range(10_000)} | {"x": "x" * 1_800_000},
     ):
         begin = time.monotonic()
         answer = complete(program, {"json": schema})
