@@ -22,8 +22,9 @@ pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
 from redrafter.cli import main  # noqa: E402
-from redrafter.errors import ArgumentError, CacheFullError, UnsupportedError  # noqa: E402
+from redrafter.errors import ArgumentError, UnsupportedError  # noqa: E402
 from redrafter.serve import bodies, connections, log  # noqa: E402
+from redrafter.serve.answers import with_cuts_told  # noqa: E402
 from redrafter.serve.api_keys import ENVIRONMENT, ApiKeys, collect_keys  # noqa: E402
 from redrafter.serve.app import create_app  # noqa: E402
 from redrafter.serve.bodies import check_structure  # noqa: E402
@@ -31,7 +32,7 @@ from redrafter.serve.command import Server  # noqa: E402
 from redrafter.serve.config import ServeOptions  # noqa: E402
 from redrafter.serve.connections import Connection, Crowd, room_for_connections  # noqa: E402
 from redrafter.serve.guard import Admission, Refusal, host_of  # noqa: E402
-from redrafter.serve.worker import Stopped  # noqa: E402
+from redrafter.serve.worker import SlowConsumerError, Stopped  # noqa: E402
 
 JSON = {"content-type": "application/json"}
 COMPLETIONS = "/v1/completions"
@@ -262,7 +263,7 @@ def test_what_is_not_there_is_said_to_the_operator(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("error", "status_kind"), [(CacheFullError("slow"), "server_error"), (Stopped(), "unavailable_error")]
+    ("error", "status_kind"), [(SlowConsumerError("slow"), "server_error"), (Stopped(), "unavailable_error")]
 )
 def test_a_stream_that_is_cut_off_says_so(error, status_kind):
     class Cut(Service):
@@ -271,7 +272,7 @@ def test_a_stream_that_is_cut_off_says_so(error, status_kind):
                 yield {"n": 1}
                 raise error
 
-            return parts()
+            return with_cuts_told(parts())
 
     first, last = posted(create_app(Cut())).text.strip().split("\n\n")
     assert json.loads(first.removeprefix("data: ")) == {"n": 1}

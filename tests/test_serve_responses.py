@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from test_serve import SCHEMA, Program
 
 from redrafter.serve.protocol import ApiError
+from redrafter.serve.responses_protocol import ResponsesRequest, as_chat
 from redrafter.serve.responses_stream import response_events
 
 EVENTS = TypeAdapter(ResponseStreamEvent)
@@ -188,11 +189,13 @@ def test_tools_are_called(choice, client, program):
         ("previous_response_id", "resp_1", "send the whole conversation"),
         ("conversation", "conv_1", "nothing is stored"),
         ("background", True, "nothing is stored"),
-        ("reasoning", {"effort": "low"}, "reasoning is not supported"),
+        ("reasoning", {"effort": "low"}, "reasoning_effort"),
+        ("reasoning", {"summary": "auto"}, "thoughts are told as they are"),
         ("include", ["message.output_text.logprobs"], "chat/completions"),
         ("prompt", {"id": "x"}, "not supported"),
         ("tools", [{"type": "web_search"}], "'web_search' are not run here"),
-        ("input", [{"type": "reasoning", "id": "rs_1", "summary": []}], "'reasoning' are not read here"),
+        ("input", [{"type": "reasoning", "id": "rs_1", "encrypted_content": "x"}], "thoughts are sent as content"),
+        ("input", [{"type": "web_search_call", "id": "ws_1"}], "'web_search_call' are not read here"),
         ("text", {"format": {"type": "json_schema", "name": "x"}}, "needs a schema"),
         ("nonsense", 1, "nonsense is not supported"),
     ],
@@ -272,6 +275,26 @@ def test_calls_that_come_in_pieces_are_told_in_pieces():
     places = [event["output_index"] for event in events if event["type"] == "response.output_item.added"]
     assert places == [0, 1, 2]
     assert events[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+
+
+def test_thoughts_are_an_item_of_their_own():
+    events = told({"role": "assistant"}, {"reasoning_content": "Hm"}, {"reasoning_content": "m."}, {"content": "Yes."})
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    thoughts, message = events[-1]["response"]["output"]
+    assert deltas == ["Hm", "m."] and thoughts["content"] == [{"type": "reasoning_text", "text": "Hmm."}]
+    assert message["content"][0]["text"] == "Yes." and thoughts["status"] == message["status"] == "completed"
+    [cut] = told({"reasoning_content": "Hm"}, finish="length")[-1]["response"]["output"]
+    assert (cut["type"], cut["status"]) == ("reasoning", "incomplete")
+
+
+def test_thoughts_may_be_sent_back():
+    thoughts, message = told({"reasoning_content": "Hm."}, {"content": "Yes."})[-1]["response"]["output"]
+    user = {"role": "user", "content": "And?"}
+    chat = as_chat(ResponsesRequest.model_validate({"input": [user, thoughts, message, user]}))
+    turns = [(each.role, each.text, each.reasoning_content) for each in chat.messages]
+    assert turns == [("user", "And?", None), ("assistant", "Yes.", "Hm."), ("user", "And?", None)]
+    asked = as_chat(ResponsesRequest.model_validate({"input": "a", "reasoning": {"effort": "low"}}))
+    assert asked.reasoning_effort == "low"
 
 
 def test_a_call_alone_and_a_text_of_nothing():

@@ -1,6 +1,7 @@
 """From pieces of texts to OpenAI's answers, whole or as a stream."""
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +16,11 @@ from redrafter.serve.job import Job, Piece
 from redrafter.serve.prompt_answers import PromptLine, by_text, prompt_lines, prompt_logprobs
 from redrafter.serve.protocol import ApiError, StreamOptions
 from redrafter.serve.text import TextStream, text_of
+from redrafter.serve.worker import SlowConsumerError, Stopped
 
-__all__ = ["Choice", "Completion", "Line", "answer", "stream", "told"]
+__all__ = ["Choice", "Completion", "Line", "answer", "stream", "told", "with_cuts_told"]
+
+_LOG = logging.getLogger(__name__)
 
 Pieces = AsyncIterator[tuple[int, Job, list[Piece]]]
 # A token's text, its id, its log-probability and the likeliest ones'.
@@ -187,6 +191,18 @@ async def stream(
                 begun.add(index)
     if asked.include_usage:
         yield head | {"choices": [], **_tail(choices)}
+
+
+async def with_cuts_told(parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the parts of a stream; where it is cut off, raise an `ApiError`, which each protocol tells in its way."""
+    try:
+        async for part in parts:
+            yield part
+    except Stopped as error:
+        raise ApiError(503, "the server is stopping") from error
+    except SlowConsumerError as error:  # the client may hear of it yet
+        _LOG.warning("an answer was cut off: %s", error)
+        raise ApiError(500, f"the answer was cut off: {error}") from error
 
 
 def _head(kind: str, prefix: str, model: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError
+from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.serve.bodies import BodyLimits, JsonRoute
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.documented import ChatAnswer, CompletionAnswer, ModelHealth, Models, answers, errors
@@ -148,11 +148,6 @@ async def _events(parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
         yield "data: [DONE]\n\n"
     except ApiError as error:
         yield _event(error_body(error.status, str(error), error.param, error.code))
-    except Stopped:
-        yield _event(error_body(503, "the server is stopping"))
-    except ReDrafterError as error:  # a client that took nothing for too long, for one: it may hear of it yet
-        _LOG.warning("an answer was cut off: %s", error)
-        yield _event(error_body(500, f"the answer was cut off: {error}"))
     finally:
         await parts.aclose()  # type: ignore[attr-defined]
 

@@ -1,5 +1,6 @@
 """Fields that OpenAI's requests are made of, and how each of them is checked."""
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -38,12 +39,13 @@ MOST = 2**31 - 1  # of a count or an id
 
 # What a value of several kinds was read as; pydantic puts it into the place of an error.
 TEXT, LIST, IDS, ID_LISTS, OBJECT = "<text>", "<list>", "<ids>", "<lists of ids>", "<object>"
-_KINDS = frozenset({TEXT, LIST, IDS, ID_LISTS, OBJECT})
+_KIND = re.compile("<[a-z_ ]+>")
 
 
 def place_of(error: Any) -> str | None:
     """Name the field that one of pydantic's errors is about, such as "messages.0.content"; None for the whole body."""
-    return ".".join(str(each) for each in error["loc"] if each != "body" and each not in _KINDS) or None
+    places = (str(each) for each in error["loc"] if each != "body")
+    return ".".join(each for each in places if not _KIND.fullmatch(each)) or None
 
 
 def refused(advice: str) -> BeforeValidator:

@@ -10,7 +10,14 @@ from fastapi.responses import Response
 
 from redrafter.serve.documented import answers
 from redrafter.serve.responses_protocol import ResponseAnswer, ResponsesRequest, as_chat
-from redrafter.serve.responses_stream import call_item, message_item, response_events, server_sent, usage_of
+from redrafter.serve.responses_stream import (
+    call_item,
+    message_item,
+    reasoning_item,
+    response_events,
+    server_sent,
+    usage_of,
+)
 from redrafter.serve.service import Service
 
 __all__ = ["add_responses"]
@@ -51,7 +58,7 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,
@@ -77,7 +84,10 @@ def _whole(answer: dict[str, Any]) -> dict[str, Any]:
     message, cut = choice["message"], choice["finish_reason"] == "length"
     calls = message.get("tool_calls") or []
     status = "incomplete" if cut else "completed"
-    output = [message_item(message["content"] or "", status)] if message["content"] or not calls else []
+    thoughts = message.get("reasoning_content")
+    output = [reasoning_item(thoughts, "completed" if message["content"] or calls else status)] if thoughts else []
+    if message["content"] or not (calls or thoughts):
+        output.append(message_item(message["content"] or "", status))
     output += [call_item(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
     return {
         "status": status,

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field, StrictBool, ValidationError, field_validator
+from pydantic import BaseModel, Field, StrictBool, Tag, ValidationError, field_validator
 
-from redrafter.serve.fields import MOST, MOST_PARTS, Strict
+from redrafter.serve.fields import LIST, MOST, MOST_PARTS, TEXT, Strict, one_of, refused, text_or_list
 from redrafter.serve.protocol import MOST_TOOLS, ApiError, ChatRequest
 
 __all__ = ["ResponseAnswer", "ResponsesRequest", "as_chat"]
 
-_ITEMS = ("message", "function_call", "function_call_output")
-_PARTS = ("input_text", "output_text", "text")
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+_PARTS = ("input_text", "output_text", "reasoning_text", "text")
 _STORED = "nothing is stored here: send the whole conversation as input"
 _REFUSED = {
     "store": "store is not supported, " + _STORED,
@@ -23,7 +23,6 @@ _REFUSED = {
     "conversation": "conversation is not supported, " + _STORED,
     "prompt": "prompt is not supported, " + _STORED,
     "background": "background is not supported, " + _STORED,
-    "reasoning": "reasoning is not supported: no thoughts are told apart from the text",
     "include": "include is not supported: leave it out, or use /v1/chat/completions for logprobs",
     "max_tool_calls": "max_tool_calls is not supported: tools are called by the client",
 }
@@ -32,7 +31,7 @@ _REFUSED = {
 class Part(Strict):
     """A part of a message's text. What the server wrote itself may be sent back as it is."""
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "reasoning_text", "text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
@@ -47,6 +46,17 @@ class MessageItem(Strict):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Parts
+
+
+class ReasoningItem(Strict):
+    """Thoughts that came before what follows. There are no summaries of them here, and none that cannot be read."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    content: Parts | None = None
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    encrypted_content: Annotated[None, refused("leave it out: thoughts are sent as content")] = None
 
 
 class CallItem(Strict):
@@ -66,7 +76,19 @@ class CallOutputItem(Strict):
     output: str | Parts
 
 
-Item = CallItem | CallOutputItem | MessageItem
+def _item_kind(item: Any) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return f"<{kind}>" if kind in _ITEMS else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")],
+    one_of(_item_kind, f"an item of type {', '.join(_ITEMS)}"),
+]
+Items = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MOST_PARTS), Tag(LIST)]
 
 
 class FlatTool(Strict):
@@ -99,6 +121,14 @@ class TextConfig(Strict):
     verbosity: None = None
 
 
+class Reasoning(Strict):
+    """How much to think, where the chat template reads that."""
+
+    effort: str | None = None
+    summary: Annotated[None, refused("leave it out: thoughts are told as they are")] = None
+    generate_summary: Annotated[None, refused("leave it out: thoughts are told as they are")] = None
+
+
 class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
@@ -106,7 +136,7 @@ class ResponseStreamOptions(Strict):
 class ResponsesRequest(Strict):
     """`POST /v1/responses`. Behind OpenAI's fields, some that `/v1/chat/completions` takes too."""
 
-    input: str | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MOST_PARTS)]
+    input: Annotated[Annotated[str, Tag(TEXT)] | Items, one_of(text_or_list, "a text or a list of items")]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(strict=True, ge=1, le=MOST)] | None = None
@@ -132,7 +162,7 @@ class ResponsesRequest(Strict):
     max_tool_calls: None = None
     previous_response_id: None = None
     prompt: None = None
-    reasoning: None = None
+    reasoning: Reasoning | None = None
 
     seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 62)] | None = None
     top_k: Annotated[int, Field(strict=True, ge=-1, le=MOST)] | None = None
@@ -192,6 +222,8 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     found: dict[str, Any] = {name: getattr(request, name) for name in same}
     found |= {"messages": _messages(request), "max_completion_tokens": request.max_output_tokens}
     found |= {"ignore_eos": request.ignore_eos, "stream": request.stream}
+    if request.reasoning is not None:
+        found["reasoning_effort"] = request.reasoning.effort
     if request.stream:
         found["stream_options"] = {"include_usage": True}
     if request.tools:
@@ -221,14 +253,16 @@ def _format(asked: TextFormat) -> dict[str, Any]:
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Chat messages; calls that follow each other, or a message of the assistant, become one message."""
+    """Return chat messages. Thoughts, a text of the assistant and calls that follow each other become one message."""
     found: list[dict[str, Any]] = []
     if request.instructions is not None:
         found.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*found, {"role": "user", "content": request.input}]
     for item in request.input:
-        if isinstance(item, CallItem):
+        if isinstance(item, ReasoningItem):
+            found.append({"role": "assistant", "content": None, "reasoning_content": _text(item.content or [])})
+        elif isinstance(item, CallItem):
             call = {"id": item.call_id, "type": "function"}
             call["function"] = {"name": item.name, "arguments": item.arguments}  # type: ignore[assignment]
             if not found or found[-1]["role"] != "assistant":
@@ -236,9 +270,15 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             found[-1].setdefault("tool_calls", []).append(call)
         elif isinstance(item, CallOutputItem):
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif item.role == "assistant" and found and _only_thoughts(found[-1]):
+            found[-1]["content"] = _text(item.content)
         else:
             found.append({"role": item.role, "content": _text(item.content)})
     return found
+
+
+def _only_thoughts(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message
 
 
 def _text(content: str | list[Part]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from redrafter.serve.protocol import ApiError
 
-__all__ = ["call_item", "message_item", "response_events", "server_sent", "usage_of"]
+__all__ = ["call_item", "message_item", "reasoning_item", "response_events", "server_sent", "usage_of"]
 
 Event = dict[str, Any]
 
@@ -16,6 +16,12 @@ def message_item(text: str | None, status: str) -> dict[str, Any]:
     """Return a message of the assistant; None for one that has no part yet."""
     content = [] if text is None else [_part(text)]
     return {"id": _id("msg"), "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def reasoning_item(text: str | None, status: str) -> dict[str, Any]:
+    """Return thoughts of the assistant; None for some that have no part yet."""
+    content = [] if text is None else [_thought(text)]
+    return {"id": _id("rs"), "type": "reasoning", "status": status, "summary": [], "content": content}
 
 
 def call_item(call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
@@ -41,6 +47,10 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
+def _thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
 def _id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
@@ -59,15 +69,27 @@ class Items:
         """Whether nothing was written, or begun."""
         return self._open is None and not self.done
 
+    @property
+    def _kind(self) -> str | None:
+        return None if self._open is None else str(self._open["type"])
+
     def text(self, delta: str) -> Iterator[Event]:
         """Write on in a message, or begin one."""
-        if self._open is None or self._call is not None:
+        if self._kind != "message":
             yield from self.close()
             yield from self._begin(message_item(None, "in_progress"))
             yield self._of_part("response.content_part.added", part=_part(""))
         if delta:
             self._written += delta
             yield self._of_part("response.output_text.delta", delta=delta, logprobs=[])
+
+    def thought(self, delta: str) -> Iterator[Event]:
+        """Write on in thoughts, or begin some."""
+        if self._kind != "reasoning":
+            yield from self.close()
+            yield from self._begin(reasoning_item(None, "in_progress"))
+        self._written += delta
+        yield self._of_part("response.reasoning_text.delta", delta=delta)
 
     def call(self, delta: dict[str, Any]) -> Iterator[Event]:
         """Write on in a call, or begin one."""
@@ -85,10 +107,13 @@ class Items:
         if self._open is None:
             return
         item = self._open | {"status": status}
-        if self._call is None:
+        if self._kind == "message":
             item["content"] = [_part(self._written)]
             yield self._of_part("response.output_text.done", text=self._written, logprobs=[])
             yield self._of_part("response.content_part.done", part=_part(self._written))
+        elif self._kind == "reasoning":
+            item["content"] = [_thought(self._written)]
+            yield self._of_part("response.reasoning_text.done", text=self._written)
         else:
             item["arguments"] = self._written
             name = item["name"]
@@ -148,6 +173,8 @@ async def _events(head: dict[str, Any], parts: AsyncIterator[dict[str, Any]]) ->
 
 
 def _of_delta(items: Items, delta: dict[str, Any]) -> Iterator[Event]:
+    if delta.get("reasoning_content"):
+        yield from items.thought(delta["reasoning_content"])
     if delta.get("content"):
         yield from items.text(delta["content"])
     for call in delta.get("tool_calls") or ():

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.grammar import Grammar
-from redrafter.serve.answers import Choice, Completion, answer, stream, told
+from redrafter.serve.answers import Choice, Completion, answer, stream, told, with_cuts_told
 from redrafter.serve.chat_answers import Chat
 from redrafter.serve.grammars import Grammars
 from redrafter.serve.job import Settings
@@ -150,7 +150,7 @@ class Service:
         async def every() -> AsyncIterator[dict[str, Any]]:
             try:
                 yield first
-                async for part in parts:
+                async for part in with_cuts_told(parts):
                     yield part
             finally:
                 await parts.aclose()  # type: ignore[attr-defined]
