@@ -6,7 +6,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -185,8 +185,11 @@ class Stub:
 
     model, created, context = "<b>stub</b>", 0, 100
 
-    def __init__(self, *runs: tuple[str, bool], error: Exception | None = None):
-        self.runs, self.error, self.left = runs, error, threading.Event()
+    def __init__(self, *runs: tuple[str, bool], error: Exception | None = None, thoughts: Sequence[str] = ()):
+        self.runs, self.error, self.left, self.thoughts = runs, error, threading.Event(), thoughts
+
+    def model_entry(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": 0, "owned_by": "redrafter", "max_model_len": 100}
 
     async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         if self.error is not None:
@@ -195,6 +198,8 @@ class Stub:
 
     async def _parts(self) -> AsyncIterator[dict[str, Any]]:
         try:
+            for thought in self.thoughts:
+                yield {"choices": [{"index": 0, "delta": {"reasoning_content": thought}, "finish_reason": None}]}
             for text, accepted in self.runs:
                 drafts = [{"text": text, "accepted": accepted}]
                 yield {"choices": [{"index": 0, "delta": {"content": text}, "drafts": drafts, "finish_reason": None}]}
@@ -302,6 +307,27 @@ def test_html_is_text_and_stop_stops(page):
         page.run("document.getElementById('stop').click()")
         ended(page)
         assert service.left.wait(10) and last(page, "numbers") == "stopped" and last(page, "answer") == "".join(HOSTILE)
+
+
+def test_thoughts_stand_above_the_answer_and_are_not_sent_back(page):
+    asked = []
+
+    class Thinking(Stub):
+        async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            asked.append([message.text for message in body.messages])
+            return self._parts()
+
+    with listening(create_app(Thinking(("Yes.", False), thoughts=["Hm", "<b>m.</b>"]))) as url:
+        opened(page, url)
+        for _ in range(2):
+            sent(page, "Hello")
+            page.wait("[...document.querySelectorAll('.answer')].at(-1)?.textContent == 'Yes.'")
+            assert last(page, "thoughts") == "Hm<b>m.</b>" and page.run(
+                "!!document.querySelector('.thoughts + .answer')"
+            )
+            page.run("document.getElementById('stop').click()")
+            ended(page)
+    assert asked == [["Hello"], ["Hello", "Yes.", "Hello"]]
 
 
 @pytest.mark.parametrize(
