@@ -173,9 +173,8 @@ def _with_config(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**beside | said | given)
 
 
-def _load(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> Pair:
-    """Load what is served; where nothing drafts, say once what could."""
-    template = read_template(options.chat_template) if options.chat_template else None
+def _load(options: ServeOptions, load: LoadOptions, draft: DraftOptions, template: str | None) -> Pair:
+    """Load what is served; where nothing drafts, say once what could. template: in place of the model's own."""
     speculate = options.speculate and can_draft(load, draft)
     if options.speculate and not speculate:
         _LOG.warning(
@@ -197,7 +196,7 @@ def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int
 
     def start() -> Server:
         began = time.monotonic()
-        pair = _load(options, load, draft)
+        pair = _load(options, load, draft, template)
         _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
         server = Server(pair, options, load, keys)
         server.warm_up()
@@ -209,6 +208,7 @@ def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int
 
     try:
         keys = collect_keys(options.api_key, options.api_key_file)
+        template = read_template(options.chat_template) if options.chat_template else None
         with listen(options) as listening:
             front = Front(options, listening)
             _LOG.info("on %s; loading %s", address(options, listening), load.model or "the pair in the box")
