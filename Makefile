@@ -11,7 +11,7 @@ demo: $(READY)
 		"The old man looked at the sea and"
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 zoo: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo
