@@ -50,6 +50,7 @@ __all__ = [
     "check_match",
     "default_sampling",
     "embedding_norms",
+    "file_beside",
     "holds_drafter",
     "load_drafter",
     "load_model",
@@ -92,6 +93,11 @@ class Defaults:
 
     shape: TreeShape = TreeShape()
     greedy_search: bool | None = None
+
+    @property
+    def do_sample(self) -> bool | None:
+        """Return whether `generate` samples where a call does not say; None: as the model's generation config does."""
+        return None if self.greedy_search is None else not self.greedy_search
 
     def __post_init__(self) -> None:
         if not isinstance(self.greedy_search, bool | None):
@@ -179,7 +185,21 @@ def bind(name: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
 
 def holds_drafter(name: str) -> bool:
     """Whether a directory or hub id is a merged checkpoint."""
-    return cached_file(name, SHAPE_FILE, _raise_exceptions_for_missing_entries=False) is not None
+    return _defaults_file(name) is not None
+
+
+def _defaults_file(name: str, revision: str | None = None) -> Path | None:
+    """Return where a merged checkpoint's `redrafter.json` is; None where a directory or hub id has none."""
+    file = cached_file(name, SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file)
+
+
+def file_beside(model: str, name: str) -> str | None:
+    """Return a file of a model's directory or repository, None where it has none or cannot be asked."""
+    try:
+        return cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    except OSError:
+        return None  # loading the model says what is wrong
 
 
 def _to(model: Any, device: Any) -> Any:
@@ -191,9 +211,8 @@ def _to(model: Any, device: Any) -> Any:
 
 def default_sampling(name: str) -> bool | None:
     """Return whether a merged checkpoint says to sample where a call does not; None where it does not say."""
-    file = cached_file(name, SHAPE_FILE, _raise_exceptions_for_missing_entries=False)
-    greedy = None if file is None else Defaults.read(Path(file)).greedy_search
-    return None if greedy is None else not greedy
+    file = _defaults_file(name)
+    return None if file is None else Defaults.read(file).do_sample
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -219,13 +238,13 @@ def load_drafter(
     if drafter is None:
         if not isinstance(model, str | Path):
             raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
-        file = cached_file(str(model), SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
+        file = _defaults_file(str(model), revision)
         if file is None:
             raise CheckpointError(
                 f"{model} has no {SHAPE_FILE}, so it holds no drafter: give one (--drafter D), draft with a smaller "
                 "model (--draft-model D) or with the text itself (--prompt-lookup), or write plainly (--no-speculate)"
             )
-        defaults = Defaults.read(Path(file))
+        defaults = Defaults.read(file)
         drafter = RecurrentDrafter.from_pretrained(model, subfolder=DRAFTER_FOLDER, revision=revision)
     elif isinstance(drafter, str | Path):
         drafter = RecurrentDrafter.from_pretrained(drafter)

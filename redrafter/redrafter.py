@@ -96,7 +96,7 @@ class ReDrafter(Engine):
         drafter, defaults = load_drafter(model, drafter, target, model_kwargs.get("revision"))
         found = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         engine = cls(target, drafter, asked.over(defaults.shape), options=options, tuning=found)
-        engine.do_sample = None if defaults.greedy_search is None else not defaults.greedy_search
+        engine.do_sample = defaults.do_sample
         return engine
 
     def proposer_for(self, rows: int) -> Proposer:

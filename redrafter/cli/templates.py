@@ -5,9 +5,9 @@ from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from redrafter.checkpoint import file_beside
 from redrafter.errors import ArgumentError
 
 __all__ = ["find_template", "read_template"]
@@ -34,13 +34,7 @@ def read_template(file: str | Path) -> str:
 def find_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
     """Give a tokenizer without a chat template the one beside its model, where a file holds one."""
     for name in _BESIDE if not tokenizer.chat_template else ():
-        file = cached_file(
-            model,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
+        file = file_beside(model, name)
         if file is not None:
             tokenizer.chat_template = read_template(file)
             return

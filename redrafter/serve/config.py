@@ -8,8 +8,7 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from transformers.utils import cached_file
-
+from redrafter.checkpoint import file_beside
 from redrafter.errors import ArgumentError
 from redrafter.flags import flag, names, option
 from redrafter.serve.api_keys import ENVIRONMENT
@@ -152,11 +151,7 @@ class ServeOptions:
 
 def config_beside(model: str) -> list[str]:
     """Return the files of `BESIDE` that a model's directory or repository holds."""
-    try:
-        found = [cached_file(model, name, _raise_exceptions_for_missing_entries=False) for name in BESIDE]
-    except OSError:
-        return []  # loading the model says what is wrong
-    return [file for file in found if file is not None]
+    return [file for name in BESIDE if (file := file_beside(model, name)) is not None]
 
 
 def read_config(files: Sequence[str], options: Sequence[type], only: Collection[str] | None = None) -> dict[str, Any]:
