@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import cache
 from typing import Annotated, Any
 
 from fastapi import FastAPI
@@ -9,6 +10,7 @@ from pydantic import BaseModel, Field, StrictBool, model_validator
 
 from redrafter.serve.documented import Model, errors
 from redrafter.serve.fields import MOST_PARTS, Ids, Strict
+from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol import MOST_TOOLS, ApiError, ChatRequest, Message, Tool
 from redrafter.serve.service import Service
 from redrafter.serve.text import text_of
@@ -68,6 +70,11 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     """Add the routes that write nothing."""
     asked: dict[str, Any] = {"responses": errors(400, 401, 404, 408, 413, 422)}
 
+    @cache
+    def prompts() -> Prompts:
+        """Return what reads prompts that are only counted, which may be longer than a text."""
+        return replace(service.prompts, context=LONGEST * service.context)
+
     @app.get("/version", response_model=Version)
     async def version() -> dict[str, str]:
         return {"version": __version__}
@@ -80,7 +87,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", response_model=TokenizeAnswer, **asked)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
-        ids = await asyncio.to_thread(_tokens, service, body)
+        ids = await asyncio.to_thread(_tokens, prompts(), body)
         names = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": names}
 
@@ -95,9 +102,8 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         return {"prompt": await asyncio.to_thread(text_of, service.tokenizer, body.tokens)}
 
 
-def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
-    """What a completion or a chat would read."""
-    prompts = replace(service.prompts, context=LONGEST * service.context)
+def _tokens(prompts: Prompts, body: TokenizeRequest) -> list[int]:
+    """Return what a completion or a chat would read."""
     if body.messages is not None:
         begin = body.add_generation_prompt
         return prompts.talk(ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=begin)).ids
