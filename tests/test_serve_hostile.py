@@ -14,9 +14,10 @@ pytest.importorskip("llguidance")
 
 from test_serve import Program
 
+from redrafter.serve.chat_reader import ChatReader
 from redrafter.serve.documented import ErrorAnswer
 from redrafter.serve.protocol import Tool, error_body
-from redrafter.serve.tools import found_calls
+from redrafter.serve.tools import called
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HALF = "\ud800"  # of a character
@@ -160,5 +161,6 @@ def test_an_error_can_be_sent_whatever_it_names():
 
 def test_half_a_character_in_a_call_is_sent_as_it_was_written():
     tools = [Tool.model_validate(tool()["tools"][0])]
-    _, [call] = found_calls('{"name": "f", "arguments": {"a": "\\ud800 \u00e9"}}', tools)
+    reader = ChatReader(frozenset(tool.function.name for tool in tools))
+    [call] = called(reader.push('{"name": "f", "arguments": {"a": "\\ud800 \u00e9"}}', last=True))
     assert call["function"]["arguments"] == '{"a": "\\ud800 \u00e9"}'

@@ -1,12 +1,12 @@
-"""What a model is told of tools, and the calls in a whole text."""
+"""What a model is told of tools, and the calls that a whole text holds."""
 
 import json
 from typing import Any
 
-from redrafter.serve.chat_reader import Call, ChatReader, Event, Fragment, Span
+from redrafter.serve.chat_reader import Call, Event, Fragment
 from redrafter.serve.protocol import Tool
 
-__all__ = ["called", "described", "found_calls", "templated"]
+__all__ = ["called", "described", "templated"]
 
 
 def templated(tools: list[Tool]) -> list[dict[str, Any]]:
@@ -25,12 +25,6 @@ def described(tools: list[dict[str, Any]], several: bool = True) -> str:
         "These functions may be called:\n" + "\n".join(lines) + "\nTo call one, answer with a JSON object of its "
         '"name" and its "arguments", and nothing else.' + ("" if several else " Call no more than one at a time.")
     )
-
-
-def found_calls(text: str, tools: list[Tool]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text that is no call, and the calls of known tools, as OpenAI has them."""
-    events = ChatReader(frozenset(tool.function.name for tool in tools)).push(text, last=True)
-    return "".join(text[each.begin : each.end] for each in events if isinstance(each, Span)), called(events)
 
 
 def called(events: list[Event]) -> list[dict[str, Any]]:
