@@ -384,8 +384,8 @@ class Scheduler:
                 unread = 1 if self.graphs.draft_store is None else 2
                 written = len(job.text) - unread
                 if self.graphs.draft_store is not None and not job.settings.speculate:
-                    written = len(job.prompt)  # the draft model may have read no more
-                self._publish(job, job.read if job.place is None else min(written, len(job.text) - unread))
+                    written = min(written, len(job.prompt))  # the draft model may have read no more
+                self._publish(job, job.read if job.place is None else written)
             with self.graphs.lock:
                 self.graphs.blocks.release(job.lease)
             job.lease = None
