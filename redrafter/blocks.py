@@ -40,7 +40,7 @@ class _Node:
 
 
 class _Root(_Node):
-    """Where the texts of one salt begin."""
+    """The root of one salt's trie. Every text that was stored under this salt hangs below it."""
 
     def __init__(self, salt: str | None):
         super().__init__(0, None, ())

@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def by_odds(self) -> bool:
-        """Whether sampled drafts are kept by their odds, so that sampled tokens are not those of plain decoding."""
+        """Tell whether sampled drafts are kept by rejection sampling; sampled tokens are then not plain decoding's."""
         return False
 
     @property

@@ -36,7 +36,7 @@ class UnsupportedError(ReDrafterError):
 
 
 class MissingDependencyError(UnsupportedError):
-    """What was asked for needs a package, or a system, that this installation lacks."""
+    """A feature needs a package, or an operating system, that this installation lacks."""
 
 
 class MismatchError(ReDrafterError):

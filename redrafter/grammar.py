@@ -71,7 +71,7 @@ class Grammar:
 
     @property
     def process(self) -> GrammarProcess:
-        """Where its texts are followed."""
+        """Return the process that follows the grammar's texts."""
         return self._process
 
     def restore(self) -> None:

@@ -1,4 +1,4 @@
-"""What a grammar may cost: strangers send grammars to servers, and some cost whatever they are given."""
+"""Limits of time and memory for one grammar. Strangers send grammars, and some take all that they are given."""
 
 __all__ = [
     "COMPILE_SECONDS",

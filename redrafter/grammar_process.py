@@ -44,7 +44,7 @@ class GrammarProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked, by this process and not one that was forked from it."""
+        """Tell whether this process can ask the grammar's process. A process forked from this one cannot."""
         if self.ended or self._owner != os.getpid():
             return False
         watch = select.poll()
