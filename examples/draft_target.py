@@ -13,7 +13,7 @@ import time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from redrafter import DraftTarget, boxed_pair
-from redrafter.bench.pad import PadShape, pad_model
+from redrafter.bench.padded_model import PadShape, pad_model
 
 if sys.argv[1:]:
     model, draft_model = sys.argv[1:]

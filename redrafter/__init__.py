@@ -7,7 +7,6 @@ more.
 """
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redrafter.errors import (
@@ -21,15 +20,15 @@ from redrafter.errors import (
 from redrafter.version import __version__
 
 if TYPE_CHECKING:
-    from redrafter.checkpoint import boxed_pair
-    from redrafter.draft_target import DraftTarget
-    from redrafter.drafter import DrafterConfig, RecurrentDrafter
-    from redrafter.engine import Engine
-    from redrafter.grammar import Grammar
-    from redrafter.lookup import PromptLookup
-    from redrafter.outputs import GenerateOutput, GenerateStats, Stats
-    from redrafter.redrafter import ReDrafter
-    from redrafter.streaming import StepStreamer
+    from redrafter.checkpoints.loading import boxed_pair
+    from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
+    from redrafter.engine.draft_target import DraftTarget
+    from redrafter.engine.engine import Engine
+    from redrafter.engine.outputs import GenerateOutput, GenerateStats, Stats
+    from redrafter.engine.prompt_lookup import PromptLookup
+    from redrafter.engine.recurrent import ReDrafter
+    from redrafter.engine.streaming import StepStreamer
+    from redrafter.grammar.grammar import Grammar
 
 __all__ = [
     "ArgumentError",
@@ -53,24 +52,20 @@ __all__ = [
     "boxed_pair",
 ]
 
-_here = Path(__file__).parent
-if not (_here / "train").is_dir():  # a checkout, where `train` and `convert` stand beside this folder
-    __path__.append(str(_here.parent))
-
 # Module of each public name that needs torch: `redrafter --help` does not, and must not wait for it.
 _MODULES = {
-    "DraftTarget": "draft_target",
-    "DrafterConfig": "drafter",
-    "Engine": "engine",
-    "GenerateOutput": "outputs",
-    "GenerateStats": "outputs",
-    "Grammar": "grammar",
-    "PromptLookup": "lookup",
-    "ReDrafter": "redrafter",
-    "RecurrentDrafter": "drafter",
-    "Stats": "outputs",
-    "StepStreamer": "streaming",
-    "boxed_pair": "checkpoint",
+    "DraftTarget": "engine.draft_target",
+    "DrafterConfig": "drafting.drafter",
+    "Engine": "engine.engine",
+    "GenerateOutput": "engine.outputs",
+    "GenerateStats": "engine.outputs",
+    "Grammar": "grammar.grammar",
+    "PromptLookup": "engine.prompt_lookup",
+    "ReDrafter": "engine.recurrent",
+    "RecurrentDrafter": "drafting.drafter",
+    "Stats": "engine.outputs",
+    "StepStreamer": "engine.streaming",
+    "boxed_pair": "checkpoints.loading",
 }
 
 

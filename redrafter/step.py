@@ -7,13 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from redrafter.cache import RaggedCache
-from redrafter.paged import PagedCache
-from redrafter.processors import Prefixes
-from redrafter.sampling import Sampler
-from redrafter.target import Target
-from redrafter.tree import Tree, chain
-from redrafter.verify import Path, accept
+from redrafter.cache.dense import RaggedCache
+from redrafter.cache.paged import PagedCache
+from redrafter.sampling.hf_processors import Prefixes
+from redrafter.sampling.sampler import Sampler
+from redrafter.target.target import Target
+from redrafter.tree.accept import Path, accept
+from redrafter.tree.token_tree import Tree, chain
 
 __all__ = ["AnyCache", "Drawn", "Plain", "Proposer", "State", "first_draw", "prefill", "read", "step"]
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
-from redrafter.captured import StepGraphs, prepare
-from redrafter.checkpoint import TreeShape
-from redrafter.paged import PagedStore
-from redrafter.sampling import Sampler
+from redrafter.cache.paged import PagedStore
+from redrafter.checkpoints.loading import TreeShape
+from redrafter.engine.cuda_graphs import StepGraphs, prepare
+from redrafter.sampling.sampler import Sampler
 from redrafter.step import State
-from redrafter.target import Target
-from redrafter.tree import Tree, tree_of
+from redrafter.target.target import Target
+from redrafter.tree.token_tree import Tree, tree_of
 
 VOCAB, HIDDEN, CONTEXT = 97, 32, 96
 

@@ -5,7 +5,7 @@ import torch
 
 from conftest import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError
-from redrafter.adapters import base_of
+from redrafter.target.adapters import base_of
 from redrafter.train.teacher import Teacher
 
 peft = pytest.importorskip("peft")

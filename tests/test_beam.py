@@ -1,6 +1,6 @@
 import torch
 
-from redrafter.beam import beam_search
+from redrafter.tree.beam_search import beam_search
 
 V = 11
 

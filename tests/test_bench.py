@@ -12,28 +12,28 @@ from test_cli import TEXT, byte_tokenizer
 
 from conftest import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, CheckpointError, ReDrafterError, UnsupportedError
+from redrafter.app.options import BenchOptions
 from redrafter.bench import plot as plot_module
-from redrafter.bench import timing
-from redrafter.bench.divergence import compare, first_difference
-from redrafter.bench.floors import draft_bytes, forward_bytes, resident_bytes, slot_bytes
-from redrafter.bench.pad import SHAPES, PadShape
-from redrafter.bench.parts import measure_parts, random_drafter
-from redrafter.bench.prompts import encode, read_prompts
-from redrafter.bench.report import Report
+from redrafter.bench.padded_model import SHAPES, PadShape
 from redrafter.bench.rivals import measure_rivals
-from redrafter.bench.stage import long_texts, staged
+from redrafter.bench.standing_batch import long_texts, staged
+from redrafter.bench.step_parts import measure_parts, random_drafter
 from redrafter.bench.suite import Plan, run_suite
-from redrafter.bench.timing import Bandwidth, copy_bandwidth
-from redrafter.bench.workload import Workload
-from redrafter.blocks import BLOCK
+from redrafter.cache.block_manager import BLOCK
 from redrafter.cli import bench as bench_module
 from redrafter.cli import compare as compare_module
 from redrafter.cli import main
 from redrafter.cli import tune as tune_module
-from redrafter.cli.options import BenchOptions
-from redrafter.target import Target
-from redrafter.train.data.documents import documents
-from redrafter.train.data.rows import Row
+from redrafter.data.documents import documents
+from redrafter.data.rows import Row
+from redrafter.measure import timing
+from redrafter.measure.divergence import compare, first_difference
+from redrafter.measure.floors import draft_bytes, forward_bytes, resident_bytes, slot_bytes
+from redrafter.measure.prompts import encode, read_prompts
+from redrafter.measure.report import Report
+from redrafter.measure.timing import Bandwidth, copy_bandwidth
+from redrafter.measure.workload import Workload
+from redrafter.target.target import Target
 from redrafter.train.evaluate import command as evaluate_module
 
 PROMPTS = [[5, 9, 14, 3, 22, 8], [7, 7, 30], [41, 12, 13, 60, 2, 4, 4, 19]]

@@ -3,7 +3,7 @@ from copy import deepcopy
 
 import pytest
 
-from redrafter.blocks import BLOCK, BlockPool, Lease
+from redrafter.cache.block_manager import BLOCK, BlockPool, Lease
 from redrafter.errors import CacheFullError
 
 

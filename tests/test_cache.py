@@ -1,6 +1,6 @@
 import torch
 
-from redrafter.cache import GRAIN, LayerShape, RaggedCache
+from redrafter.cache.dense import GRAIN, LayerShape, RaggedCache
 
 SHAPES = [
     LayerShape(2, 4, 4, torch.float32, torch.device("cpu")),

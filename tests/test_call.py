@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from conftest import CONTEXT, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, PromptLookup, UnsupportedError
-from redrafter.target import Target
+from redrafter.target.target import Target
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

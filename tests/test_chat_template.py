@@ -10,10 +10,10 @@ from chats import LLAMA_LIKE, tiny_tokenizer
 
 pytest.importorskip("fastapi")
 
-from redrafter.cli.templates import find_template, read_template
+from redrafter.app.templates import find_template, read_template
 from redrafter.errors import ArgumentError
 from redrafter.serve.prompts import Prompts
-from redrafter.serve.protocol import ApiError, ChatRequest
+from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
 HELLO = {"role": "user", "content": "Hello"}
 THINKER = LLAMA_LIKE + (

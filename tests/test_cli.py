@@ -17,15 +17,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 import redrafter
 from conftest import tiny_model
 from redrafter import ArgumentError, DrafterConfig, RecurrentDrafter, ReDrafter
+from redrafter.app.engines import with_config
+from redrafter.app.loading import Pair, Template
+from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.app.program import report
 from redrafter.cli import main
 from redrafter.cli.chat import History
-from redrafter.cli.engines import with_config
-from redrafter.cli.loading import Pair, Template
-from redrafter.cli.options import DraftOptions, LoadOptions
 from redrafter.cli.printer import GREEN, RESET, Printer, use_color
-from redrafter.cli.program import report
 from redrafter.convert.convert_checkpoint import merge
-from redrafter.detokenizer import Detokenizer
+from redrafter.engine.detokenizer import Detokenizer
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 TEXT = "Zürich: 10 € für 日本 🙂, ja! "
@@ -331,7 +331,7 @@ def test_what_cannot_be_loaded_is_named(folder, capsys, monkeypatch, tmp_path):
     assert missing in fails(capsys, "generate", "--model", missing, "ja")
     assert missing in fails(capsys, "generate", "--model", str(folder / "base"), "--drafter", missing, "ja")
     assert "redrafter.json" in fails(capsys, "generate", "--model", str(folder / "base"), "ja")
-    monkeypatch.setattr("redrafter.cli.loading.boxed_pair", lambda: tmp_path / "boxed")
+    monkeypatch.setattr("redrafter.app.loading.boxed_pair", lambda: tmp_path / "boxed")
     assert "--model" in fails(capsys, "generate", "ja")
 
 
@@ -722,7 +722,7 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_a_reader_that_has_left_is_no_error():
-    code = "import sys; import redrafter.cli.program as program; program._hush = lambda: None; "
+    code = "import sys; import redrafter.app.program as program; program._hush = lambda: None; "
     code += "sys.exit(program.guarded(lambda: print('x') or 0))"
     read, write = os.pipe()
     os.close(read)

@@ -6,9 +6,9 @@ import pytest
 import test_cli
 from test_cli import fails
 
+from redrafter.app.parser import build_parser
+from redrafter.app.trtllm_flags import FLAGS, meaning_of
 from redrafter.cli import main
-from redrafter.cli.parser import build_parser
-from redrafter.cli.trtllm import FLAGS, meaning_of
 from redrafter.convert import config as convert_config
 from redrafter.convert.convert_checkpoint import main as convert
 from redrafter.serve import command as serve_command

@@ -12,14 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from redrafter import ReDrafter, ReDrafterError
 from redrafter import step as step_module
-from redrafter.bench.divergence import first_difference
-from redrafter.bench.prompts import read_prompts
+from redrafter.app import engines
+from redrafter.app.loading import Pair
 from redrafter.cli import compare as compare_module
-from redrafter.cli import engines, main
+from redrafter.cli import main
 from redrafter.cli.differences import tolerance
-from redrafter.cli.loading import Pair
-from redrafter.noise import gumbel
-from redrafter.verify import Path as Kept
+from redrafter.measure.divergence import first_difference
+from redrafter.measure.prompts import read_prompts
+from redrafter.sampling.noise import gumbel
+from redrafter.tree.accept import Path as Kept
 
 folder = test_cli.folder  # the fixture
 

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 pytest.importorskip("fastapi")
 
 from redrafter import boxed_pair
-from redrafter.serve.control_tokens import ControlTokens, marker_for
+from redrafter.serve.chat.control_tokens import ControlTokens, marker_for
 from redrafter.serve.prompts import Prompts
-from redrafter.serve.protocol import ApiError, ChatRequest
+from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
 CORPUS = ["the old man looked at the sea < and > said [no] | end of im user start\n"] * 20
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[INST]"]

@@ -10,7 +10,7 @@ import torch
 import redrafter
 from conftest import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
-from redrafter.checkpoint import TreeShape, embedding_norms
+from redrafter.checkpoints.loading import TreeShape, embedding_norms
 from redrafter.convert.convert_checkpoint import main, merge
 
 
@@ -171,7 +171,11 @@ def test_nothing_is_left_when_writing_fails(saved, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     output = merge(saved / "base", saved / "drafter", tmp_path / "merged")
-    for step in ("redrafter.convert.plan.write", "redrafter.convert.plan.Plan._take", "redrafter.folder._sync"):
+    for step in (
+        "redrafter.convert.plan.write",
+        "redrafter.convert.plan.Plan._take",
+        "redrafter.files.atomic_folder._sync",
+    ):
         monkeypatch.setattr(step, full)
         for target in (output, tmp_path / "new"):
             with pytest.raises(CheckpointError, match=rf"{target}: No space.*; free some space"):

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from redrafter.cli.options import LoadOptions
-from redrafter.flags import read_options
+from redrafter.app.flags import read_options
+from redrafter.app.options import LoadOptions
 from redrafter.serve.command import _parser
 from redrafter.serve.config import ServeOptions, read_config
 

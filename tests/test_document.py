@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from redrafter import ArgumentError
-from redrafter.document import check_writable, write_whole
+from redrafter.files.atomic_file import check_writable, write_whole
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):

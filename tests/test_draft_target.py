@@ -11,13 +11,13 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from conftest import CONTEXT, VOCAB, assert_close_by_scale, in_threads, paged, row_texts, tiny_model, uneven_batch
 from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
-from redrafter.blocks import BLOCK
-from redrafter.draft_length import DraftLength
-from redrafter.options import EngineOptions
-from redrafter.paged import PagedCache, PagedStore
-from redrafter.sampling import Sampler
+from redrafter.cache.block_manager import BLOCK
+from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.drafting.adaptive_length import DraftLength
+from redrafter.engine.options import EngineOptions
+from redrafter.sampling.sampler import Sampler
 from redrafter.step import prefill, step
-from redrafter.target import Target
+from redrafter.target.target import Target
 
 NEW = 20
 IDS, MASK = uneven_batch()
@@ -337,7 +337,7 @@ def test_an_adaptive_engine_drafts_less_where_drafts_are_not_kept(llama, on, sam
 
 def test_a_tree_is_judged_by_how_deep_it_is(llama, monkeypatch):
     """Its 12 nodes are 4 drafts one below the other: when 4 are kept, none was refused."""
-    monkeypatch.setattr("redrafter.draft_target.NODE_COST", {"cpu": -0.99})  # no cost and no doubt shortens it
+    monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST", {"cpu": -0.99})  # no cost and no doubt shortens it
     told, after = [], DraftLength.after
     monkeypatch.setattr(DraftLength, "after", lambda self, *args: told.append(args) or after(self, *args))
     engine = DraftTarget.from_pretrained(llama, llama, num_beams=3, node_budget=99, adaptive=True)

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from conftest import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import RecurrentDrafter, ReDrafter, boxed_pair
-from redrafter.checkpoint import TreeShape, load_tokenizer
+from redrafter.app.loading import Pair
+from redrafter.checkpoints.loading import TreeShape, load_tokenizer
 from redrafter.cli import main
-from redrafter.cli.loading import Pair
-from redrafter.proposer import RecurrentProposer
-from redrafter.sampling import Sampler
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.engine.stopping import end_tokens
+from redrafter.sampling.sampler import Sampler
 from redrafter.step import State
-from redrafter.stopping import end_tokens
-from redrafter.target import Target
+from redrafter.target.target import Target
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate import walk as walk_module
 from redrafter.train.evaluate.command import EvaluateOptions, evaluate

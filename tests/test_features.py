@@ -12,14 +12,14 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedM
 
 from conftest import ARCHITECTURES, HIDDEN, VOCAB, assert_close_by_scale, paged, tiny_model, uneven_batch, with_tree
 from redrafter import Engine, MismatchError, ReDrafter, UnsupportedError
-from redrafter.features import decoder_layers, join
-from redrafter.paged import PagedCache, PagedStore
-from redrafter.proposer import RecurrentProposer
-from redrafter.sampling import Sampler
+from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.sampling.sampler import Sampler
 from redrafter.step import State
-from redrafter.target import Target
+from redrafter.target.aux_hidden import decoder_layers, join
+from redrafter.target.target import Target
 from redrafter.train.teacher import Teacher
-from redrafter.tree import Tree, tree_of
+from redrafter.tree.token_tree import Tree, tree_of
 
 NEW = 20
 

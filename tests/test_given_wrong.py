@@ -14,7 +14,7 @@ from redrafter import ArgumentError, CheckpointError, DraftTarget, PromptLookup,
 from redrafter.cli import main
 from redrafter.convert.convert_checkpoint import main as convert
 from redrafter.errors import first_line
-from redrafter.kinds import kind_of
+from redrafter.files.checkpoint_kind import kind_of
 
 folder = test_cli.folder  # the fixture
 
@@ -196,6 +196,6 @@ def test_a_number_format_that_was_asked_for_is_no_news(kinds, capsys, tmp_path, 
 
 
 def test_a_drafter_of_another_kind_is_refused_before_the_model_is_loaded(kinds, monkeypatch):
-    monkeypatch.setattr("redrafter.redrafter.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("redrafter.engine.recurrent.load_model", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(CheckpointError, match="Apple's drafter"):
         ReDrafter.from_pretrained(kinds / "base", kinds / "apple")

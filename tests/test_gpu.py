@@ -9,9 +9,9 @@ import torch
 
 from conftest import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine, RecurrentDrafter, ReDrafter
-from redrafter.captured import CapturedStep
-from redrafter.options import EngineOptions
-from redrafter.target import Target
+from redrafter.engine.cuda_graphs import CapturedStep
+from redrafter.engine.options import EngineOptions
+from redrafter.target.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.loop import train
 

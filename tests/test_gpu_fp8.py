@@ -10,7 +10,7 @@ from test_quantized import save_compressed
 
 from conftest import tiny_drafter, tiny_model, uneven_batch
 from redrafter import ReDrafter
-from redrafter.checkpoint import embedding_norms
+from redrafter.checkpoints.loading import embedding_norms
 from redrafter.convert.convert_checkpoint import merge
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

@@ -10,11 +10,11 @@ from test_serve_speculate import by_odds, kept_by_odds, without_drafts
 
 from conftest import tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine
-from redrafter.captured import StepGraphs
-from redrafter.grammar import Grammar
-from redrafter.options import EngineOptions
-from redrafter.serve.scheduler import Limits, Scheduler
-from redrafter.target import Target
+from redrafter.engine.cuda_graphs import StepGraphs
+from redrafter.engine.options import EngineOptions
+from redrafter.grammar.grammar import Grammar
+from redrafter.scheduler.scheduler import Limits, Scheduler
+from redrafter.target.target import Target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

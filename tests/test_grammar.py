@@ -16,22 +16,22 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from conftest import paged, scripted_engine, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, DraftTarget, ReDrafter, boxed_pair
-from redrafter.checkpoint import load_tokenizer
+from redrafter.checkpoints.loading import load_tokenizer
 from redrafter.errors import MissingDependencyError
-from redrafter.grammar import Grammar
-from redrafter.grammar_source import GrammarSource
-from redrafter.grammar_text import GuidedText
-from redrafter.prefixes import Prefixes
-from redrafter.row_grammars import GrammarProcessor, RowGrammars
-from redrafter.tree import Tree, chain, tree_of
+from redrafter.grammar.grammar import Grammar
+from redrafter.grammar.source import GrammarSource
+from redrafter.grammar.text import GuidedText
+from redrafter.sampling.grammar_masks import GrammarProcessor, RowGrammars
+from redrafter.sampling.prefixes import Prefixes
+from redrafter.tree.token_tree import Tree, chain, tree_of
 
 pytest.importorskip("llguidance")
 
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
-from redrafter.grammar_compiled import CompiledGrammar
-from redrafter.grammar_state import GrammarState
+from redrafter.grammar.compiled import CompiledGrammar
+from redrafter.grammar.state import GrammarState
 
 TOKENIZER = tiny_tokenizer()
 VOCABULARY = from_tokenizer(TOKENIZER)
@@ -344,7 +344,7 @@ def test_a_matcher_that_came_to_a_limit_is_replaced_by_one_that_did_less():
 
 
 def test_a_grammar_does_not_wear_out(monkeypatch):
-    monkeypatch.setattr("redrafter.grammar_limits.MOST_STATES", 200)  # a text alone makes tens
+    monkeypatch.setattr("redrafter.grammar.limits.MOST_STATES", 200)  # a text alone makes tens
     grammar, random = compiled(GrammarSource.of({"regex": "([ab]{0,30}a){20}"})), torch.Generator().manual_seed(0)
     for _ in range(30):
         state, text = GrammarState(grammar, [EOS]), []
@@ -360,8 +360,8 @@ def test_a_grammar_does_not_wear_out(monkeypatch):
 
 
 def test_a_grammar_that_takes_too_long_ends_the_text(monkeypatch):
-    monkeypatch.setattr("redrafter.grammar_limits.PATIENCE", 0)
-    monkeypatch.setattr("redrafter.grammar_limits.EACH", 0)
+    monkeypatch.setattr("redrafter.grammar.limits.PATIENCE", 0)
+    monkeypatch.setattr("redrafter.grammar.limits.EACH", 0)
     state = GrammarState(compiled(GrammarSource.of(GROWING)), [EOS])
     state.advance([70])
     assert len(state.masks([70], [-1], 1)) == 1

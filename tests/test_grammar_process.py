@@ -17,17 +17,17 @@ from processes import children, soon
 
 from conftest import tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError
-from redrafter.grammar import Grammar
-from redrafter.grammar_source import GrammarSource
-from redrafter.grammar_text import GuidedText, TreeOfText, masks_of
-from redrafter.grammar_zygotes import _zygote_of
+from redrafter.grammar.grammar import Grammar
+from redrafter.grammar.source import GrammarSource
+from redrafter.grammar.text import GuidedText, TreeOfText, masks_of
+from redrafter.grammar.zygotes import _zygote_of
 
 pytest.importorskip("llguidance")
 
 from llguidance.hf import from_tokenizer
 
-from redrafter.grammar_compiled import CompiledGrammar
-from redrafter.grammar_state import GrammarState
+from redrafter.grammar.compiled import CompiledGrammar
+from redrafter.grammar.state import GrammarState
 
 TOKENIZER = tiny_tokenizer()
 EOS = 2
@@ -159,7 +159,7 @@ def test_an_answer_that_nobody_took_is_no_other_questions(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as change, pytest.raises(KeyboardInterrupt):
-        change.setattr("redrafter.grammar_process.receive_frame", interrupted)
+        change.setattr("redrafter.grammar.process.receive_frame", interrupted)
         masks_of([(first, where([70, 71]))])
     assert not grammar.process.alive and not grammar.process.lock.locked()
     grammar.restore()
@@ -167,7 +167,7 @@ def test_an_answer_that_nobody_took_is_no_other_questions(monkeypatch):
 
 
 def test_a_stopped_process_is_given_up(monkeypatch):
-    monkeypatch.setattr("redrafter.grammar_process.SLACK", -4.0)
+    monkeypatch.setattr("redrafter.grammar.process.SLACK", -4.0)
     text = GuidedText(Grammar.regex("[ab]*", TOKENIZER), [EOS])
     child = only_child()
     os.kill(child, signal.SIGSTOP)
@@ -217,8 +217,8 @@ def test_nothing_is_left_of_a_program_that_ends(how):
     program = (
         "import os, sys, threading, time\n"
         "from chats import tiny_tokenizer\n"
-        "from redrafter.grammar import Grammar\n"
-        "from redrafter.grammar_zygotes import _zygote_of\n"
+        "from redrafter.grammar.grammar import Grammar\n"
+        "from redrafter.grammar.zygotes import _zygote_of\n"
         "tokenizer = tiny_tokenizer()\n"
         "grammar = Grammar.regex('a', tokenizer)\n"
         f"threading.Thread(target=Grammar.json_schema, args=({SLOW!r}, tokenizer), daemon=True).start()\n"

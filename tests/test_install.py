@@ -11,11 +11,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DEPENDENCIES = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
 SCRIPTS = {
-    "train/train_drafter.py": "redrafter.train.train_drafter",
-    "train/regenerate/command.py": "redrafter.train.regenerate.command",
-    "train/evaluate/command.py": "redrafter.train.evaluate.command",
-    "convert/convert_checkpoint.py": "redrafter.convert.convert_checkpoint",
-    "convert/info.py": "redrafter.convert.info",
+    "train/train_drafter.py": "train",
+    "train/regenerate.py": "regenerate",
+    "train/evaluate.py": "evaluate",
+    "convert/convert_checkpoint.py": "convert",
+    "convert/info.py": "info",
 }
 
 
@@ -68,15 +68,14 @@ def test_all_of_the_package_comes_from_the_current_folder_or_all_from_the_instal
     for cwd, path, root in (
         (checkout, (installed,), checkout),
         (checkout, (), checkout),
-        (tmp_path, (installed,), installed / "redrafter"),
+        (tmp_path, (installed,), installed),
         (tmp_path, (checkout,), checkout),
     ):
-        names = ["redrafter.redrafter", "redrafter.convert.config", "redrafter.train", "redrafter.train.data.rows"]
+        names = ["redrafter.engine.recurrent", "redrafter.convert.config", "redrafter.train", "redrafter.data.rows"]
         done = python("-c", WHERE, *names, cwd=cwd, path=path)
         assert done.returncode == 0, done.stderr
-        module, *inner = (Path(line) for line in done.stdout.split())
-        assert module in (root / "redrafter.py", root / "redrafter" / "redrafter.py")
-        assert inner == [root / name for name in ("convert/config.py", "train/__init__.py", "train/data/rows.py")]
+        files = ("engine/recurrent.py", "convert/config.py", "train/__init__.py", "data/rows.py")
+        assert [Path(line) for line in done.stdout.split()] == [root / "redrafter" / name for name in files]
 
 
 def test_commands_run_from_a_checkout_however_it_is_installed(checkout, installed):
@@ -87,23 +86,19 @@ def test_commands_run_from_a_checkout_however_it_is_installed(checkout, installe
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_of_a_checkout_runs_that_checkouts_code_or_says_what_to_type(checkout, installed, tmp_path, script):
-    def refused(path: tuple[Path, ...]) -> str:
-        done = python(checkout / script, "--help", cwd=tmp_path, path=path)
-        assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
-        return done.stderr
-
-    expected = "redrafter: error: redrafter is not installed; type: pip install -e . in its checkout\n"
-    assert refused(()) == expected
-    said = refused((installed,))
-    assert f"{checkout / script} would run what is installed in {installed / 'redrafter'}; " in said
-    assert f"type: pip install -e {checkout} (or run what is installed: python -m {SCRIPTS[script]})" in said
+@pytest.mark.parametrize("other", ["nothing", "another copy"])
+def test_a_launcher_runs_the_code_of_its_own_checkout(checkout, installed, tmp_path, script, other):
+    path = () if other == "nothing" else (installed,)
+    shown = python(checkout / script, "--help", cwd=tmp_path, path=path)
+    assert shown.returncode == 0 and f"usage: redrafter {SCRIPTS[script]}" in shown.stdout, shown.stderr
+    loaded = python("-v", checkout / script, "--help", cwd=tmp_path, path=path)
+    assert f"{checkout}/redrafter/cli/__init__.py" in loaded.stderr
+    assert str(installed) not in loaded.stderr
 
 
-def test_a_script_runs_where_it_is_what_is_installed(checkout, installed, tmp_path):
-    for script, path in (
-        (checkout / "convert" / "info.py", checkout),  # what an editable install does
-        (installed / "redrafter" / "convert" / "info.py", installed),
-    ):
-        done = python(script, "--help", cwd=tmp_path, path=(path,))
-        assert done.returncode == 0 and "usage: redrafter info" in done.stdout, done.stderr
+def test_a_launcher_names_a_missing_dependency(checkout, tmp_path):
+    environment = os.environ | {"PYTHONPATH": ""}
+    command = [sys.executable, "-S", str(checkout / "train" / "train_drafter.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "is not installed; type: pip install redrafter" in done.stderr

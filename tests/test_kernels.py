@@ -10,17 +10,17 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
-from conftest import assert_close_by_scale  # noqa: E402
-from redrafter import kernels  # noqa: E402
-from redrafter.attention import tree_attention  # noqa: E402
-from redrafter.beam import pick  # noqa: E402
-from redrafter.blocks import BLOCK  # noqa: E402
-from redrafter.kernels import ancestors, commit  # noqa: E402
-from redrafter.kernels import pick as kernel_pick  # noqa: E402
-from redrafter.kernels import tree_attention as kernel  # noqa: E402
-from redrafter.kernels.linear import thin_linear  # noqa: E402
-from redrafter.noise import gumbel, streams  # noqa: E402
-from redrafter.tree import chain, tree_of  # noqa: E402
+from conftest import assert_close_by_scale
+from redrafter import kernels
+from redrafter.attention.tree_attention import tree_attention
+from redrafter.cache.block_manager import BLOCK
+from redrafter.kernels import ancestors, commit
+from redrafter.kernels import pick as kernel_pick
+from redrafter.kernels import tree_attention as kernel
+from redrafter.kernels.linear import thin_linear
+from redrafter.sampling.noise import gumbel, streams
+from redrafter.tree.beam_search import pick
+from redrafter.tree.token_tree import chain, tree_of
 
 DEVICE = "cuda" if CUDA else "cpu"
 REFERENCE = tree_attention._init_fn

@@ -18,13 +18,13 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
-from test_serve import Program, pair  # noqa: E402, F401  (a fixture)
+from test_serve import Program, pair  # noqa: F401  (a fixture)
 
-from redrafter.paged import PagedStore  # noqa: E402
-from redrafter.serve.documented import ChatAnswer, CompletionAnswer  # noqa: E402
-from redrafter.serve.protocol import ChatRequest  # noqa: E402
-from redrafter.serve.tool_schema import schema_of  # noqa: E402
-from redrafter.serve.tools import described  # noqa: E402
+from redrafter.cache.paged import PagedStore
+from redrafter.serve.chat.tool_schema import schema_of
+from redrafter.serve.chat.tools import described
+from redrafter.serve.protocol.requests import ChatRequest
+from redrafter.serve.protocol.response_models import ChatAnswer, CompletionAnswer
 
 STORY = (
     "The old man looked at the sea and said that no ship would come today because the wind had turned in the night; "

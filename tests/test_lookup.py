@@ -5,7 +5,7 @@ import torch
 
 from conftest import paged, tiny_model, uneven_batch
 from redrafter import ArgumentError, PromptLookup
-from redrafter.lookup import LookupProposer
+from redrafter.engine.prompt_lookup import LookupProposer
 from redrafter.step import State
 
 

@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model
 from redrafter import MismatchError
-from redrafter.drafter import RecurrentDrafter
-from redrafter.target import Target
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.target.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.head import CHUNK_BYTES, CHUNK_ON_CPU, Objective, chunk_anchors, head_loss
+from redrafter.train.head_loss import CHUNK_BYTES, CHUNK_ON_CPU, Objective, chunk_anchors, head_loss
+from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loss import Unroll, anchors, targets, weight
-from redrafter.train.new import new_drafter
 from redrafter.train.teacher import Reading, Teacher
 
 OBJECTIVES = [Objective(1, 0, 3), Objective(0, 0, 3), Objective(0.9, 1, 2), Objective(0.3, 0.7, 3)]

@@ -12,8 +12,8 @@ from conftest import (
     uneven_batch,
     with_tree,
 )
-from redrafter.noise import gumbel
-from redrafter.request import with_openai_arguments
+from redrafter.engine.request import with_openai_arguments
+from redrafter.sampling.noise import gumbel
 
 TREES = [(1, 1), (1, 5), (5, 5), (10, 3)]
 NEW = 24

@@ -1,7 +1,7 @@
 import torch
 
-from redrafter.mask import AttentionKind, additive, visible
-from redrafter.tree import tree_of
+from redrafter.attention.mask import AttentionKind, additive, visible
+from redrafter.tree.token_tree import tree_of
 
 PARENTS, DEPTH = [0, 0, 0, 1, 2, 4], [0, 1, 1, 2, 2, 3]
 SLOTS = 24

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from redrafter.cli.parser import build_parser
+from redrafter.app.parser import build_parser
 from redrafter.convert import config as convert_config
 from redrafter.serve import command as serve_command
 from redrafter.serve.config import ServeOptions, read_config
@@ -82,7 +82,7 @@ def test_keys_are_honoured_or_noted_as_the_page_says(tmp_path, key, outcome):
 
 @pytest.mark.parametrize(("names", "outcome"), of("Fields of a request"))
 def test_fields_are_taken_or_refused_as_the_page_says(names, outcome):
-    protocol = pytest.importorskip("redrafter.serve.protocol")
+    protocol = pytest.importorskip("redrafter.serve.protocol.requests")
     for name in re.findall(r"`(\w+)`", names):
         assert (name in protocol.ChatRequest.model_fields) == (outcome == "honoured"), name
     assert protocol.ChatRequest.model_config["extra"] == "forbid"

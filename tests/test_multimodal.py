@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from conftest import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ReDrafter, UnsupportedError
-from redrafter.target import Target
+from redrafter.target.target import Target
 
 NEW = 16
 IMAGE = 90  # the id that stands for an image; the prompts of these tests hold others

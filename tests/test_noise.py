@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from redrafter.noise import gumbel
+from redrafter.sampling.noise import gumbel
 
 IDS = torch.arange(500)
 
@@ -18,7 +18,7 @@ def test_noise_depends_on_seed_position_and_id_alone():
 
 def test_the_stream_is_that_of_the_published_generator():
     """SplitMix64 from state 1234567: the first outputs listed with the reference implementation."""
-    from redrafter import noise
+    from redrafter.sampling import noise
 
     state = torch.tensor([1234567]) + (torch.arange(3) + 1) * noise._GAMMA
     found = [value % 2**64 for value in noise._mix(state).tolist()]

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, ReDrafter, UnsupportedError
-from redrafter.bench.pad import SHAPES, PaddedHead, PadShape, describe, pad_drafter, pad_model, unmasked
+from redrafter.bench.padded_model import SHAPES, PaddedHead, PadShape, describe, pad_drafter, pad_model, unmasked
 
 SHAPE = PadShape(4 * HIDDEN, 160, 5, 16, 4, 8, 160)  # four times the hidden size: a norm's scale is then a power of 2
 IDS, MASK = uneven_batch()

@@ -18,17 +18,17 @@ from chats import tiny_tokenizer
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
-from redrafter.cli.loading import Pair  # noqa: E402
-from redrafter.cli.options import LoadOptions  # noqa: E402
-from redrafter.serve.api_keys import ApiKeys  # noqa: E402
-from redrafter.serve.app import create_app  # noqa: E402
-from redrafter.serve.command import Server  # noqa: E402
-from redrafter.serve.config import ServeOptions  # noqa: E402
-from redrafter.serve.guard import Admission  # noqa: E402
-from redrafter.serve.protocol import ApiError  # noqa: E402
-from redrafter.serve.scheduler import QueueFullError  # noqa: E402
-from redrafter.serve.text import TextStream  # noqa: E402
-from redrafter.serve.worker import Stopped  # noqa: E402
+from redrafter.app.loading import Pair
+from redrafter.app.options import LoadOptions
+from redrafter.scheduler.scheduler import QueueFullError
+from redrafter.serve.answers.text import TextStream
+from redrafter.serve.command import Server
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.network.api_keys import ApiKeys
+from redrafter.serve.network.guard import Admission
+from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.routes.app import create_app
+from redrafter.serve.worker import Stopped
 
 if TYPE_CHECKING:
     from browser import Page

@@ -20,15 +20,15 @@ from conftest import (
     with_tree,
 )
 from redrafter import ArgumentError, CacheFullError, Engine
-from redrafter.attention import ATTENTION_NAME, gathered_attention, tree_attention
-from redrafter.cache import LayerShape
-from redrafter.merge import linear_calls, same_inputs
-from redrafter.options import EngineOptions
-from redrafter.paged import PagedCache, PagedStore
-from redrafter.proposer import RecurrentProposer
+from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention
+from redrafter.cache.dense import LayerShape
+from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.engine.options import EngineOptions
 from redrafter.step import Plain
-from redrafter.target import Target
-from redrafter.tree import tree_of
+from redrafter.target.fused_linear import linear_calls, same_inputs
+from redrafter.target.target import Target
+from redrafter.tree.token_tree import tree_of
 
 NEW = 20
 

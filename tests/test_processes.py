@@ -11,7 +11,6 @@ import torch
 from apart import start
 from test_train import command
 
-import redrafter.train.train_drafter
 from redrafter import ArgumentError, RecurrentDrafter, UnsupportedError
 from redrafter.train.processes import new_accelerator
 from redrafter.train.train_drafter import TrainConfig, main
@@ -131,7 +130,7 @@ def test_an_fsdp_configuration_of_accelerate_is_refused(tmp_path):
     """As a user meets it: the launcher starts two processes, which once raced into one --output."""
     configuration = tmp_path / "fsdp.yaml"
     configuration.write_text(FSDP)
-    program = Path(redrafter.train.train_drafter.__file__)
+    program = Path(__file__).parents[1] / "train" / "train_drafter.py"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
     launcher += ["--main_process_port", str(free_port()), str(program)]
     arguments = command(tmp_path, "--steps", "2")

@@ -11,11 +11,18 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from redrafter import processors
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.processors import PerNode, Prefixes, Processor, RowTemperature, TokenPenalties, tree_processors
-from redrafter.row_processors import RowBias, RowMinimum, RowMinP, RowPenalties, RowRepetition, RowTopK, RowTopP
-from redrafter.tree import chain, tree_of
+from redrafter.sampling import hf_processors as processors
+from redrafter.sampling.hf_processors import (
+    PerNode,
+    Prefixes,
+    Processor,
+    RowTemperature,
+    TokenPenalties,
+    tree_processors,
+)
+from redrafter.sampling.processors import RowBias, RowMinimum, RowMinP, RowPenalties, RowRepetition, RowTopK, RowTopP
+from redrafter.tree.token_tree import chain, tree_of
 
 VOCAB, WIDTH = 40, 15
 PROMPTS = [1, 7, 15]  # each row's own prompt; the longest has no padding

@@ -51,6 +51,7 @@ def test_the_changelog_knows_the_version():
 
 def test_nothing_in_a_step_waits_for_the_device_or_loops_over_rows():
     """The files that a step runs through, but for building a cache or a target and for a user's own processors."""
-    for name in ("step", "beam", "tree", "mask", "noise", "sampling", "verify", "proposer", "prefixes"):
+    searched = ("tree/beam_search", "tree/token_tree", "tree/accept", "attention/mask", "drafting/recurrent")
+    for name in ("step", *searched, "sampling/noise", "sampling/sampler", "sampling/prefixes"):
         source = (ROOT / "redrafter" / f"{name}.py").read_text()
         assert not re.search(r"\.item\(|\.tolist\(|\.cpu\(|\.nonzero\(|\bint\(|\bbool\(", source), name

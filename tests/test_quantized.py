@@ -14,16 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-import redrafter.target
+import redrafter.target.target
 from conftest import paged, tiny_drafter, tiny_model
 from redrafter import ReDrafter, UnsupportedError, boxed_pair
-from redrafter.checkpoint import embedding_norms
+from redrafter.attention.mask import visible
+from redrafter.checkpoints.headers import read_base
+from redrafter.checkpoints.loading import embedding_norms
 from redrafter.convert.convert_checkpoint import merge
-from redrafter.headers import read_base
-from redrafter.mask import visible
-from redrafter.merge import linear_calls
-from redrafter.quantization import is_quantized, shared_scales
-from redrafter.target import Target
+from redrafter.target.fused_linear import linear_calls
+from redrafter.target.quantization import is_quantized, shared_scales
+from redrafter.target.target import Target
 
 PROMPT, NEW = torch.tensor([[5, 6, 7, 8]]), 40
 PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True}
@@ -174,7 +174,9 @@ def test_one_warning_names_the_scheme_whose_scales_tokens_share(merged, name):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = ReDrafter.from_pretrained(folder)
-    ours = [each for each in caught if each.filename == redrafter.target.__file__]  # so that the program shows it
+    ours = [
+        each for each in caught if each.filename == redrafter.target.target.__file__
+    ]  # so that the program shows it
     assert len(ours) == SCHEMES[name]
     if SCHEMES[name]:
         library = "compressed-tensors" if name in COMPRESSED else "torchao"
@@ -192,7 +194,7 @@ def test_a_deep_quantised_base_is_bound_unless_its_tree_sees_too_much(tmp_path, 
     def all_visible(length, depth, ancestors, *more):
         return visible(length, depth, torch.ones_like(ancestors), *more)
 
-    monkeypatch.setattr(redrafter.target, "visible", all_visible)
+    monkeypatch.setattr(redrafter.target.target, "visible", all_visible)
     with pytest.warns(UserWarning, match="per-tensor"), pytest.raises(UnsupportedError, match="other logits"):
         Target(load(tmp_path))
 

@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import redrafter.cli
 from conftest import with_tree
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
-from redrafter.checkpoint import boxed_pair, load_tokenizer
+from redrafter.checkpoints.loading import boxed_pair, load_tokenizer
+from redrafter.data.documents import documents
+from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.step import Plain
-from redrafter.target import Target
-from redrafter.train.data.documents import documents
-from redrafter.train.data.rows import Row, fingerprint, read_rows
+from redrafter.target.target import Target
 from redrafter.train.regenerate import answering
 from redrafter.train.regenerate.answering import next_batch
 from redrafter.train.regenerate.command import RegenerateConfig, load, parse, regenerate

@@ -9,10 +9,10 @@ import torch
 
 from conftest import paged, tiny_model, uneven_batch
 from redrafter import DraftTarget
-from redrafter.noise import DRAFT, branch
-from redrafter.rejection import draw_residual
-from redrafter.sampling import Sampler
-from redrafter.tree import chain
+from redrafter.sampling.noise import DRAFT, branch
+from redrafter.sampling.rejection import draw_residual
+from redrafter.sampling.sampler import Sampler
+from redrafter.tree.token_tree import chain
 
 VOCAB, NEW = 7, 3
 TEXTS = torch.tensor(list(product(range(VOCAB), repeat=NEW)))
@@ -136,7 +136,7 @@ def test_ids_that_one_model_lacks_are_drawn_as_often_as_they_should(models, voca
 
 
 def test_a_draft_model_that_ends_in_doubt_biases_nothing(monkeypatch):
-    monkeypatch.setattr("redrafter.draft_target.NODE_COST", {"cpu": 0.005})  # doubts that come and go
+    monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST", {"cpu": 0.005})  # doubts that come and go
     model = tiny_model("llama", num_hidden_layers=6, **SHAPE)
     draft_model = tiny_model("qwen2", num_hidden_layers=1, **SHAPE)
     engine = DraftTarget.from_pretrained(model, draft_model, draft_len=3, acceptance="rejection", adaptive=True)
@@ -160,14 +160,17 @@ def hotter(tree, scores, noise, chance):
 
 
 BROKEN = {
-    "every draft is kept": ("redrafter.sampling.draw_residual", always),
-    "the target's distribution in place of the rest": ("redrafter.sampling.draw_residual", target_again),
+    "every draft is kept": ("redrafter.sampling.sampler.draw_residual", always),
+    "the target's distribution in place of the rest": ("redrafter.sampling.sampler.draw_residual", target_again),
     "drafts and whether to keep them share noise": (
-        "redrafter.sampling.branch",
+        "redrafter.sampling.sampler.branch",
         lambda seeds, which: branch(seeds, DRAFT),
     ),
-    "drafts and what is drawn instead share noise": ("redrafter.sampling.Sampler.stream", lambda self, which: self),
-    "q is taken before its temperature": ("redrafter.sampling.draw_residual", hotter),
+    "drafts and what is drawn instead share noise": (
+        "redrafter.sampling.sampler.Sampler.stream",
+        lambda self, which: self,
+    ),
+    "q is taken before its temperature": ("redrafter.sampling.sampler.draw_residual", hotter),
 }
 
 

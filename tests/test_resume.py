@@ -16,7 +16,7 @@ from apart import start
 from test_train import base_dir, command, random_drafter, tiny_model
 
 from redrafter import ArgumentError, RecurrentDrafter
-from redrafter.folder import clean, write_folder
+from redrafter.files.atomic_folder import clean, write_folder
 from redrafter.train import train_drafter
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, Identity
 from redrafter.train.config import TrainConfig
@@ -346,7 +346,7 @@ def test_a_folder_is_the_old_one_or_the_new_one_wherever_writing_stops(tmp_path,
 
         with monkeypatch.context() as patched:
             patched.setattr(Path, "rename", rename)
-            patched.setattr("redrafter.folder.clean", lambda _: None)  # as after a kill
+            patched.setattr("redrafter.files.atomic_folder.clean", lambda _: None)  # as after a kill
             with suppress(KeyboardInterrupt):
                 write_folder(folder, lambda place: (place / "text").write_text("new"))
         clean(folder)

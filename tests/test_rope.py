@@ -10,7 +10,7 @@ from transformers import Phi3ForCausalLM, PreTrainedModel
 
 from conftest import VOCAB, paged, scripted_engine, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, Engine
-from redrafter.target import Target
+from redrafter.target.target import Target
 
 AT, WHOLE, NEW = 64, 256, 24
 LONGROPE = {

@@ -9,14 +9,14 @@ import torch
 
 from conftest import VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine
-from redrafter.blocks import BLOCK
-from redrafter.captured import StepGraphs
+from redrafter.cache.block_manager import BLOCK
+from redrafter.cache.paged import PagedStore
+from redrafter.engine.cuda_graphs import StepGraphs
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.paged import PagedStore
-from redrafter.serve.job import Job, Piece, Settings
-from redrafter.serve.scheduler import Limits, QueueFullError, Scheduler
+from redrafter.scheduler.scheduler import Limits, QueueFullError, Scheduler
+from redrafter.scheduler.sequence import Job, Piece, Settings
 from redrafter.serve.warm_up import warm_up
-from redrafter.target import Target
+from redrafter.target.target import Target
 
 KINDS = {
     "greedy": Settings(temperature=0),
@@ -298,12 +298,18 @@ def test_what_cannot_be_served_is_refused(engine):
 
 @pytest.mark.parametrize(
     "step",
-    ["rows.Rows.add", "rows.Rows.extend", "rows.Rows.step", "scheduler.first_draw", "scheduler.Scheduler._forward"],
+    [
+        "running_batch.Rows.add",
+        "running_batch.Rows.extend",
+        "running_batch.Rows.step",
+        "scheduler.first_draw",
+        "scheduler.Scheduler._forward",
+    ],
 )
 def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(step, engine, monkeypatch):
     served, jobs = scheduler(engine), random_jobs(5)
     with monkeypatch.context() as patched:
-        patched.setattr(f"redrafter.serve.{step}", lambda *_, **__: 1 / 0)
+        patched.setattr(f"redrafter.scheduler.{step}", lambda *_, **__: 1 / 0)
         for each in jobs:
             served.submit(each)
         for _ in range(3):
@@ -322,7 +328,7 @@ def test_an_error_ends_the_rows_that_were_in_it_and_no_others(engine, monkeypatc
         served.submit(each)
     served.round()
     with monkeypatch.context() as patched:
-        patched.setattr("redrafter.serve.rows.Rows.step", lambda self: 1 / 0)
+        patched.setattr("redrafter.scheduler.running_batch.Rows.step", lambda self: 1 / 0)
         served.round()
     assert all(isinstance(each.sink.pieces[-1].error, ZeroDivisionError) or each.ended for each in jobs)
     later = random_jobs(3, seed=4)

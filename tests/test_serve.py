@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-from redrafter import ReDrafter, boxed_pair  # noqa: E402
+from redrafter import ReDrafter, boxed_pair
 
 PROMPTS = ["Once upon a time", "The old man looked at the sea and", "def add(a, b):", "She said"]
 
@@ -319,7 +319,8 @@ def test_tools_are_called(client, streamed):
 
 
 def test_a_body_that_never_comes_holds_nobody_up(monkeypatch):
-    from redrafter.serve import app, bodies
+    from redrafter.serve.network import bodies
+    from redrafter.serve.routes import app
 
     monkeypatch.setattr(bodies, "SLOWEST", 0.2)
 

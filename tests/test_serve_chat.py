@@ -14,16 +14,16 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
-from test_page import listening  # noqa: E402
+from test_page import listening
 
-from redrafter.cli.loading import Pair  # noqa: E402
-from redrafter.cli.options import LoadOptions  # noqa: E402
-from redrafter.serve.app import create_app  # noqa: E402
-from redrafter.serve.command import Server  # noqa: E402
-from redrafter.serve.config import ServeOptions  # noqa: E402
-from redrafter.serve.metrics import Metrics  # noqa: E402
-from redrafter.serve.protocol import ChatRequest, CompletionRequest  # noqa: E402
-from redrafter.serve.service import Service  # noqa: E402
+from redrafter.app.loading import Pair
+from redrafter.app.options import LoadOptions
+from redrafter.serve.command import Server
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.metrics import Metrics
+from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
+from redrafter.serve.routes.app import create_app
+from redrafter.serve.service import Service
 
 HELLO = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}

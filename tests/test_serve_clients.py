@@ -15,8 +15,8 @@ pytest.importorskip("openai")  # test_serve needs it
 
 from test_serve import PROMPTS, Program
 
-from redrafter.outputs import Stats
-from redrafter.serve.answers import speculation
+from redrafter.engine.outputs import Stats
+from redrafter.serve.answers.openai_format import speculation
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
 

@@ -21,18 +21,19 @@ import pytest
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
-from redrafter.cli import main  # noqa: E402
-from redrafter.errors import ArgumentError, UnsupportedError  # noqa: E402
-from redrafter.serve import bodies, connections, log  # noqa: E402
-from redrafter.serve.answers import with_cuts_told  # noqa: E402
-from redrafter.serve.api_keys import ENVIRONMENT, ApiKeys, collect_keys  # noqa: E402
-from redrafter.serve.app import create_app  # noqa: E402
-from redrafter.serve.bodies import check_structure  # noqa: E402
-from redrafter.serve.command import Server  # noqa: E402
-from redrafter.serve.config import ServeOptions  # noqa: E402
-from redrafter.serve.connections import Connection, Crowd, room_for_connections  # noqa: E402
-from redrafter.serve.guard import Admission, Refusal, host_of  # noqa: E402
-from redrafter.serve.worker import SlowConsumerError, Stopped  # noqa: E402
+from redrafter.cli import main
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.serve import log
+from redrafter.serve.answers.openai_format import with_cuts_told
+from redrafter.serve.command import Server
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.network import bodies, connections
+from redrafter.serve.network.api_keys import ENVIRONMENT, ApiKeys, collect_keys
+from redrafter.serve.network.bodies import check_structure
+from redrafter.serve.network.connections import Connection, Crowd, room_for_connections
+from redrafter.serve.network.guard import Admission, Refusal, host_of
+from redrafter.serve.routes.app import create_app
+from redrafter.serve.worker import SlowConsumerError, Stopped
 
 JSON = {"content-type": "application/json"}
 COMPLETIONS = "/v1/completions"
@@ -102,7 +103,7 @@ def test_metrics_may_be_open():
 
 def test_every_key_is_compared(monkeypatch):
     """Else the time of an answer would tell which key a guess comes close to."""
-    from redrafter.serve import api_keys
+    from redrafter.serve.network import api_keys
 
     compared: list[bytes] = []
     monkeypatch.setattr(api_keys.hmac, "compare_digest", lambda one, other: compared.append(one) or one == other)

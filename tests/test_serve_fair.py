@@ -8,13 +8,13 @@ from test_scheduler import KINDS, Sink, alone, nothing_is_held, random_jobs, run
 
 from conftest import tiny_drafter, tiny_model, with_tree
 from redrafter import Engine
-from redrafter.blocks import BLOCK
-from redrafter.serve import waiting
-from redrafter.serve.job import Job, Settings
-from redrafter.serve.limits import QueueFullError
-from redrafter.serve.pace import LEAST, SECONDS, Pace, choose, cost
-from redrafter.serve.scheduler import CANCELLED, TURN, Scheduler
-from redrafter.serve.waiting import WaitingQueue
+from redrafter.cache.block_manager import BLOCK
+from redrafter.scheduler import waiting_queue as waiting
+from redrafter.scheduler.limits import QueueFullError
+from redrafter.scheduler.prefill_budget import LEAST, SECONDS, Pace, choose, cost
+from redrafter.scheduler.scheduler import CANCELLED, TURN, Scheduler
+from redrafter.scheduler.sequence import Job, Settings
+from redrafter.scheduler.waiting_queue import WaitingQueue
 
 GREEDY = KINDS["greedy"]
 
@@ -449,13 +449,13 @@ def test_one_client_cannot_fill_the_queue_for_all(engine):
     run(served, [])
 
 
-@pytest.mark.parametrize("where", ["scheduler.Scheduler._lease", "scheduler.choose", "rows.Rows.step"])
+@pytest.mark.parametrize("where", ["scheduler.Scheduler._lease", "scheduler.choose", "running_batch.Rows.step"])
 def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
     served = scheduler(engine, max_batch_size=2)
     jobs = [job(f"{n % 3}", [5 + n], 5) for n in range(10)]
     served.submit(*jobs)
     with monkeypatch.context() as patched:
-        patched.setattr(f"redrafter.serve.{where}", lambda *_, **__: 1 / 0)
+        patched.setattr(f"redrafter.scheduler.{where}", lambda *_, **__: 1 / 0)
         served.round()
     failed = [each for each in jobs if each.ended]
     assert 1 <= len(failed) <= 2 and served.waiting == 10 - len(failed)
@@ -481,7 +481,7 @@ def test_a_request_is_served_for_its_client_and_under_its_salt(engine):
 
     from redrafter import boxed_pair
     from redrafter.serve.metrics import Metrics
-    from redrafter.serve.protocol import LONGEST_SALT, CompletionRequest
+    from redrafter.serve.protocol.requests import LONGEST_SALT, CompletionRequest
     from redrafter.serve.service import Service
     from redrafter.serve.worker import Worker
 

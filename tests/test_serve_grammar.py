@@ -21,10 +21,10 @@ from processes import children, soon
 from test_serve import Program, offline, pair, text_of  # noqa: F401
 
 from redrafter import ArgumentError
-from redrafter.grammar_process import GrammarProcess
-from redrafter.grammar_zygotes import _zygote_of
+from redrafter.grammar.process import GrammarProcess
+from redrafter.grammar.zygotes import _zygote_of
+from redrafter.scheduler.scheduler import QueueFullError
 from redrafter.serve.grammars import COMPILERS, OF_ONE_CLIENT, Grammars
-from redrafter.serve.scheduler import QueueFullError
 
 TOKENIZER = tiny_tokenizer()
 QUICK = {"regex": "[ab]{3}"}

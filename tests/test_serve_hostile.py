@@ -14,10 +14,10 @@ pytest.importorskip("llguidance")
 
 from test_serve import Program
 
-from redrafter.serve.chat_reader import ChatReader
-from redrafter.serve.documented import ErrorAnswer
-from redrafter.serve.protocol import Tool, error_body
-from redrafter.serve.tools import called
+from redrafter.serve.chat.reader import ChatReader
+from redrafter.serve.chat.tools import called
+from redrafter.serve.protocol.requests import Tool, error_body
+from redrafter.serve.protocol.response_models import ErrorAnswer
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HALF = "\ud800"  # of a character

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine, boxed_pair
-from redrafter.serve.job import Job
-from redrafter.serve.prompt_scores import score
-from redrafter.target import Target
+from redrafter.scheduler.prompt_logprobs import score
+from redrafter.scheduler.sequence import Job
+from redrafter.target.target import Target
 
 GREEDY = KINDS["greedy"]
 
@@ -84,8 +84,8 @@ def test_chunks_and_neighbours_change_nothing(limits, apart, engine):
 
 def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypatch):
     served = scheduler(engine)
-    monkeypatch.setattr("redrafter.target.SHOWN_LOGITS", 7 * VOCAB)
-    monkeypatch.setattr("redrafter.serve.prompt_scores.NUMBERS", 3 * VOCAB)
+    monkeypatch.setattr("redrafter.target.target.SHOWN_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr("redrafter.scheduler.prompt_logprobs.NUMBERS", 3 * VOCAB)
     seen: list[int] = []
     hook = engine.model.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))
     mine = [scored_job(40), scored_job(31, seed=2)]

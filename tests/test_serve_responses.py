@@ -16,9 +16,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 from test_serve import SCHEMA, Program
 
-from redrafter.serve.protocol import ApiError
-from redrafter.serve.responses_protocol import ResponsesRequest, as_chat
-from redrafter.serve.responses_stream import response_events
+from redrafter.serve.answers.responses_stream import response_events
+from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.protocol.responses import ResponsesRequest, as_chat
 
 EVENTS = TypeAdapter(ResponseStreamEvent)
 TALK = {"input": "Tell me of the sea", "max_output_tokens": 24, "temperature": 0}

@@ -9,9 +9,9 @@ from test_scheduler import KINDS, alone, job, nothing_is_held, random_jobs, run,
 from conftest import tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine
 from redrafter.cli import main
-from redrafter.serve.job import Job
+from redrafter.scheduler.sequence import Job
 from redrafter.step import Plain
-from redrafter.target import Target
+from redrafter.target.target import Target
 
 
 def without_drafts(jobs: list[Job]) -> list[Job]:

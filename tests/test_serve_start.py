@@ -18,7 +18,7 @@ from fronts import FrontProgram, open_files
 
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.front import Front
+from redrafter.serve.network.front import Front
 
 Start = Callable[..., FrontProgram]
 

@@ -13,7 +13,7 @@ from test_serve import Program
 from transformers import AutoTokenizer
 
 from redrafter import boxed_pair
-from redrafter.serve.documented import ErrorAnswer
+from redrafter.serve.protocol.response_models import ErrorAnswer
 from redrafter.version import __version__
 
 

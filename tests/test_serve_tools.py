@@ -14,14 +14,14 @@ pytest.importorskip("llguidance")
 from llguidance.hf import from_tokenizer
 
 from redrafter import boxed_pair
-from redrafter.grammar_compiled import CompiledGrammar
-from redrafter.grammar_source import GrammarSource
-from redrafter.serve.answers import Choice
-from redrafter.serve.chat_answers import Chat
-from redrafter.serve.chat_reader import Call, ChatReader, Fragment, Span
-from redrafter.serve.job import Piece
-from redrafter.serve.protocol import ChatRequest
-from redrafter.serve.tool_schema import schema_of
+from redrafter.grammar.compiled import CompiledGrammar
+from redrafter.grammar.source import GrammarSource
+from redrafter.scheduler.sequence import Piece
+from redrafter.serve.answers.chat import Chat
+from redrafter.serve.answers.openai_format import Choice
+from redrafter.serve.chat.reader import Call, ChatReader, Fragment, Span
+from redrafter.serve.chat.tool_schema import schema_of
+from redrafter.serve.protocol.requests import ChatRequest
 
 F, G = '{"name": "f", "arguments": {"a": [1, {"b": "}\\"<tool_call>"}]}}', '{"name": "g", "parameters": {}}'
 FIRST = ("f", '{"a": [1, {"b": "}\\"<tool_call>"}]}')

@@ -8,9 +8,9 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from conftest import paged, row_texts, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import Engine
-from redrafter.cache import LayerShape, RaggedCache
-from redrafter.paged import PagedStore
-from redrafter.target import Target
+from redrafter.cache.dense import LayerShape, RaggedCache
+from redrafter.cache.paged import PagedStore
+from redrafter.target.target import Target
 
 NEW = 20
 SHAPE = LayerShape(2, 8, 8, torch.float32, torch.device("cpu"))

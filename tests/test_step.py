@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter.sampling import Sampler
+from redrafter.sampling.sampler import Sampler
 from redrafter.step import Plain, prefill, step
 
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique", "aten::item"}

@@ -7,10 +7,10 @@ from test_drafter import random_drafter
 
 from conftest import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
-from redrafter.checkpoint import check_fit
-from redrafter.supported import said_width
-from redrafter.target import Target
-from redrafter.train.new import new_drafter
+from redrafter.checkpoints.loading import check_fit
+from redrafter.target.supported import said_width
+from redrafter.target.target import Target
+from redrafter.train.init_drafter import new_drafter
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import TrainConfig
 

@@ -4,9 +4,9 @@ from torch import nn
 
 from conftest import ARCHITECTURES, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import CheckpointError, UnsupportedError
-from redrafter.paged import PagedCache, PagedStore
-from redrafter.target import Target
-from redrafter.tree import tree_of
+from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.target.target import Target
+from redrafter.tree.token_tree import tree_of
 
 
 @pytest.mark.parametrize(

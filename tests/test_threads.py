@@ -10,7 +10,7 @@ from test_drafter import random_drafter
 
 from conftest import in_threads, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine, PromptLookup
-from redrafter.captured import StepGraphs
+from redrafter.engine.cuda_graphs import StepGraphs
 
 THREADS, ROUNDS = 6, 2
 WAYS = [

@@ -16,13 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from redrafter import DrafterConfig, RecurrentDrafter, ReDrafter
+from redrafter.data.documents import documents
+from redrafter.data.rows import read_rows
+from redrafter.data.windows import Windows
 from redrafter.errors import ArgumentError
-from redrafter.target import Target
+from redrafter.target.target import Target
+from redrafter.train.bad_rows import told
 from redrafter.train.config import parse, shown_command
-from redrafter.train.culprit import told
-from redrafter.train.data.documents import documents
-from redrafter.train.data.rows import read_rows
-from redrafter.train.data.windows import Windows
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.walk import HeldOut
 from redrafter.train.loss import Losses, Unroll, weight

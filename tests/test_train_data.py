@@ -12,10 +12,10 @@ from chats import CHAT, FORGETFUL, LLAMA_LIKE, tiny_tokenizer, write
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from redrafter.data.documents import documents, prompts, show_sample
+from redrafter.data.rows import Row, fingerprint, read_rows
+from redrafter.data.windows import Batch, Document, Windows, best_fit
 from redrafter.errors import CheckpointError, MismatchError
-from redrafter.train.data.documents import documents, prompts, show_sample
-from redrafter.train.data.rows import Row, fingerprint, read_rows
-from redrafter.train.data.windows import Batch, Document, Windows, best_fit
 from redrafter.train.loss import targets
 
 SHARED = {
@@ -92,7 +92,7 @@ def test_rows_of_every_kind_keep_their_order_when_tokenized_together(tmp_path, m
     tokenizer = tiny_tokenizer()
     alone = [document for row in rows for document in documents([row], tokenizer)]
     for size in (1, 30, 10_000):
-        monkeypatch.setattr("redrafter.train.data.documents.GROUP", size)
+        monkeypatch.setattr("redrafter.data.documents.GROUP", size)
         assert list(documents(rows, tokenizer)) == alone
     assert [learnt(document) for document in alone[::4]] == ["first", "last"]
     assert learnt(alone[1]) == "yes</s>\nno</s>\n" and "<|system|>\nbe kind" in tokenizer.decode(alone[1].ids)

@@ -15,10 +15,10 @@ from accelerate.tracking import GeneralTracker
 from test_train import batches_of, command, random_drafter, tiny_model, tiny_tokenizer
 
 from redrafter import RecurrentDrafter
+from redrafter.data.windows import Document, Windows
 from redrafter.train import provenance
+from redrafter.train.bad_rows import told
 from redrafter.train.config import LENGTH, TrainConfig, parse
-from redrafter.train.culprit import told
-from redrafter.train.data.windows import Document, Windows
 from redrafter.train.loop import train
 from redrafter.train.plan import last_step, outline, row_length
 from redrafter.train.progress import Console, Numbers

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from redrafter.errors import ArgumentError
-from redrafter.tree import chain, check_size, keep_best, tree_of
+from redrafter.tree.token_tree import chain, check_size, keep_best, tree_of
 
 
 def test_ancestors_are_the_closure_of_parents():

@@ -6,10 +6,10 @@ import pytest
 
 from redrafter import ReDrafter, boxed_pair
 from redrafter.bench.tune import BEHIND, Timing, Tuner, candidates, choose, table
-from redrafter.checkpoint import TreeShape
+from redrafter.checkpoints.loading import TreeShape
 from redrafter.cli import main
+from redrafter.engine.tuning import Tuning
 from redrafter.step import Plain
-from redrafter.tuning import Tuning
 
 SMALL, LARGE = TreeShape(1, 3, 4), TreeShape(5, 5, 26)
 

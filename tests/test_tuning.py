@@ -8,12 +8,19 @@ import torch
 
 from conftest import CONTEXT, VOCAB, tiny_drafter, uneven_batch
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
-from redrafter.checkpoint import TreeShape
-from redrafter.cli.loading import Pair
-from redrafter.cli.options import LoadOptions
+from redrafter.app.loading import Pair
+from redrafter.app.options import LoadOptions
+from redrafter.checkpoints.loading import TreeShape
+from redrafter.engine.tuning import (
+    Tuning,
+    default_shape,
+    device_name,
+    drafter_fingerprint,
+    target_fingerprint,
+    tuning_path,
+)
 from redrafter.step import Plain
-from redrafter.target import Target
-from redrafter.tuning import Tuning, default_shape, device_name, drafter_fingerprint, target_fingerprint, tuning_path
+from redrafter.target.target import Target
 
 SHAPES = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
 

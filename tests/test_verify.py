@@ -2,9 +2,9 @@ import itertools
 
 import torch
 
-from redrafter.noise import gumbel
-from redrafter.tree import chain, tree_of
-from redrafter.verify import accept
+from redrafter.sampling.noise import gumbel
+from redrafter.tree.accept import accept
+from redrafter.tree.token_tree import chain, tree_of
 
 
 def small_tree(tokens):

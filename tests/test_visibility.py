@@ -5,9 +5,9 @@ import torch
 
 from conftest import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import UnsupportedError
-from redrafter.attention_probe import probe_attention
-from redrafter.mask import AttentionKind
-from redrafter.target import Target
+from redrafter.attention.mask import AttentionKind
+from redrafter.target.attention_probe import probe_attention
+from redrafter.target.target import Target
 
 NEW = 24
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -10,8 +10,8 @@ from test_scheduler import alone, job, nothing_is_held, scheduler
 
 from conftest import tiny_drafter, tiny_model, with_tree
 from redrafter import Engine
+from redrafter.scheduler.sequence import Settings
 from redrafter.serve import worker as worker_module
-from redrafter.serve.job import Settings
 from redrafter.serve.worker import SlowConsumerError, Stopped, Worker
 
 GREEDY = Settings(temperature=0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from redrafter.mask import AttentionKind
-from redrafter.target import Target
+from redrafter.attention.mask import AttentionKind
+from redrafter.target.target import Target
 from zoo import check as checking
 from zoo.check import CRASHED, DIFFERENT, EQUAL, REFUSED, UNMADE, Outcome, check
 from zoo.report import counts, line

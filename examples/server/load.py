@@ -11,7 +11,7 @@ import time
 
 import httpx
 
-from redrafter.bench.prompts import read_prompts
+from redrafter.measure.prompts import read_prompts
 
 
 async def ask(client: httpx.AsyncClient, body: dict) -> tuple[float, int, dict]:

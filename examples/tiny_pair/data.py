@@ -20,8 +20,8 @@ from typing import Any
 from recipe import UserError
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.data.rows import open_lines
 from redrafter.errors import CheckpointError
-from redrafter.train.data.rows import open_lines
 
 Row = dict[str, Any]
 ROLES = ("system", "user", "assistant")

@@ -26,7 +26,7 @@ import torch
 from recipe import TINY, Recipe, UserError
 from transformers.utils import logging
 
-from redrafter.flags import add_options, read_options
+from redrafter.app.flags import add_options, read_options
 
 # In order. A stage is a module with `make(recipe, into) -> facts`: it reads what the stages before it left in
 # `recipe.out`, writes a file or a folder at the path `into`, and returns what it measured. Its name is the module's,

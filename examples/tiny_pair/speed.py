@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 from redrafter import PromptLookup, ReDrafter, boxed_pair
-from redrafter.bench.prompts import encode, read_prompts
-from redrafter.checkpoint import load_tokenizer
+from redrafter.checkpoints.loading import load_tokenizer
+from redrafter.measure.prompts import encode, read_prompts
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 source = parser.add_mutually_exclusive_group(required=True)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from redrafter import Engine
 from redrafter.step import Plain
-from redrafter.target import Target
+from redrafter.target.target import Target
 
 TEMPERATURES = (0.4, 0.7, 1.0, 1.0)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from redrafter.proposer import RecurrentProposer
-from redrafter.sampling import Sampler
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.sampling.sampler import Sampler
 from redrafter.step import AnyCache, State
-from redrafter.tree import Tree
+from redrafter.tree.token_tree import Tree
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from redrafter.document import write_figure
 from redrafter.errors import ArgumentError
+from redrafter.files.atomic_file import write_figure
 
 __all__ = ["check_plots", "draw"]
 

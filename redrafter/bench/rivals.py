@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from redrafter.bench.workload import Workload, padded
 from redrafter.errors import ArgumentError, first_line
+from redrafter.measure.workload import Workload, padded
 
 __all__ = ["RIVALS", "Rival", "check_names", "measure_rivals"]
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from redrafter.bench.measure import Throughput, measure
-from redrafter.bench.parts import Parts, measure_head, measure_parts, random_drafter
 from redrafter.bench.plot import draw
-from redrafter.bench.report import Report, Table
 from redrafter.bench.rivals import measure_rivals
-from redrafter.bench.timing import Bandwidth, copy_bandwidth
-from redrafter.bench.workload import Workload
+from redrafter.bench.speedup import Throughput, measure
+from redrafter.bench.step_parts import Parts, measure_head, measure_parts, random_drafter
+from redrafter.measure.report import Report, Table
+from redrafter.measure.timing import Bandwidth, copy_bandwidth
+from redrafter.measure.workload import Workload
 
 __all__ = ["Plan", "run_suite"]
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from redrafter.checkpoint import TreeShape
-from redrafter.decoding import decode
+from redrafter.checkpoints.loading import TreeShape
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.engine.decoding import decode
+from redrafter.engine.outputs import GenerateOutput
+from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
-from redrafter.outputs import GenerateOutput
-from redrafter.processors import RowTemperature
-from redrafter.proposer import RecurrentProposer
-from redrafter.redrafter import ReDrafter
-from redrafter.request import Request
-from redrafter.sampling import Sampler
+from redrafter.sampling.hf_processors import RowTemperature
+from redrafter.sampling.sampler import Sampler
 from redrafter.step import Proposer
 
 __all__ = ["Timing", "Tuner", "candidates", "choose", "table"]

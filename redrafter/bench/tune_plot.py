@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.bench.tune import Timing
-from redrafter.checkpoint import TreeShape
-from redrafter.document import check_writable, write_figure
+from redrafter.checkpoints.loading import TreeShape
 from redrafter.errors import ArgumentError
+from redrafter.files.atomic_file import check_writable, write_figure
 
 __all__ = ["check_plot", "plot"]
 

@@ -7,8 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from redrafter.cli.parser import build_parser
-from redrafter.cli.program import guarded
+from redrafter.app.parser import build_parser
+from redrafter.app.program import guarded
 
 __all__ = ["main"]
 

@@ -4,24 +4,24 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from redrafter.bench.facts import facts, head
-from redrafter.bench.pad import SHAPES, describe, pad_drafter, pad_model, unmasked
+from redrafter.app.flags import read_options
+from redrafter.app.loading import Pair
+from redrafter.app.options import BenchOptions, LoadOptions
+from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
 from redrafter.bench.plot import check_plots
-from redrafter.bench.prompts import encode, read_prompts
-from redrafter.bench.report import Report
 from redrafter.bench.rivals import check_names
 from redrafter.bench.suite import Plan, run_suite
-from redrafter.bench.workload import Workload
-from redrafter.checkpoint import TreeShape
-from redrafter.cli.loading import Pair
-from redrafter.cli.options import BenchOptions, LoadOptions
-from redrafter.document import check_writable
+from redrafter.checkpoints.loading import TreeShape
+from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError
-from redrafter.flags import read_options
-from redrafter.kinds import check_place
-from redrafter.redrafter import ReDrafter
-from redrafter.target import Target
-from redrafter.tuning import find_tuning
+from redrafter.files.atomic_file import check_writable
+from redrafter.files.checkpoint_kind import check_place
+from redrafter.measure.facts import facts, head
+from redrafter.measure.prompts import encode, read_prompts
+from redrafter.measure.report import Report
+from redrafter.measure.workload import Workload
+from redrafter.target.target import Target
 
 __all__ = ["run"]
 

@@ -5,13 +5,13 @@ import contextlib
 import sys
 from dataclasses import dataclass, field
 
-from redrafter.cli.loading import Pair, Run, Template
-from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.app.flags import read_options
+from redrafter.app.loading import Pair, Run, Template
+from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.app.program import report
 from redrafter.cli.printer import Printer, use_color
-from redrafter.cli.program import report
+from redrafter.engine.outputs import GenerateStats, Stats
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.flags import read_options
-from redrafter.outputs import GenerateStats, Stats
 
 __all__ = ["History", "run"]
 

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from redrafter.bench.facts import hardware, versions
-from redrafter.bench.prompts import encode, read_prompts
-from redrafter.bench.report import Report
-from redrafter.checkpoint import holds_drafter, load_tokenizer
+from redrafter.app.engines import DRAFT_MODEL, DRAFTER, LOOKUP, WAYS, check_flags, drafts_by, load_engine, shape
+from redrafter.app.flags import read_options
+from redrafter.app.loading import Pair, Run, checked
+from redrafter.app.options import CompareOptions, DraftOptions, GenerationOptions, LoadOptions
+from redrafter.checkpoints.loading import holds_drafter, load_tokenizer
 from redrafter.cli.differences import Difference, find_differences, parting
-from redrafter.cli.engines import DRAFT_MODEL, DRAFTER, LOOKUP, WAYS, check_flags, drafts_by, load_engine, shape
-from redrafter.cli.loading import Pair, Run, checked
-from redrafter.cli.options import CompareOptions, DraftOptions, GenerationOptions, LoadOptions
-from redrafter.document import check_writable
+from redrafter.engine.outputs import GenerateStats, Stats
 from redrafter.errors import ArgumentError
-from redrafter.flags import read_options
-from redrafter.outputs import GenerateStats, Stats
+from redrafter.files.atomic_file import check_writable
+from redrafter.measure.facts import hardware, versions
+from redrafter.measure.prompts import encode, read_prompts
+from redrafter.measure.report import Report
 
 __all__ = ["run"]
 

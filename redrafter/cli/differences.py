@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from redrafter.cli.loading import Pair
-from redrafter.cli.options import GenerationOptions
-from redrafter.noise import gumbel
-from redrafter.outputs import GenerateOutput
+from redrafter.app.loading import Pair
+from redrafter.app.options import GenerationOptions
+from redrafter.engine.outputs import GenerateOutput
+from redrafter.sampling.noise import gumbel
 
 __all__ = ["Difference", "find_differences", "parting", "tolerance"]
 

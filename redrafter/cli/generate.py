@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from redrafter.bench.divergence import first_difference
-from redrafter.bench.facts import versions
-from redrafter.cli.engines import shape
-from redrafter.cli.loading import Pair, Run, Template
-from redrafter.cli.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.app.engines import shape
+from redrafter.app.flags import read_options
+from redrafter.app.loading import Pair, Run, Template
+from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.cli.printer import Printer, use_color
+from redrafter.engine.outputs import Stats
 from redrafter.errors import ArgumentError
-from redrafter.flags import read_options
-from redrafter.outputs import Stats
+from redrafter.measure.divergence import first_difference
+from redrafter.measure.facts import versions
 
 __all__ = ["run"]
 

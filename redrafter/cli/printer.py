@@ -6,7 +6,7 @@ from typing import TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.detokenizer import Detokenizer
+from redrafter.engine.detokenizer import Detokenizer
 
 __all__ = ["Printer", "use_color"]
 

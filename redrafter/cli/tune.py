@@ -13,18 +13,18 @@ from typing import Any
 import torch
 import transformers
 
-from redrafter.bench.prompts import encode, read_prompts
+from redrafter.app.flags import read_options
+from redrafter.app.loading import Pair
+from redrafter.app.options import LoadOptions, TuneOptions
 from redrafter.bench.tune import Tuner, candidates, choose, table
 from redrafter.bench.tune_plot import check_plot, plot
-from redrafter.checkpoint import TreeShape
-from redrafter.cli.loading import Pair
-from redrafter.cli.options import LoadOptions, TuneOptions
-from redrafter.document import check_writable
+from redrafter.checkpoints.loading import TreeShape
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.engine.recurrent import ReDrafter
+from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
 from redrafter.errors import ArgumentError
-from redrafter.flags import read_options
-from redrafter.proposer import RecurrentProposer
-from redrafter.redrafter import ReDrafter
-from redrafter.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
+from redrafter.files.atomic_file import check_writable
+from redrafter.measure.prompts import encode, read_prompts
 from redrafter.version import __version__
 
 __all__ = ["run"]

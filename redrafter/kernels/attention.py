@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.blocks import BLOCK
+from redrafter.cache.block_manager import BLOCK
 from redrafter.kernels.launch import follows_closely
 
 __all__ = ["tree_attention"]
@@ -239,7 +239,7 @@ def tree_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`redrafter.attention.tree_attention` on a GPU; the same arguments."""
+    """`redrafter.attention.tree_attention.tree_attention` on a GPU; the same arguments."""
     rows = length.shape[0] - 1
     all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
     nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)

@@ -68,7 +68,7 @@ def _choose(
 
 
 def pick(scores: Tensor, total: Tensor, wide: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`redrafter.beam.pick` on a GPU; the same arguments."""
+    """`redrafter.tree.beam_search.pick` on a GPU; the same arguments."""
     rows, beams, vocab = scores.shape
     scores = scores.contiguous()
     chunks = triton.cdiv(vocab, CHUNK)

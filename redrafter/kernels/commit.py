@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.blocks import BLOCK
+from redrafter.cache.block_manager import BLOCK
 
 __all__ = ["commit"]
 

@@ -33,7 +33,7 @@ def _noise(STREAM, OUT, vocab, CHUNK: tl.constexpr):
 
 
 def gumbel(stream: Tensor, vocab: int) -> Tensor:
-    """`redrafter.noise.gumbel` of ids 0 to `vocab` - 1, from the starts of its streams `[B, P]` int64. Returns
+    """`redrafter.sampling.noise.gumbel` of ids 0 to `vocab` - 1, from the starts of its streams `[B, P]` int64. Returns
     `[B, P, V]` float32."""
     out = torch.empty(*stream.shape, vocab, dtype=torch.float32, device=stream.device)
     grid = (stream.numel(), triton.cdiv(vocab, CHUNK))

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from redrafter.cli.engines import PLAIN, can_draft, shape
-from redrafter.cli.loading import Pair
-from redrafter.cli.options import DraftOptions, LoadOptions
-from redrafter.cli.parser import Parser
-from redrafter.cli.program import guarded
-from redrafter.cli.templates import read_template
-from redrafter.draft_target import DraftTarget
+from redrafter.app.engines import PLAIN, can_draft, shape
+from redrafter.app.flags import add_options, own_name, read_options
+from redrafter.app.loading import Pair
+from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.app.parser import Parser
+from redrafter.app.program import guarded
+from redrafter.app.templates import read_template
+from redrafter.engine.draft_target import DraftTarget
+from redrafter.engine.options import MOST_ROWS
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.flags import add_options, own_name, read_options
-from redrafter.options import MOST_ROWS
-from redrafter.serve.api_keys import ENVIRONMENT, ApiKeys, collect_keys
 from redrafter.serve.config import LIMITS, ServeOptions, config_beside, read_config
+from redrafter.serve.network.api_keys import ENVIRONMENT, ApiKeys, collect_keys
 
 __all__ = ["Server", "main"]
 
@@ -38,11 +38,11 @@ class Server:
     keys: ApiKeys = field(default_factory=ApiKeys)
 
     def __post_init__(self) -> None:
-        from redrafter.captured import StepGraphs
-        from redrafter.serve.app import create_app
-        from redrafter.serve.guard import Admission
+        from redrafter.engine.cuda_graphs import StepGraphs
+        from redrafter.scheduler.scheduler import Scheduler
         from redrafter.serve.metrics import Metrics
-        from redrafter.serve.scheduler import Scheduler
+        from redrafter.serve.network.guard import Admission
+        from redrafter.serve.routes.app import create_app
         from redrafter.serve.service import Service
         from redrafter.serve.worker import Worker
 
@@ -189,8 +189,8 @@ def _load(options: ServeOptions, load: LoadOptions, draft: DraftOptions, templat
 
 
 def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int:
-    from redrafter.serve.front import Front
     from redrafter.serve.log import start_logging
+    from redrafter.serve.network.front import Front
 
     start_logging(options.log_format, options.log_level)
 

@@ -8,11 +8,11 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from redrafter.checkpoint import file_beside
+from redrafter.app.flags import flag, names, option
+from redrafter.checkpoints.loading import file_beside
 from redrafter.errors import ArgumentError
-from redrafter.flags import flag, names, option
-from redrafter.serve.api_keys import ENVIRONMENT
-from redrafter.serve.scheduler import Limits
+from redrafter.scheduler.scheduler import Limits
+from redrafter.serve.network.api_keys import ENVIRONMENT
 from redrafter.spelling import nearest
 
 __all__ = ["LIMITS", "ServeOptions", "config_beside", "read_config"]

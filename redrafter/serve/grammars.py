@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 from redrafter.errors import ArgumentError
-from redrafter.grammar import Grammar
-from redrafter.grammar_process import GrammarProcess
-from redrafter.grammar_source import GrammarSource
-from redrafter.serve.scheduler import QueueFullError
+from redrafter.grammar.grammar import Grammar
+from redrafter.grammar.process import GrammarProcess
+from redrafter.grammar.source import GrammarSource
+from redrafter.scheduler.scheduler import QueueFullError
 
 __all__ = ["Grammars"]
 

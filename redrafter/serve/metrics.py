@@ -7,8 +7,8 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from redrafter.serve.job import Finish, Job, Piece
-from redrafter.serve.scheduler import Scheduler
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import Finish, Job, Piece
 
 __all__ = ["Metrics"]
 

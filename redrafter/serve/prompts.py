@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.serve.chat_template import THINK, ChatTemplate
-from redrafter.serve.control_tokens import ControlTokens, marker_for
-from redrafter.serve.protocol import ApiError, ChatRequest, Message, ToolCall
-from redrafter.serve.tools import described, templated
+from redrafter.serve.chat.control_tokens import ControlTokens, marker_for
+from redrafter.serve.chat.template import THINK, ChatTemplate
+from redrafter.serve.chat.tools import described, templated
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, Message, ToolCall
 
 __all__ = ["ChatPrompt", "Prompts"]
 

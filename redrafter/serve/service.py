@@ -10,19 +10,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.grammar import Grammar
-from redrafter.serve.answers import Choice, Completion, answer, stream, told, with_cuts_told
-from redrafter.serve.chat_answers import Chat
+from redrafter.engine.stopping import end_tokens
+from redrafter.grammar.grammar import Grammar
+from redrafter.scheduler.sequence import Settings
+from redrafter.serve.answers.chat import Chat
+from redrafter.serve.answers.openai_format import Choice, Completion, answer, stream, told, with_cuts_told
+from redrafter.serve.answers.prompt_logprobs import check_scores, prompt_logprobs
+from redrafter.serve.answers.text import StopStrings, text_of
+from redrafter.serve.chat.tool_schema import schema_of
 from redrafter.serve.grammars import Grammars
-from redrafter.serve.job import Settings
 from redrafter.serve.metrics import Metrics
-from redrafter.serve.prompt_answers import check_scores, prompt_logprobs
 from redrafter.serve.prompts import Prompts
-from redrafter.serve.protocol import MOST_PROMPTS, ApiError, ChatRequest, CompletionRequest, StreamOptions
-from redrafter.serve.text import StopStrings, text_of
-from redrafter.serve.tool_schema import schema_of
+from redrafter.serve.protocol.requests import MOST_PROMPTS, ApiError, ChatRequest, CompletionRequest, StreamOptions
 from redrafter.serve.worker import Worker
-from redrafter.stopping import end_tokens
 
 __all__ = ["Service"]
 

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from redrafter.blocks import BlockPool
-from redrafter.serve.job import Job, Settings
-from redrafter.serve.pace import Pace
-from redrafter.serve.rows import NARROW
-from redrafter.serve.scheduler import Scheduler
+from redrafter.cache.block_manager import BlockPool
+from redrafter.scheduler.prefill_budget import Pace
+from redrafter.scheduler.running_batch import NARROW
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import Job, Settings
 
 __all__ = ["warm_up"]
 

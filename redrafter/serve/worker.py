@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from redrafter.errors import ReDrafterError
-from redrafter.serve.job import Job, Piece, Settings
-from redrafter.serve.scheduler import Scheduler
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import Job, Piece, Settings
 
 __all__ = ["SlowConsumerError", "Stopped", "Worker"]
 

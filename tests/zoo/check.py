@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from conftest import Scripted, paged, row_texts, tiny_drafter
 from redrafter import Engine, ReDrafter, ReDrafterError
-from redrafter.checkpoint import TreeShape
-from redrafter.target import Target
+from redrafter.checkpoints.loading import TreeShape
+from redrafter.target.target import Target
 
 from .configs import VOCAB, tiny_config
 from .variants import Variant

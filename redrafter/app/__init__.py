@@ -1,0 +1,1 @@
+"""What all commands share: flags, parsing, loading, errors and exit codes."""

@@ -1,0 +1,90 @@
+"""Tell positions to attention code that reads them off the cache.
+
+Two architectures of transformers take a token's position from its slot: GPT-Neo masks by slot, Llama-4 scales queries
+by the length of the cache. In a tree, slots and positions differ, and rows of a batch have lengths of their own. While
+a forward runs, stand-ins on those attention modules answer by position; afterwards the model is as it was.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redrafter.attention.mask import AttentionKind
+
+__all__ = ["by_position", "slot_readers"]
+
+Seen = Callable[[AttentionKind], Tensor]  # what each new node sees under a kind of attention, `[B, M, S]` bool
+
+
+def slot_readers(model: nn.Module) -> list[Any]:
+    """Return the attention modules of a model that take positions from the cache."""
+    return [module for module in model.modules() if type(module).__name__ in _STAND_INS]
+
+
+@contextmanager
+def by_position(modules: Sequence[Any], positions: Tensor, seen: Seen | None = None) -> Iterator[None]:
+    """Let these modules answer by position inside the context.
+
+    Args:
+        modules: what `slot_readers` found.
+        positions: `[B, M]` int64, of the new nodes.
+        seen: what each new node sees under a kind of attention; None where attention is ours and needs no mask.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_STAND_INS[type(module).__name__](module, positions, seen))
+        yield
+
+
+class _SlotMask:
+    """Stands for GPT-Neo's mask `[1, 1, context, context]`: whatever part of it is asked for, answers by position."""
+
+    def __init__(self, seen: Tensor):
+        self._seen = seen
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self._seen
+
+
+@contextmanager
+def _mask_by_position(module: Any, positions: Tensor, seen: Seen | None) -> Iterator[None]:
+    """Let a GPT-Neo layer mask by position; a local one looks back `window_size` positions."""
+    assert seen is not None, "GPT-Neo's attention cannot be replaced"
+    window = module.config.window_size if module.attention_type == "local" else None
+    buffers, mask = module._buffers, module._buffers["bias"]
+    buffers["bias"] = _SlotMask(seen(AttentionKind(window=window))[:, None].to(mask.device))
+    try:
+        yield
+    finally:
+        buffers["bias"] = mask
+
+
+@contextmanager
+def _scale_by_position(module: Any, positions: Tensor, seen: Seen | None) -> Iterator[None]:
+    """Let a Llama-4 layer without rope scale its queries by position (temperature tuning, arXiv 2501.19399)."""
+    if module.use_rope or not module.attn_temperature_tuning:
+        yield
+        return
+
+    def scale(_: nn.Module, __: Any, queries: Tensor) -> Tensor:
+        steps = torch.floor((positions.to(queries.device).float() + 1) / module.floor_scale)  # [B, M]
+        scales = torch.log1p(steps) * module.attn_scale + 1
+        return (queries * scales[..., None]).to(queries.dtype)
+
+    tuning = module.attn_temperature_tuning
+    module.attn_temperature_tuning = False
+    hook = module.q_proj.register_forward_hook(scale)
+    try:
+        yield
+    finally:
+        hook.remove()
+        module.attn_temperature_tuning = tuning
+
+
+_STAND_INS: dict[str, Callable[[Any, Tensor, Seen | None], Any]] = {
+    "GPTNeoSelfAttention": _mask_by_position,
+    "Llama4TextAttention": _scale_by_position,
+}

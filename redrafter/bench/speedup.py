@@ -1,0 +1,133 @@
+"""Plain decoding and speculation in turn, on the same prompts."""
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.measure.divergence import Equality, compare
+from redrafter.measure.floors import resident_bytes
+from redrafter.measure.workload import Run, Workload
+
+__all__ = ["Memory", "Throughput", "Way", "measure", "peak_memory"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of decoding; medians over repeats. first_request_s: the first call of all, which compiles and captures.
+    ttft_ms: to the first token of a batch. tpot_ms: per token after it, of a row. step_wall_ms: per step of a batch."""
+
+    first_request_s: float
+    tokens_per_second: float
+    ttft_ms: float
+    tpot_ms: float
+    steps: int
+    step_wall_ms: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of the GPU, at most, in bytes. beyond: allocated beside weights and pools of keys and values. reserved: by torch,
+    beside the same two; it holds the captured graphs' memory too."""
+
+    weights: int
+    pools: int
+    beyond: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """One batch size. tokens: written per repeat and way. shape: of the tree; None where speculation is off.
+
+    speedup: the median of the repeats' own ratios. accepted_by_depth: entry d is the share of steps in which at least
+    d + 1 drafts became output.
+    """
+
+    batch_size: int
+    batches: int
+    tokens: int
+    shape: dict[str, int] | None
+    plain: Way
+    speculative: Way
+    speedup: float
+    tokens_per_step: float
+    accepted_by_depth: list[float]
+    equality: Equality
+    memory: Memory | None
+
+
+def measure(work: Workload, rows: int, repeats: int) -> Throughput:
+    """Every batch both ways, one after the other; which goes first changes with each repeat."""
+    batches = work.batches(rows)
+    ways = (False, True)  # speculate
+    first = {way: work.run(batches[0], way).seconds for way in ways}
+    if work.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(work.device)
+    runs: dict[bool, list[list[Run]]] = {way: [] for way in ways}  # by way, repeat and batch
+    for repeat in range(repeats):
+        for way in ways:
+            runs[way].append([])
+        for index, batch in enumerate(batches):
+            for way in ways if repeat % 2 == 0 else ways[::-1]:
+                runs[way][-1].append(work.run(batch, way, seed=index * rows))
+    memory = peak_memory(work)
+    plain, speculative = (_way(work, runs[way], first[way]) for way in ways)
+    ratios = [_seconds(a) / _seconds(b) for a, b in zip(runs[False], runs[True], strict=True)]
+    stats = [run.stats for run in runs[True][0]]
+    steps, emitted = sum(s.steps for s in stats), sum(s.emitted for s in stats)
+    depths = zip(*(s.accepted_by_depth for s in stats), strict=True)
+    texts = [[row for run in runs[way][0] for row in run.tokens] for way in ways]
+    return Throughput(
+        batch_size=rows,
+        batches=len(batches),
+        tokens=sum(run.count for run in runs[True][0]),
+        shape=_shape(work, rows),
+        plain=plain,
+        speculative=speculative,
+        speedup=statistics.median(ratios),
+        tokens_per_step=emitted / steps,
+        accepted_by_depth=[sum(depth) / steps for depth in depths],
+        equality=compare(work, *texts),
+        memory=memory,
+    )
+
+
+def _way(work: Workload, repeats: list[list[Run]], first: float) -> Way:
+    rest = [sum(run.seconds - run.first for run in runs) for runs in repeats]
+    steps = [sum(run.steps for run in runs) for runs in repeats]
+    return Way(
+        first_request_s=first,
+        tokens_per_second=statistics.median(sum(run.count for run in runs) / _seconds(runs) for runs in repeats),
+        ttft_ms=1e3 * statistics.median(run.first for runs in repeats for run in runs),
+        tpot_ms=1e3 * statistics.median(rest) / (len(repeats[0]) * (work.max_new_tokens - 1)),
+        steps=steps[0],
+        step_wall_ms=1e3 * statistics.median(r / s for r, s in zip(rest, steps, strict=True)),
+    )
+
+
+def _seconds(runs: list[Run]) -> float:
+    return sum(run.seconds for run in runs)
+
+
+def _shape(work: Workload, rows: int) -> dict[str, int] | None:
+    proposer = work.proposer(rows, speculate=True)
+    if not isinstance(proposer, RecurrentProposer):
+        return None
+    return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
+
+
+def peak_memory(work: Workload) -> Memory | None:
+    """Since the peak was last reset; None on a CPU."""
+    if work.device.type != "cuda":
+        return None
+    weights = resident_bytes(work.engine.model, work.engine.drafter)
+    graphs = work.engine._graphs
+    pools = 0 if graphs is None else sum(pool.nbytes for pool in graphs.store.pools)
+    return Memory(
+        weights=weights,
+        pools=pools,
+        beyond=torch.cuda.max_memory_allocated(work.device) - weights - pools,
+        reserved=torch.cuda.max_memory_reserved(work.device) - weights - pools,
+    )

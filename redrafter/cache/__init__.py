@@ -1,0 +1,1 @@
+"""Keys and values of committed tokens: in one tensor per layer, or in blocks that rows share."""

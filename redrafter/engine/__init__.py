@@ -1,0 +1,1 @@
+"""`generate`: one call from its arguments to its tokens."""

@@ -1,0 +1,274 @@
+"""Steps captured in CUDA graphs: one launch and one small read each."""
+
+import gc
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redrafter.cache.block_manager import BLOCK, BlockPool
+from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.engine.options import MOST_ROWS, EngineOptions
+from redrafter.errors import ArgumentError, first_line
+from redrafter.sampling.hf_processors import RowTemperature
+from redrafter.sampling.sampler import Sampler
+from redrafter.step import Proposer, State, step
+from redrafter.target.adapters import active_adapters
+from redrafter.target.target import Target
+from redrafter.tree.token_tree import chain
+
+__all__ = ["CapturedStep", "StepGraphs", "bucket", "capture", "new_state", "prepare"]
+
+_LOG = logging.getLogger(__name__)
+LONGEST = 32768  # tokens of a text, where nothing says how long texts become
+SHORTEST = 2048  # positions that a kept step has room for at least; longer ones are kept for every power of two
+RECOMPILES = 64  # of one function, before torch.compile gives up on it
+SLACK = 256  # slots of a row beyond its text: the tree, and what a last step overshoots
+
+
+def bucket(rows: int) -> int:
+    """Rows that a step is captured for: the next power of two up to 64, then the next multiple of 64."""
+    return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64
+
+
+def capture(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """`run` as a CUDA graph, after two calls that pay for what only first calls pay for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    collecting = gc.isenabled()
+    gc.disable()  # what it would free may be a graph, and freeing one ends the process while another is captured
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+    finally:
+        if collecting:
+            gc.enable()
+    return graph
+
+
+class CapturedStep:
+    """One step over buffers that stay where they are: fill them in, replay, read the report.
+
+    state, sampler, cache: the buffers of `rows` rows; a row that is not active stands still on the block that belongs
+    to nobody. draft_cache: the draft model's, on the same table of blocks. drawn: what the last replay drew. graph:
+    None when the step cannot be captured; it then runs as it is.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        proposer: Proposer,
+        target: Target,
+        cache: PagedCache,
+        sampler: Sampler,
+        draft_cache: PagedCache | None = None,
+    ):
+        self.state, self.proposer, self.target, self.sampler = state, proposer, target, sampler
+        self.cache, self.draft_cache = cache, draft_cache
+        on_gpu = target.device.type == "cuda"
+        self.host = torch.zeros(len(state.length), proposer.depth + 2, dtype=torch.long, pin_memory=on_gpu)
+        self.done = torch.cuda.Event() if on_gpu else None
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """The step itself, in place."""
+        state, self.drawn = step(self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache)
+        self.state.length.copy_(state.length)
+        self.state.hidden.copy_(state.hidden)
+        self.host.copy_(self.drawn.report(), non_blocking=True)
+
+    def replay(self) -> None:
+        """One step, without waiting for it."""
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+        if self.done is not None:
+            self.done.record()
+
+    def read(self) -> list[list[int]]:
+        """Wait for the step; its report, per row the tokens and the accepted length."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.host.tolist()
+
+    def load(self, state: State, table: Tensor, sampler: Sampler) -> None:
+        """Put a batch into the buffers. Rows past it stand still."""
+        rows = len(state.length)
+        self.state.active.zero_()
+        self.cache.table.zero_()
+        blocks = min(table.shape[1], self.cache.table.shape[1])  # what is cut off belongs to no row that is left
+        self.cache.table[:rows, :blocks] = table[:, :blocks]
+        self.state.length.zero_()
+        for mine, theirs in (
+            (self.state.tokens[:, : state.tokens.shape[1]], state.tokens[:, : self.state.tokens.shape[1]]),
+            (self.state.length, state.length),
+            (self.state.hidden, state.hidden),
+            (self.state.active, state.active),
+            (self.sampler.prompt, sampler.prompt),
+            (self.sampler.limit, sampler.limit),
+            (self.sampler.temperature, sampler.temperature),
+            (self.sampler.seeds, sampler.seeds),
+        ):
+            if mine is not None and theirs is not None:
+                mine[:rows] = theirs
+
+
+def new_state(target: Target, rows: int, width: int) -> State:
+    """Rows that stand still, with room for texts of `width` tokens."""
+    zeros = lambda *shape: torch.zeros(*shape, dtype=torch.long, device=target.device)  # noqa: E731
+    hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype, device=target.device)
+    return State(zeros(rows, width), zeros(rows), hidden, zeros(rows).bool())
+
+
+class StepGraphs:
+    """Captured steps of one target, kept from request to request, on one paged store.
+
+    draft_store: a draft model's memory. Both models hold a row's text in blocks of the same ids, so one pool of ids
+    serves both, and a prefix that is found is found in both.
+    """
+
+    def __init__(self, target: Target, store: PagedStore, draft_store: PagedStore | None = None):
+        self.target, self.store, self.draft_store = target, store, draft_store
+        self.blocks = BlockPool(store.count)
+        self._kept: dict[tuple, CapturedStep] = {}
+        self._lent = 0
+        self.lock = threading.RLock()  # of the blocks and of what is kept, for requests in several threads
+        self._capturable = True
+        self._pool: Any = None
+        self._adapters = active_adapters(target.model)
+
+    def check_adapters(self) -> None:
+        """Raise `ArgumentError` where the target's adapters changed since the first request: what is kept from request
+        to request, steps and prefixes, was made with the old ones."""
+        if active_adapters(self.target.model) != self._adapters:
+            raise ArgumentError(
+                f"the adapters of {self.target.name} changed since the first request; make a new engine of the model"
+            )
+
+    @classmethod
+    def on(
+        cls, target: Target, options: EngineOptions, draft_model: Target | None = None, rows: int = MOST_ROWS
+    ) -> "StepGraphs":
+        """Take memory for keys and values, for at most so many rows of the longest text; on a GPU, compile the models'
+        forwards if that is wished."""
+        longest = min(x for x in (target.context, options.max_seq_len, LONGEST) if x is not None)
+        models = [target] if draft_model is None else [target, draft_model]
+        stores = PagedStore.in_free_memory(
+            [model.paged_shapes for model in models],
+            fraction=options.kv_cache_free_gpu_memory_fraction,
+            most=rows * -(-(longest + SLACK) // BLOCK),
+        )
+        for model, store in zip(models, stores, strict=True):
+            # It may be prepared, by another engine; and a model may draft for itself.
+            if target.device.type == "cuda" and not model.packed.prepared:
+                prepare(model, store, options.compile)
+        return cls(target, *stores)
+
+    def borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
+        """A step for `rows` rows of up to `width` positions and a sampler of this kind; to be given back.
+
+        Greedy decoding and sampling at a temperature share their graphs from request to request. Other processors carry
+        a request's own constants: a step is captured for it alone, as it is for requests that run at the same time.
+        """
+        with self.lock:
+            return self._borrow(bucket(rows), proposer, sampler, width)
+
+    def _borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
+        shared = sampler.simple and not self._lent
+        if shared:
+            width = max(SHORTEST, 1 << (width - 1).bit_length())
+        key = (rows, width, id(proposer), sampler.seeds is None, sampler.fused)
+        step = self._kept.get(key) if shared else None
+        if step is None:
+            blocks = -(-(width + proposer.scratch) // BLOCK)
+            cache = PagedCache(self.store, torch.zeros(rows, blocks, dtype=torch.int32, device=self.target.device))
+            step = self.step_over(new_state(self.target, rows, width), proposer, cache, _buffers(sampler, rows))
+            self.capture(step, self._pool if shared else None)
+            if shared:
+                self._kept[key] = step
+                self._pool = self._pool or (step.graph and step.graph.pool())
+        self._lent += 1
+        return step
+
+    def step_over(self, state: State, proposer: Proposer, cache: PagedCache, sampler: Sampler) -> CapturedStep:
+        """A step over these buffers, not captured yet."""
+        drafts = None
+        if proposer.model is not None and self.draft_store is not None:
+            drafts = PagedCache(self.draft_store, cache.table)
+        return CapturedStep(state, proposer, self.target, cache, sampler, drafts)
+
+    def capture(self, step: CapturedStep, pool: Any = None) -> None:
+        """Capture a step where that can be; it runs as it is where not. The rows of its buffers must stand still."""
+        if not step.sampler.capturable or not self._capturable or step.done is None:
+            return
+        try:
+            step.graph = capture(step.run, pool)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._capturable = False
+            torch.cuda.synchronize()
+            warnings.warn(
+                f"{self.target.name} cannot run in a CUDA graph ({first_line(error)}): its steps are launched one by "
+                "one, slower; where it has experts, experts_implementation='batched_mm' at loading may help",
+                stacklevel=2,
+            )
+
+    def give_back(self) -> None:
+        with self.lock:
+            self._lent -= 1
+
+
+@torch.inference_mode()
+def prepare(target: Target, store: PagedStore, compile: bool) -> None:
+    """Merge and compile the forward, on a small tree whose sizes all differ, so that none is taken for another."""
+    zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
+    cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
+    forward = partial(target.verify, chain(zeros), zeros[:, 0], cache)
+    target.packed.merge(forward)
+    target.packed.compile(compile)
+    if compile:
+        _LOG.info(
+            "compiling %s, once: about a second a layer (--no-compile or compile=False does without)", target.name
+        )
+    # The drafter's step is compiled for one row and many, one beam and many, the first step and the others.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
+    try:
+        forward()
+    except Exception as error:
+        target.packed.compile(False)
+        warnings.warn(
+            f"{target.name} cannot be compiled ({first_line(error)}): its steps are captured as they are, slower; "
+            "compile=False avoids this warning",
+            stacklevel=2,
+        )
+
+
+def _buffers(sampler: Sampler, rows: int) -> Sampler:
+    """A sampler of this kind for `rows` rows, over tensors of its own."""
+    device = sampler.temperature.device
+    temperature = torch.ones(rows, device=device)
+    integers = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
+    given = tuple(RowTemperature(temperature) if isinstance(p, RowTemperature) else p for p in sampler.processors)
+    if sampler.simple and sampler.seeds is not None:
+        given = (RowTemperature(temperature),)
+    return replace(
+        sampler,
+        seeds=None if sampler.seeds is None else integers[0],
+        prompt=integers[1],
+        limit=integers[2],
+        temperature=temperature,
+        processors=given,
+    )

@@ -1,0 +1,189 @@
+"""DraftTarget: a Hugging Face model that a smaller one makes write faster."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from redrafter.checkpoints.loading import bind
+from redrafter.checkpoints.tokenizers_match import check_vocabularies
+from redrafter.drafting.adaptive_length import DraftLength
+from redrafter.drafting.draft_model import DraftModelProposer
+from redrafter.engine.batch import Batch
+from redrafter.engine.engine import Engine
+from redrafter.engine.options import EngineOptions
+from redrafter.engine.request import Request
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.step import Proposer
+from redrafter.target.adapters import base_of
+from redrafter.target.target import Target
+from redrafter.tree.beam_search import node_count
+from redrafter.tree.token_tree import check_size
+
+__all__ = ["ACCEPTANCE", "Acceptance", "DraftTarget"]
+
+Acceptance = Literal["match", "rejection"]
+ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
+
+CAPTURED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # draft lengths that steps are captured for, of those up to the longest
+# What a forward costs beside its weights, by device: a layer, in parameters that could be read meanwhile; and one more
+# node in one row, in forwards of one. Measured on two cores of a Xeon in float32, and on an H200 in bfloat16.
+LAYER_COST = {"cpu": 6e6, "cuda": 70e6}
+NODE_COST = {"cpu": 0.05, "cuda": 0.0}
+GAIN = 1.2  # tokens that a target's forward is worth when drafting pays
+
+
+class DraftTarget(Engine):
+    """A target and a draft model: a smaller LM with the same vocabulary, untrained for this and unchanged.
+
+    engine = DraftTarget.from_pretrained("my-70b", "my-1b", draft_len=4)
+    ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft_model: Target,
+        *,
+        draft_len: int = 4,
+        num_beams: int = 1,
+        node_budget: int | None = None,
+        acceptance: Acceptance = "match",
+        adaptive: bool = False,
+        options: EngineOptions | None = None,
+    ):
+        """The arguments of `from_pretrained`, with both models bound."""
+        _check(draft_len, num_beams, node_budget, acceptance, adaptive, target, draft_model)
+        self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
+        self._draft_cost = _cost(draft_model) / _cost(target)
+        self._node_cost = NODE_COST.get(target.device.type, 0.0)
+        captured = target.device.type == draft_model.device.type == "cuda"
+        shorter = CAPTURED if captured else range(1, draft_len)
+        lengths = {draft_len, *(length for length in shorter if adaptive and length < draft_len)}
+        self._by_length = {
+            length: DraftModelProposer(
+                draft_model,
+                target.vocab_size,
+                num_beams,
+                length,
+                node_count(node_budget, num_beams, length, target.device),
+                sampled=self.by_odds,
+                confidence=self._doubt if adaptive and not captured else None,
+            )
+            for length in sorted(lengths)
+        }
+        super().__init__(target, self._by_length[draft_len], options)
+
+    @property
+    def by_odds(self) -> bool:
+        return self.acceptance == "rejection"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | PreTrainedModel | Target,
+        draft_model: str | Path | PreTrainedModel | Target,
+        *,
+        draft_len: int = 4,
+        num_beams: int = 1,
+        node_budget: int | None = None,
+        acceptance: Acceptance = "match",
+        adaptive: bool = False,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        draft_device: str | torch.device | None = None,
+        trust_remote_code: bool = False,
+        draft_model_kwargs: Mapping[str, Any] | None = None,
+        kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
+        max_input_len: int | None = EngineOptions.max_input_len,
+        max_seq_len: int | None = EngineOptions.max_seq_len,
+        compile: bool = EngineOptions.compile,
+        **model_kwargs: Any,
+    ) -> "DraftTarget":
+        """Load a target and its draft model; both may be a hub id, a directory, or a model that is loaded or bound.
+
+        draft_len: tokens drafted per step, one after the other. num_beams: above 1, the draft model's likeliest
+        continuations make a tree; node_budget: nodes verified per step then, 1 + num_beams * draft_len at most; None:
+        as many as suit the device. adaptive: draft at most draft_len tokens, fewer where drafts were not kept of late
+        or where the draft model itself is in doubt. acceptance: "match" keeps a draft that is what the target draws
+        itself, so the tokens are those of plain decoding, seed by seed; "rejection" keeps it by its odds in both
+        models, so they are other tokens of the same distribution (greedy decoding is the same in both). draft_device:
+        the draft model's, when not the target's. draft_model_kwargs, model_kwargs: for `AutoModelForCausalLM`; the rest
+        as in `ReDrafter.from_pretrained`.
+
+        Raises `CheckpointError`, `MismatchError` when the vocabularies differ in more than padding, `UnsupportedError`
+        or `ArgumentError`.
+        """
+        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
+        check_vocabularies(model, draft_model, trust_remote_code)
+        load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
+        target = bind(model, device=device, **load, **model_kwargs)
+        if draft_device is None and isinstance(draft_model, str | Path):
+            draft_device = target.device
+        own = base_of(draft_model) is target.model and draft_device is None  # it drafts for itself
+        return cls(
+            target,
+            target if own else bind(draft_model, **({"device": draft_device} | load | dict(draft_model_kwargs or {}))),
+            draft_len=draft_len,
+            num_beams=num_beams,
+            node_budget=node_budget,
+            acceptance=acceptance,
+            adaptive=adaptive,
+            options=options,
+        )
+
+    def open_batch(
+        self, request: Request, proposer: Proposer, proposer_for: Callable[[int], Proposer] | None = None
+    ) -> Batch:
+        if self.by_odds:  # it looks at the whole distribution
+            request = replace(request, sampler=replace(request.sampler, keep_scores=True))
+        return super().open_batch(request, proposer, proposer_for)
+
+    def lengths_for(self, proposer: Proposer, request: Request) -> DraftLength | None:
+        if not self.adaptive or not isinstance(proposer, DraftModelProposer):
+            return None
+        rows = len(request.lengths)
+        # Where drafts end in doubt too, only those that promise something are made, about every other one.
+        share = 1.0 if proposer.confidence is None else 0.5
+        return DraftLength(self._by_length, rows, share * self._draft_cost + self._node_cost * (rows - 1))
+
+    def _doubt(self, rows: int) -> float:
+        """How likely a draft must be to be right to be worth another one behind it, in a step of so many rows."""
+        return min(GAIN * (self._draft_cost + self._node_cost * rows), 0.9)
+
+
+def _check(
+    draft_len: int,
+    num_beams: int,
+    node_budget: int | None,
+    acceptance: str,
+    adaptive: bool,
+    target: Target,
+    draft_model: Target,
+) -> None:
+    for name, value in (("draft_len", draft_len), ("num_beams", num_beams), ("node_budget", node_budget)):
+        if value is None and name == "node_budget":
+            continue
+        check_size(name, value)
+    if acceptance not in ACCEPTANCE:
+        raise ArgumentError(f"acceptance must be one of {', '.join(ACCEPTANCE)}, got {acceptance!r}")
+    if not isinstance(adaptive, bool):
+        raise ArgumentError(f"adaptive must be True or False, got {adaptive!r}")
+    if acceptance == "rejection" and num_beams > 1:
+        raise UnsupportedError(
+            f"acceptance='rejection' is exact for one sampled chain only: leave out num_beams={num_beams}, or use "
+            "acceptance='match', which takes trees"
+        )
+    if num_beams > min(target.vocab_size, draft_model.vocab_size):
+        raise ArgumentError(f"num_beams={num_beams} is more than the draft model's vocabulary")
+
+
+def _cost(model: Target) -> float:
+    """Of one token's forward, in parameters read: all but an embedding table that is not the head too."""
+    table = model.embedding.weight
+    count = sum(parameter.numel() for parameter in model.model.parameters())
+    count -= 0 if model.head.weight is table else table.numel()
+    return count + len(model.shapes) * LAYER_COST.get(model.device.type, 0.0)

@@ -1,0 +1,124 @@
+"""ReDrafter: a Hugging Face model that a recurrent drafter makes write faster."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from redrafter.checkpoints.loading import TreeShape, check_beams, load_drafter, load_model, past_training
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.engine.engine import Engine
+from redrafter.engine.options import EngineOptions
+from redrafter.engine.tuning import Tuning, default_shape, find_tuning
+from redrafter.files.checkpoint_kind import check_drafter
+from redrafter.step import Proposer
+from redrafter.target.target import Target
+from redrafter.tree.beam_search import node_count
+
+__all__ = ["ReDrafter"]
+
+
+class ReDrafter(Engine):
+    """A target with its recurrent drafter.
+
+    engine = ReDrafter.from_pretrained("my-base", "my-drafter")
+    ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: RecurrentDrafter,
+        shape: TreeShape | None = None,
+        *,
+        options: EngineOptions | None = None,
+        tuning: Tuning | None = None,
+    ):
+        """shape: what it leaves open comes from the drafter's config; the node budget, from the device and the batch
+        size. tuning: shapes by batch size, in place of `shape`."""
+        config = drafter.config
+        self._default = TreeShape(config.draft_beams, config.draft_len_per_beam)
+        shape = (shape or TreeShape()).over(self._default)
+        depth = shape.draft_len_per_beam
+        assert depth is not None
+        if told := past_training(config, depth):
+            warnings.warn(told, stacklevel=3)
+        target.tap(config.target_layers)
+        self.drafter, self.tuning, self.shape = drafter, tuning, shape
+        self._proposers: dict[tuple[int, int, int], RecurrentProposer] = {}
+        self._compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
+        if target.device.type == "cuda":
+            drafter.join_recurrence()
+        super().__init__(target, self._propose(target, shape), options)
+        for tuned in tuning.shapes.values() if tuning is not None else ():
+            if tuned is not None:
+                self._propose(target, tuned)  # a shape that this drafter cannot have is refused here
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | PreTrainedModel,
+        drafter: str | Path | RecurrentDrafter | None = None,
+        *,
+        num_beams: int | None = None,
+        draft_len_per_beam: int | None = None,
+        node_budget: int | None = None,
+        tuning: str | Path | None = "auto",
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        trust_remote_code: bool = False,
+        kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
+        max_input_len: int | None = EngineOptions.max_input_len,
+        max_seq_len: int | None = EngineOptions.max_seq_len,
+        compile: bool = EngineOptions.compile,
+        **model_kwargs: Any,
+    ) -> "ReDrafter":
+        """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
+
+        Without `drafter`, `model` is a merged checkpoint, such as `boxed_pair()`. num_beams, draft_len_per_beam: the
+        beam search; from the checkpoint when None. node_budget: nodes verified per step, 1 + beams * length at most;
+        None: as many as suit the device and the batch size. tuning: shapes by batch size, from the file that
+        `redrafter tune` wrote for this pair on this device if there is one ("auto"), from the file at a path, or not
+        at all (None); any of the three before it, where given, wins over all of it. kv_cache_free_gpu_memory_fraction,
+        max_input_len, max_seq_len, compile: see `EngineOptions`. model_kwargs: for `AutoModelForCausalLM`.
+
+        Raises `CheckpointError`, `MismatchError`, `UnsupportedError` or `ArgumentError`, for unknown keywords too.
+        """
+        asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
+        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
+        if isinstance(drafter, str | Path):
+            check_drafter(drafter)
+        load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
+        target = Target(load_model(model, device=device, **load, **model_kwargs))
+        drafter, defaults = load_drafter(model, drafter, target, model_kwargs.get("revision"))
+        found = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
+        engine = cls(target, drafter, asked.over(defaults.shape), options=options, tuning=found)
+        engine.do_sample = defaults.do_sample
+        return engine
+
+    def proposer_for(self, rows: int) -> Proposer:
+        """By the tuning, if there is one; else by what a forward over so many nodes costs on the device, unless a node
+        budget was asked for."""
+        shape: TreeShape | None = self.shape
+        if self.tuning is not None:
+            shape = self.tuning.shape_for(rows)
+        elif self.shape.node_budget is None:
+            beams, depth = self.shape.num_beams, self.shape.draft_len_per_beam
+            assert beams is not None and depth is not None
+            shape = default_shape(rows, beams, depth, self.target.device.type)
+            if shape is not None and (shape.node_budget or 0) >= self.proposer.nodes:
+                shape = self.shape
+        return self.plain if shape is None else self._propose(self.target, shape)
+
+    def _propose(self, target: Target, shape: TreeShape) -> RecurrentProposer:
+        """One object per shape, by which captured steps are kept."""
+        shape = shape.over(self._default)
+        beams, depth = shape.num_beams, shape.draft_len_per_beam
+        assert beams is not None and depth is not None
+        check_beams(self.drafter.config, beams)
+        nodes = node_count(shape.node_budget, beams, depth, target.device)
+        new = RecurrentProposer(self.drafter, target, beams, depth, nodes, self._compiled)
+        return self._proposers.setdefault((beams, depth, nodes), new)

@@ -1,0 +1,351 @@
+"""One call of `generate`, checked and turned into tensors.
+
+Hugging Face's own `generate` prepares the call (configs merged, processors and criteria built, sequences expanded), so
+that names and meanings are its own. What it prepared is read here; what cannot be honoured is refused by name.
+"""
+
+import difflib
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from redrafter.engine.model_inputs import check_prepared
+from redrafter.engine.options import EngineOptions
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.grammar.grammar import Grammar
+from redrafter.sampling.grammar_masks import GrammarProcessor
+from redrafter.sampling.hf_processors import Processor, RowTemperature, TokenPenalties, tree_processors
+from redrafter.sampling.sampler import Sampler
+from redrafter.target.target import Target
+
+__all__ = [
+    "Request",
+    "check_arguments",
+    "check_inputs",
+    "known_arguments",
+    "read_request",
+    "with_grammar",
+    "with_openai_arguments",
+]
+
+Seed = int | Sequence[int] | None
+
+LONGEST = 1 << 31  # tokens; what may be longer than this need not fit into an integer of the machine
+
+# Arguments of `model.generate` that are not in its GenerationConfig and are honoured here.
+CALL_ARGUMENTS = frozenset(
+    {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer", "grammar"}
+)
+
+# OpenAI's names of what transformers has other ones for, or none.
+OPENAI_ARGUMENTS = ("frequency_penalty", "presence_penalty", "logit_bias")
+
+# Decoding modes and outputs that are refused: argument, and the values that leave it off.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "watermarking_config": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "token_healing": (None, False),
+    "low_memory": (None, False),
+    "cache_implementation": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that one decoding needs.
+
+    prompts: `[B, P]` int64, each row's own tokens first. length: `[B]`, how many they are; lengths: the same on the
+    host. limits: the most tokens that each row may come to; cut_short: whether that is the end of the target's context,
+    and the call asked for more. eos: ids that end a row. criteria: what must be asked token
+    by token on the host. deadline: `time.time()` after which no step begins. slow_processors: names of processors that
+    run node by node.
+    """
+
+    prompts: Tensor
+    length: Tensor
+    lengths: list[int]
+    limits: list[int]
+    cut_short: list[bool]
+    eos: frozenset[int]
+    pad_token: int
+    sampler: Sampler
+    seeds: list[int] | None
+    criteria: list[StoppingCriteria]
+    deadline: float
+    want_scores: bool
+    want_logits: bool
+    as_dict: bool
+    slow_processors: list[str]
+
+
+def known_arguments() -> set[str]:
+    """Return the names that `generate` has a meaning for."""
+    return set(GenerationConfig().to_dict()) | CALL_ARGUMENTS | set(OPENAI_ARGUMENTS)
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of `generate` that nobody knows, and those that cannot be honoured."""
+    known = known_arguments()
+    for name, value in arguments.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ArgumentError(f"generate() has no argument {name!r}{hint}")
+        _refuse_mode(name, value)
+
+
+def with_openai_arguments(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """`frequency_penalty`, `presence_penalty` and `logit_bias` in transformers' terms. width: of the padded prompt."""
+    found = {name: value for name, value in arguments.items() if name not in OPENAI_ARGUMENTS}
+    frequency, presence = (arguments.get(name) or 0.0 for name in OPENAI_ARGUMENTS[:2])
+    for name, value in (("frequency_penalty", frequency), ("presence_penalty", presence)):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ArgumentError(f"{name} must be a finite number, got {value!r}")
+    if frequency or presence:
+        given = found.get("logits_processor") or []
+        found["logits_processor"] = LogitsProcessorList([*given, TokenPenalties(frequency, presence, width)])
+    if bias := arguments.get("logit_bias"):
+        if not isinstance(bias, Mapping) or not all(isinstance(token, int) for token in bias):
+            raise ArgumentError(f"logit_bias is a dict from token ids to numbers, got {bias!r}")
+        found["sequence_bias"] = {(token,): float(value) for token, value in bias.items()} | dict(
+            found.get("sequence_bias") or {}
+        )
+    return found
+
+
+def with_grammar(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """`grammar` as a logits processor, the last of the user's own. width: of the padded prompt."""
+    found = {name: value for name, value in arguments.items() if name != "grammar"}
+    given, tokenizer = arguments.get("grammar"), arguments.get("tokenizer")
+    if given is None:
+        return found
+
+    def read(each: Any) -> Grammar | None:
+        if each is None or isinstance(each, Grammar):
+            return each
+        if tokenizer is None:
+            raise ArgumentError("grammar needs the tokenizer: pass tokenizer=tokenizer to generate(), or a Grammar")
+        return Grammar.of(each, tokenizer)
+
+    grammars = [read(each) for each in given] if isinstance(given, list | tuple) else read(given)
+    others = found.get("logits_processor") or []
+    return found | {"logits_processor": LogitsProcessorList([*others, GrammarProcessor(grammars, width)])}
+
+
+def _refuse_mode(name: str, value: Any) -> None:
+    if name in _REFUSED and value not in _REFUSED[name]:
+        raise UnsupportedError(f"{name}={value!r} cannot be honoured with exact speculation; leave it out")
+
+
+def _check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
+    """Refuse what a prepared config asks for and cannot be honoured. own: the checkpoint's, whose choice of a cache
+    nobody made in the call; it is ignored where it changes no token, as only one that rounds keys and values does."""
+    for name in _REFUSED:
+        value = getattr(config, name, None)
+        if name == "cache_implementation" and value == own.cache_implementation != "quantized":
+            continue
+        _refuse_mode(name, value)
+
+
+def check_inputs(input_ids: Any, mask: Any, target: Target) -> Tensor:
+    """Check ids `[B, P]` and their mask. Returns the mask, bool `[B, P]`, left-padded, at least one token in a row."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"input_ids must be an integer tensor [batch, length], got {_shown(input_ids)}")
+    if input_ids.numel() == 0:
+        raise ArgumentError(f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}")
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= target.vocab_size:
+        bad = low if low < 0 else high
+        raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
+    if mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
+        raise ArgumentError(
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got {_shown(mask)}"
+        )
+    seen = mask.bool()
+    if not bool(seen.any(dim=1).all()):
+        raise ArgumentError(f"row {int((~seen.any(dim=1)).nonzero()[0])} of attention_mask has no token: empty prompt")
+    if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+        raise ArgumentError("attention_mask is not left-padded; set tokenizer.padding_side = 'left'")
+    return seen
+
+
+def _shown(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def read_request(
+    target: Target,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    prepared: Mapping[str, Any],
+    *,
+    options: EngineOptions,
+    seed: Seed,
+    temperature: Any,
+) -> Request:
+    """What Hugging Face prepared, as a `Request`.
+
+    prepared: what else it would have given to the model. temperature: one value per row, in place of the processor's.
+    """
+    _check_modes(config, target.model.generation_config)
+    seen = check_inputs(input_ids, attention_mask, target)
+    check_prepared(prepared, seen, target.model)
+    if config.num_return_sequences is not None and config.num_return_sequences < 1:
+        raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
+    rows, width = input_ids.shape
+    length = seen.sum(dim=1)
+    _check_length(int(length.max()), target.context, options)
+    max_length, eos, deadline, others = _read_criteria(criteria, config.max_length)
+    limit = asked = min(max_length, LONGEST) - (width - length)
+    for most in (target.context, options.max_seq_len):
+        if most is not None:
+            limit = limit.clamp(max=most)
+    own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
+    seeds = _row_seeds(seed, rows) if config.do_sample else None
+    processors = LogitsProcessorList(
+        each.of_request(rows, eos) if isinstance(each, GrammarProcessor) else each for each in processors
+    )
+    functions, slow, divisor = _build(processors, width, temperature, rows, target.device)
+    want_scores = bool(config.return_dict_in_generate and config.output_scores)
+    return Request(
+        prompts=input_ids.long().gather(1, own_first),
+        length=length,
+        lengths=length.tolist(),
+        limits=limit.tolist(),
+        cut_short=[target.context == most < more for most, more in zip(limit.tolist(), asked.tolist(), strict=True)],
+        eos=eos,
+        pad_token=_pad_token(config, eos),
+        sampler=Sampler(
+            seeds=None if seeds is None else torch.tensor(seeds, device=target.device),
+            processors=functions,
+            temperature=divisor,
+            prompt=length,
+            limit=limit,
+            ids=torch.arange(target.vocab_size, device=target.device),
+            keep_scores=want_scores,
+        ),
+        seeds=seeds,
+        criteria=others,
+        deadline=deadline,
+        want_scores=want_scores,
+        want_logits=bool(config.return_dict_in_generate and config.output_logits),
+        as_dict=bool(config.return_dict_in_generate),
+        slow_processors=slow,
+    )
+
+
+def _row_temperatures(temperature: Any, rows: int, device: torch.device) -> Tensor:
+    values = torch.as_tensor(temperature, dtype=torch.float32, device=device)
+    if values.shape != (rows,) or not bool((values > 0).all()):
+        raise ArgumentError(
+            f"temperature must be positive, one value or one per output row ({rows}); got {temperature}"
+        )
+    return values
+
+
+def _build(
+    given: LogitsProcessorList, width: int, temperature: Any, rows: int, device: torch.device
+) -> tuple[tuple[Processor, ...], list[str], Tensor]:
+    """Tree processors, the names of slow ones, and `[B]` what scores are divided by. `temperature`, one value per row,
+    stands where transformers put its own; None leaves that."""
+    divisor = torch.ones(rows, device=device) if temperature is None else _row_temperatures(temperature, rows, device)
+    places = [index for index, processor in enumerate(given) if type(processor) is TemperatureLogitsWarper]
+    if not places:
+        functions, slow = tree_processors(given, width=width)
+        return tuple(functions), slow, divisor
+    [place] = places
+    if temperature is None:
+        divisor *= given[place].temperature
+    before, slow_before = tree_processors(given[:place], width=width)
+    after, slow_after = tree_processors(given[place + 1 :], width=width)
+    return (*before, RowTemperature(divisor), *after), slow_before + slow_after, divisor
+
+
+def _check_length(longest: int, context: int | None, options: EngineOptions) -> None:
+    if context is not None and longest >= context:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and the target's context is {context}: no room is left to write; "
+            "shorten the prompt"
+        )
+    if options.max_input_len is not None and longest > options.max_input_len:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and max_input_len is {options.max_input_len}: shorten it, or raise that"
+        )
+    if options.max_seq_len is not None and longest >= options.max_seq_len:
+        raise ArgumentError(
+            f"the prompt has {longest} tokens and max_seq_len is {options.max_seq_len}: no room is left to write; "
+            "shorten it, or raise that"
+        )
+
+
+def _read_criteria(
+    criteria: StoppingCriteriaList, default: int
+) -> tuple[int, frozenset[int], float, list[StoppingCriteria]]:
+    """Length, EOS and time belong to the loop; the others are asked token by token."""
+    lengths, eos, deadline = list[int](), frozenset[int](), float("inf")
+    others = []
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            lengths.append(criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            eos |= set(criterion.eos_token_id.tolist())
+        elif type(criterion) is MaxTimeCriteria:
+            deadline = min(deadline, criterion.initial_timestamp + criterion.max_time)
+        else:
+            others.append(criterion)
+    return min(lengths, default=default), eos, deadline, others
+
+
+def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:
+    """Return what fills rows behind their end: as in transformers, the first EOS id where the config has no pad id."""
+    for given in (config.pad_token_id, config.eos_token_id):
+        if given is not None and (ids := torch.as_tensor(given).flatten().tolist()):
+            return ids[0]
+    return min(eos, default=0)
+
+
+def _row_seeds(seed: Seed, rows: int) -> list[int]:
+    """An int s means s, s+1, ...; a list gives one per output row; None draws fresh ones."""
+    if seed is None:
+        return [secrets.randbits(62) for _ in range(rows)]
+    if isinstance(seed, Sequence) and not isinstance(seed, str):
+        if len(seed) != rows:
+            raise ArgumentError(f"seed has {len(seed)} entries for {rows} output rows; give one int or one per row")
+        seeds = list(seed)
+    else:
+        seeds = [seed + row for row in range(rows)] if isinstance(seed, int) else [seed]
+    for value in seeds:
+        if not isinstance(value, int) or not 0 <= value < 1 << 63:
+            raise ArgumentError(f"a seed is an int from 0 to 2**63 - 1, got {value!r}")
+    return seeds

@@ -1,0 +1,196 @@
+"""Which tree to search at which batch size, measured on one device for one pair.
+
+`redrafter tune` writes a tuning and `ReDrafter.from_pretrained` picks it up. It is a small JSON document that a person
+may edit; what it says changes how fast a text comes, never the text.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redrafter.checkpoints.loading import TreeShape, embedding_norms
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.engine.cuda_graphs import bucket
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError
+from redrafter.files.atomic_file import check_writable, write_whole
+from redrafter.target.target import Target
+
+__all__ = [
+    "Tuning",
+    "default_shape",
+    "device_name",
+    "drafter_fingerprint",
+    "find_tuning",
+    "target_fingerprint",
+    "tuning_path",
+]
+
+HOME = "REDRAFTER_HOME"  # environment variable: the directory that tunings are kept in
+
+# Of the default where nobody has tuned: tokens of a step that cost little, tokens past which speculation loses, and the
+# smallest tree worth a search. The matrix products of a bf16 8B model on an H200 take, for 1/26/64/128/208/256 tokens,
+# 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128. On two cores the boxed pair writes 1.5 times
+# plain decoding's tokens with trees of 6 nodes in 8 rows, 1.2 with 4 nodes in 16, and no more in 32 rows.
+_DEFAULTS = {"cuda": (128, 256, 2), "cpu": (64, 64, 3)}
+
+
+def default_shape(rows: int, beams: int, depth: int, device: str = "cuda") -> TreeShape | None:
+    """The tree for `rows` rows where nothing was measured, of a drafter that is searched `beams` x `depth`; None:
+    speculation would lose, decode plainly. A small tree is a short one: deep nodes are what the budget drops."""
+    free, most, least = _DEFAULTS.get(device, _DEFAULTS["cuda"])
+    rows, lattice = bucket(rows), 1 + beams * depth
+    nodes = min(lattice, max(free // rows, least))
+    if rows * nodes > most:
+        return None
+    if nodes < lattice:
+        beams, depth = min(beams, nodes - 1), min(depth, nodes.bit_length() - 1)
+    return TreeShape(beams, depth, min(nodes, 1 + beams * depth))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Tree shapes by batch size, and where they come from.
+
+    shapes: from a batch size to the shape for it; None where speculation loses and is off. device, dtype, target,
+    drafter: what it was measured on, the last two as fingerprints. prompts: name of the file measured with. measured:
+    what was timed, for the record.
+    """
+
+    shapes: Mapping[int, TreeShape | None]
+    device: str
+    dtype: str
+    target: str
+    drafter: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    prompts: str = ""
+    date: str = ""
+    measured: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.shapes:
+            raise ArgumentError("a tuning needs the shape of one batch size at least")
+        for rows in self.shapes:
+            if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+                raise ArgumentError(f"a tuning's batch sizes are positive integers, got {rows!r}")
+
+    def shape_for(self, rows: int) -> TreeShape | None:
+        """The shape of the smallest batch size measured that holds so many rows; of the largest, if none does."""
+        return self.shapes[min((size for size in self.shapes if size >= rows), default=max(self.shapes))]
+
+    def check(self, target: Target, drafter: RecurrentDrafter, name: str) -> None:
+        """Raise `MismatchError`, with both values, when this was measured on anything else. name: its file's."""
+        for what, mine, theirs in (
+            ("device", self.device, device_name(target.device)),
+            ("dtype", self.dtype, _dtype_name(target)),
+            ("target", self.target, target_fingerprint(target)),
+            ("drafter", self.drafter, drafter_fingerprint(drafter)),
+        ):
+            if mine != theirs:
+                raise MismatchError(
+                    f"{name} was measured on another {what}: {mine}, but here it is {theirs}; run `redrafter tune`, or "
+                    "pass tuning=None (--tuning none)"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        shapes = {str(rows): shape and asdict(shape) for rows, shape in sorted(self.shapes.items())}
+        rest = {each.name: getattr(self, each.name) for each in fields(self)}
+        return rest | {"shapes": shapes, "versions": dict(self.versions), "measured": [*map(dict, self.measured)]}
+
+    def write(self, path: str | Path) -> None:
+        """One JSON document; a reader finds the old one or the new one, never a half."""
+        with suppress(OSError):  # said by the next line
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        check_writable(Path(path), "a tuning")
+        write_whole(Path(path), json.dumps(self.to_dict()) + "\n")
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Tuning":
+        """Raises `CheckpointError` when the file cannot be read or is not a tuning."""
+        try:
+            return _from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is not a tuning: {error}; run `redrafter tune`, or pass tuning=None (--tuning none)"
+            ) from error
+
+
+def _from_dict(document: Any) -> Tuning:
+    """Raises `ValueError` or `TypeError` for what is not a tuning."""
+    if not isinstance(document, dict) or not isinstance(document.get("shapes"), dict):
+        raise TypeError('it must be a JSON object with "shapes" by batch size')
+    shapes = {int(rows): None if shape is None else TreeShape(**shape) for rows, shape in document["shapes"].items()}
+    kinds = {"versions": dict, "measured": list}
+    for name, value in document.items():
+        kind = kinds.get(name, str)
+        if name != "shapes" and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+    if not all(isinstance(row, dict) for row in document.get("measured", ())):
+        raise TypeError("measured must be a list of objects")
+    missing = [name for name in ("device", "dtype", "target", "drafter") if name not in document]
+    unknown = sorted(set(document) - {each.name for each in fields(Tuning)})
+    if missing or unknown:
+        raise TypeError(f"it lacks {', '.join(missing)}" if missing else f"it has unknown keys: {', '.join(unknown)}")
+    return Tuning(**(document | {"shapes": shapes, "measured": tuple(document.get("measured", ()))}))
+
+
+def find_tuning(tuning: str | Path | None, target: Target, drafter: RecurrentDrafter) -> Tuning | None:
+    """What `from_pretrained(tuning=...)` means. "auto": the file at `tuning_path`, if there is one."""
+    if tuning is None:
+        return None
+    if not isinstance(tuning, str | Path) or not str(tuning):
+        raise ArgumentError(f'tuning must be "auto", a path or None, got {tuning!r}')
+    path = tuning_path(target, drafter) if tuning == "auto" else Path(tuning)
+    if tuning == "auto" and not path.is_file():
+        return None
+    found = Tuning.read(path)
+    found.check(target, drafter, str(path))
+    return found
+
+
+def tuning_path(target: Target, drafter: RecurrentDrafter) -> Path:
+    """Where the tuning of this pair on this device is kept: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
+    home = Path(os.environ.get(HOME) or Path.home() / ".cache" / "redrafter")
+    device = "-".join("".join(c if c.isalnum() else " " for c in device_name(target.device).lower()).split())
+    pair = f"{target_fingerprint(target)}-{drafter_fingerprint(drafter)}"
+    return home / "tuning" / f"{device}-{_dtype_name(target)}-{pair}.json"
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it: "NVIDIA H200", "cpu x86_64"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()}".strip()
+
+
+def target_fingerprint(target: Target) -> str:
+    """Of its sizes and a few norms, which tell it from another model of the same sizes."""
+    layers = getattr(target.config, "num_hidden_layers", None)
+    return _digest([target.hidden_size, target.vocab_size, layers, *_rounded(target.embedding)])
+
+
+def drafter_fingerprint(drafter: RecurrentDrafter) -> str:
+    """The same of a drafter: one that was trained anew is accepted otherwise, and wants a tuning of its own."""
+    config = drafter.config
+    names = ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size")
+    return _digest([*(getattr(config, name) for name in names), *_rounded(drafter.lm_head)])
+
+
+def _rounded(table: Any) -> list[str]:
+    """Two digits, so that the order in which a sum was taken does not show."""
+    return [f"{norm:.1e}" for norm in embedding_norms(table)]
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
+
+
+def _dtype_name(target: Target) -> str:
+    return str(target.dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Grammars that a text must follow, compiled and followed in processes of their own."""

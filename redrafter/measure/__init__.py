@@ -1,0 +1,1 @@
+"""What `bench`, `tune`, `compare` and `evaluate` share: workloads, timing, facts, reports."""

@@ -1,0 +1,90 @@
+"""What was measured, on what, with what: the head of every report."""
+
+import platform
+import shlex
+import sys
+from typing import Any
+
+import torch
+import transformers
+
+from redrafter.engine.recurrent import ReDrafter
+from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
+from redrafter.measure.workload import Workload
+from redrafter.version import __version__
+
+__all__ = ["facts", "hardware", "head", "versions"]
+
+
+def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """names: of the model, the drafter, the prompts, and the sentence of a padded model. options: as typed, or their
+    defaults."""
+    engine, target = work.engine, work.engine.target
+    lengths = [len(prompt) for prompt in work.prompts]
+    return {
+        "command": shlex.join(["redrafter", *sys.argv[1:]]),
+        **names,
+        "hardware": hardware(target.device),
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "versions": versions(),
+        "seed": work.seed,
+        "temperature": work.temperature,
+        "max_new_tokens": work.max_new_tokens,
+        "prompt_tokens": {"prompts": len(lengths), "shortest": min(lengths), "longest": max(lengths)},
+        "captured_steps": target.unpacked is None,
+        "why_not_captured": target.unpacked,
+        "tuned": engine.tuning is not None,
+        "bytes": _sizes(engine),
+        "prefix_reuse": "none: every run reads its prompts from the first token on",
+        "options": options,
+    }
+
+
+def _sizes(engine: ReDrafter) -> dict[str, int]:
+    return {
+        "weights_per_forward": forward_bytes(engine.model),
+        "drafter_weights_per_step": draft_bytes(engine.drafter, engine.proposer.depth),
+        "keys_and_values_per_token": slot_bytes(engine.target.shapes),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that a number may depend on."""
+    return {
+        "redrafter": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def hardware(device: torch.device) -> str:
+    """In words."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return f"{torch.cuda.get_device_name(device)}, {memory / 2**30:.0f} GiB"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def head(document: dict[str, Any]) -> list[str]:
+    """The same as lines of text."""
+    used = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
+    prompts, size = document["prompt_tokens"], document["bytes"]
+    padded = [document["padded"]] if document["padded"] else []
+    return [
+        document["command"],
+        *padded,
+        f"{document['model']}, drafter {document['drafter']}, {document['dtype']}",
+        f"{document['hardware']}; {used}",
+        f"{prompts['prompts']} prompts of {prompts['shortest']} to {prompts['longest']} tokens from "
+        f"{document['prompts']}; {document['max_new_tokens']} new tokens, end of text ignored; "
+        f"temperature {document['temperature']:g}, seed {document['seed']}",
+        f"read per forward: {size['weights_per_forward'] / 1e9:.3f} GB of weights, "
+        f"{size['keys_and_values_per_token'] / 1e3:.1f} kB a token of keys and values; "
+        f"per step by the drafter: {size['drafter_weights_per_step'] / 1e9:.3f} GB",
+        "steps are captured CUDA graphs"
+        if document["captured_steps"]
+        else f"steps are not captured: {document['why_not_captured']}",
+    ]

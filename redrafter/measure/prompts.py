@@ -1,0 +1,62 @@
+"""The one reader of `--prompts`: rows of a file or a dataset, or sixteen that ship with the package.
+
+Those are pieces of public-domain and CC0 sources (books published before 1923, PEPs, EIPs) that the boxed pair was not
+trained on. What a row means is in docs/prompts.md.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from redrafter.data.documents import prompt
+from redrafter.data.rows import Row, read_rows
+from redrafter.errors import ArgumentError
+
+__all__ = ["encode", "read_prompts"]
+
+ROWS = (".jsonl", ".json", ".gz", ".xz")
+
+
+def read_prompts(name: str | None) -> list[Row]:
+    """Read the rows of `name` that are not of the split "train", or those that ship when it is None.
+
+    name: a file of rows or a dataset, as `read_rows` takes it; any other file is text with one prompt a line, blank
+    lines left out. Raises `ArgumentError` where that leaves no row, or `CheckpointError` naming the row that cannot be
+    read.
+    """
+    source = str(resources.files("redrafter.measure") / "prompts.jsonl") if name is None else name
+    suffix = Path(source).suffix
+    text = suffix == ".txt" or (os.path.isfile(source) and suffix not in ROWS)
+    rows = list(_lines(Path(source)) if text else read_rows([source]))
+    found = [row for row in rows if row.split != "train"]
+    if not found:
+        raise ArgumentError(f"{source} holds no prompts" + (": rows of the split train are left out" if rows else ""))
+    return found
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    try:
+        # Only a line feed ends a line: a prompt may hold what Unicode calls line separators.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"cannot read prompts from {path}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield Row(f"{path}:{number}", prompt=line.rstrip("\r"))
+
+
+def encode(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, share: float = 1.0, most: int | None = None
+) -> list[list[int]]:
+    """Return the token ids of each row's prompt. share, most: of a text, how much of it is a prompt; see `prompt`.
+
+    Raises `ArgumentError` naming the row that has no prompt.
+    """
+    found = [prompt(row, tokenizer, share=share, most=most) for row in rows]
+    for row, ids in zip(rows, found, strict=True):
+        if not ids:
+            raise ArgumentError(f"{row.where} has no tokens to write on from")
+    return found

@@ -1,0 +1,124 @@
+"""Masks of grammars over the vocabulary, at every node of a token tree.
+
+A grammar is asked at each node, for the text that leads there, before the target draws: so what is drawn follows the
+grammar, whatever was drafted, and is what is drawn without drafts.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from redrafter.errors import ArgumentError
+from redrafter.grammar.grammar import Grammar
+from redrafter.grammar.text import GuidedText, TreeOfText, masks_of
+from redrafter.sampling.prefixes import Prefixes
+from redrafter.tree.token_tree import chain
+
+__all__ = ["GrammarProcessor", "RowGrammars", "check_grammars"]
+
+
+class RowGrammars:
+    """A `Processor`: forbids what rows' grammars forbid. states: by place, None for a row that is free, as are places
+    past the last; they may be changed between steps, each belongs to one text.
+
+    Where something else forbids all that a grammar allows, the grammar wins.
+    """
+
+    on_host = True
+
+    def __init__(self, states: list[GuidedText | None]) -> None:
+        self.states = states
+
+    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        guided = [(row, state) for row, state in enumerate(self.states[: len(scores)]) if state is not None]
+        if not guided:
+            return scores
+        packed = self._packed(guided, scores, prefixes)
+        if scores.is_cuda:
+            packed = packed.pin_memory()
+        return _masked(scores, packed.to(scores.device, non_blocking=True))
+
+    def _packed(self, guided: Sequence[tuple[int, GuidedText]], scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """`[B, N, V / 32]` int32, a bit for each id, on the host; all bits are set where nothing is forbidden."""
+        rows, nodes, vocabulary = scores.shape
+        width = 4 * -(-vocabulary // 32)
+        packed = bytearray(b"\xff") * (rows * nodes * width)
+        tree = prefixes.tree
+        columns = [prefixes.length[:, None], prefixes.prompt[:, None], prefixes.limit[:, None]]
+        known = torch.cat([*columns, tree.tokens, tree.parents], dim=1).tolist()
+        first = min(known[row][1] for row, _ in guided)
+        texts = prefixes.tokens[:, first : max(known[row][0] for row, _ in guided) + 1].cpu()
+        whole = tree.tokens.shape[1]
+        skipped = whole - nodes  # the upper part of a tree that a draft model is growing
+        asked = []
+        for row, state in guided:
+            length, prompt, limit, *rest = known[row]
+            if length + 1 >= limit:
+                continue  # what stands past the limit follows no grammar
+            text = texts[row, prompt - first : length + 1 - first].tolist()
+            asked.append((row, state, TreeOfText(text, rest[:whole], rest[whole:], limit - length - 1)))
+        found = masks_of([(state, tree) for _, state, tree in asked])
+        for (row, *_), masks in zip(asked, found, strict=True):
+            for node, mask in masks.items():
+                if node >= skipped:
+                    begin = (row * nodes + node - skipped) * width
+                    packed[begin : begin + width] = bytes(mask[:width]).ljust(width, b"\0")
+        return torch.frombuffer(packed, dtype=torch.int32).view(rows, nodes, width // 4)
+
+
+def _masked(scores: Tensor, packed: Tensor) -> Tensor:
+    """-inf at ids whose bit is not set; where that leaves none that was not -inf before, those that are set are 0."""
+    bit = torch.arange(32, dtype=torch.int32, device=packed.device)
+    allowed = ((packed[..., None] >> bit) & 1).bool().flatten(-2)[..., : scores.shape[-1]]  # [B, N, V]
+    masked = scores.masked_fill(~allowed, -math.inf)
+    empty = (masked == -math.inf).all(-1, keepdim=True) & ~allowed.all(-1, keepdim=True)
+    return masked.masked_fill(empty & allowed, 0.0)
+
+
+class GrammarProcessor(LogitsProcessor):
+    """The same for `model.generate`, one text in a row. grammars: one for all rows, or one per row, None for free ones.
+    prompt_length: of the padded prompt. ends: ids that end a text."""
+
+    def __init__(
+        self, grammars: Grammar | Sequence[Grammar | None] | None, prompt_length: int, ends: Collection[int] = ()
+    ) -> None:
+        self.grammars, self.prompt_length, self.ends = grammars, prompt_length, ends
+        self._rows: RowGrammars | None = None
+
+    def of_request(self, rows: int, ends: Collection[int]) -> "GrammarProcessor":
+        """The same for so many output rows with these end tokens."""
+        given = self._of(rows)
+        if len(given) != rows:
+            raise ArgumentError(f"grammar has {len(given)} entries for {rows} output rows; give one, or one per row")
+        return GrammarProcessor(given, self.prompt_length, ends)
+
+    def begin(self, rows: int) -> RowGrammars:
+        """For texts of so many rows, of which nothing is written yet."""
+        given = self._of(rows)
+        for each in given:
+            if each is not None:
+                each.restore()
+        return RowGrammars([None if each is None else GuidedText(each, self.ends) for each in given])
+
+    def _of(self, rows: int) -> Sequence[Grammar | None]:
+        return self.grammars if isinstance(self.grammars, Sequence) else [self.grammars] * rows
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows, length = input_ids.shape
+        place = torch.full((rows,), length - 1, device=input_ids.device)
+        prompt = torch.full_like(place, self.prompt_length)
+        root = chain(input_ids[:, -1:])
+        prefixes = Prefixes(input_ids, place, prompt, torch.full_like(place, length + 1), root, length)
+        self._rows = self._rows or self.begin(rows)
+        return self._rows(scores[:, None], prefixes)[:, 0]
+
+
+def check_grammars(processors: Iterable[object]) -> None:
+    """Raise `ArgumentError` if a row's grammar could not be followed to its end."""
+    for processor in processors:
+        for row, state in enumerate(processor.states if isinstance(processor, RowGrammars) else ()):
+            if state is not None and state.error is not None:
+                raise ArgumentError(f"row {row}: {state.error}")

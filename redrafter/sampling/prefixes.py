@@ -1,0 +1,81 @@
+"""The text before every node of a tree: what a logits processor looks at.
+
+Shapes depend on `N` and on `window`, which the host knows, never on data.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from redrafter.tree.token_tree import Tree
+
+__all__ = ["Prefixes"]
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What stands before each node's draw.
+
+    tokens: `[B, T]` int64, the row's own tokens by position, no padding; valid at positions 0..length, where position
+        `length` holds the pending token (node 0); anything after.
+    length: `[B]` int64, n: committed tokens. Node i stands at position `n + depth[i]`, what is drawn at it one further.
+    prompt: `[B]` int64, length of the row's own prompt.
+    limit: `[B]` int64, length at which the row ends: Hugging Face's `max_length` without the row's padding.
+    tree: the candidates; asked are its last M nodes, all N of a whole tree.
+    window: bound known to the host, `length + 1 <= window <= T`.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    prompt: Tensor
+    limit: Tensor
+    tree: Tree
+    window: int
+
+    @property
+    def counts(self) -> Tensor:
+        """`[B, M]`: how many tokens stand before each node's draw, the node included (`input_ids.shape[1]`)."""
+        return self.length[:, None] + self.tree.depth[:, -self.tree.new :] + 1
+
+    @cached_property
+    def paths(self) -> Tensor:
+        """`[B, M, N + 1]`: at depth d, the token passed there on the way to the node; anything below the node."""
+        rows, new, nodes = self.tree.ancestors.shape
+        depth = torch.where(self.tree.ancestors, self.tree.depth[:, None], nodes)  # the last column takes the others
+        tokens = self.tree.tokens[:, None].expand(rows, new, nodes)
+        return tokens.new_zeros(rows, new, nodes + 1).scatter(2, depth, tokens)
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Each node's tokens at `positions` `[B, M, L]`, -1 where its text has none."""
+        _, new, nodes = self.tree.ancestors.shape
+        length = self.length[:, None, None]
+        committed = self.tokens[:, None].expand(-1, new, -1).gather(2, positions.clamp(0, self.window - 1))
+        drafted = self.paths.gather(2, (positions - length).clamp(0, nodes))
+        inside = (positions >= 0) & (positions < self.counts[..., None])  # [B, M, L]
+        return torch.where(positions < length, committed, drafted).masked_fill(~inside, -1)
+
+    def last(self, count: int) -> Tensor:
+        """`[B, M, count]`: the last tokens before the draw, -1 in front of a shorter text."""
+        return self.at(self.counts[..., None] + torch.arange(-count, 0, device=self.tokens.device))
+
+    def occurrences(self, vocabulary: int, first: Tensor) -> Tensor:
+        """`[B, M, V]` float32: how often each id stands before each node's draw, from position `first` `[B]` on."""
+        first, length = first[:, None], self.length[:, None]
+        position = torch.arange(self.window, device=self.tokens.device)
+        counted = ((position >= first) & (position < length)).float()  # [B, S]
+        index = self.tokens[:, : self.window].clamp(0, vocabulary - 1)
+        committed = counted.new_zeros(len(index), vocabulary).scatter_add(1, index, counted)  # [B, V]
+        drafted = (self.tree.ancestors & (length + self.tree.depth >= first)[:, None]).float()  # [B, M, N]
+        return (
+            committed[:, None]
+            .repeat(1, drafted.shape[1], 1)
+            .scatter_add(2, self.tree.tokens[:, None].expand(drafted.shape), drafted)
+        )
+
+    def sequences(self) -> Tensor:
+        """`[B, M, window + N - 1]`: the whole text before each node's draw, -1 after its end."""
+        rows, new, nodes = self.tree.ancestors.shape
+        positions = torch.arange(self.window + nodes - 1, device=self.tokens.device)
+        return self.at(positions.expand(rows, new, -1))

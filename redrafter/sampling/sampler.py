@@ -1,0 +1,123 @@
+"""From the target's logits to its own draw at every node."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from redrafter import kernels
+from redrafter.sampling.hf_processors import Prefixes, Processor, RowTemperature
+from redrafter.sampling.noise import ACCEPT, branch, gumbel, streams
+from redrafter.sampling.rejection import draw_residual
+from redrafter.tree.token_tree import Tree
+
+__all__ = ["Sampler"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How `B` rows draw. Greedy and sampling are the same code: an argmax, of scores or of scores plus noise.
+
+    seeds: `[B]` int64, or None for greedy. processors: applied in order to float32 scores. temperature: `[B]` float32,
+    what `processors` divides by; the drafter, which sees no other processor, guesses better with it. prompt, limit:
+    `[B]` int64, each row's own prompt length and the most tokens it may come to. ids: `[V]` int64, `arange(V)`.
+    keep_scores: whether somebody wants the processed scores too. greedy: `[B]` bool, rows that draw without noise where
+    others sample; None for none. plain: `[B]` bool, rows that keep no drafts where others do; None for none.
+    """
+
+    seeds: Tensor | None
+    processors: tuple[Processor, ...]
+    temperature: Tensor
+    prompt: Tensor
+    limit: Tensor
+    ids: Tensor
+    keep_scores: bool = False
+    greedy: Tensor | None = None
+    plain: Tensor | None = None
+
+    @property
+    def simple(self) -> bool:
+        """Whether a temperature is all that stands between logits and draw."""
+        return all(isinstance(processor, RowTemperature) for processor in self.processors)
+
+    @property
+    def fused(self) -> bool:
+        """Whether draws are made on a GPU by a kernel that keeps no scores."""
+        return kernels.TRITON and self.temperature.is_cuda and self.simple and not self.keep_scores
+
+    @property
+    def capturable(self) -> bool:
+        """Whether nothing here runs on the host, so that a step may stand in a CUDA graph."""
+        return not any(getattr(processor, "on_host", False) for processor in self.processors)
+
+    def at(self, rows: Tensor) -> "Sampler":
+        """For these rows alone, where `processors` hold nothing of a row; rows: `[B']` int64."""
+        names = ("seeds", "temperature", "prompt", "limit", "greedy", "plain")
+        chosen = {name: value[rows] for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **chosen)
+
+    def stream(self, which: int) -> "Sampler":
+        """The same, with noise of another stream."""
+        return self if self.seeds is None else replace(self, seeds=branch(self.seeds, which))
+
+    def to(self, device: torch.device) -> "Sampler":
+        """On another device."""
+        names = ("seeds", "temperature", "prompt", "limit", "ids", "greedy", "plain")
+        moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
+        own = RowTemperature(moved["temperature"])
+        processors = tuple(own if isinstance(p, RowTemperature) else p for p in self.processors)
+        return replace(self, processors=processors, **moved)
+
+    def noise(self, position: Tensor, count: int) -> Tensor | None:
+        """Noise of the tokens at positions `position[b] ... position[b] + count - 1`: `[B, count, V]`, None if
+        greedy."""
+        if self.seeds is None:
+            return None
+        positions = position[:, None] + torch.arange(count, device=position.device)
+        if kernels.TRITON and position.is_cuda:
+            noise = kernels.gumbel(streams(self.seeds, positions), len(self.ids))
+        else:
+            noise = gumbel(self.seeds, positions, self.ids)
+        return noise if self.greedy is None else noise.masked_fill_(self.greedy[:, None, None], 0.0)
+
+    def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """Processed logits `[B, N, V]`, float32; the logits themselves where `draw` asks no more."""
+        return logits if self.fused else self.process(logits, prefixes)
+
+    def process(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """Processed logits `[B, N, V]`, float32; the logits themselves where greedy decoding processes nothing."""
+        if self.seeds is None and not self.processors:
+            return logits
+        scores = logits.float()
+        for processor in self.processors:
+            scores = processor(scores, prefixes)
+        return scores
+
+    def draw(self, scores: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
+        """The target's own next token at every node, `[B, N]`. depth: `[B, N]`, which picks a node's noise."""
+        if self.fused:
+            return kernels.draw(scores, self.temperature, noise, depth)
+        if noise is None:
+            return scores.argmax(dim=-1)
+        return (scores + noise.gather(1, depth[:, :, None].expand_as(scores))).argmax(dim=-1)
+
+    def draw_residual(self, scores: Tensor, noise: Tensor | None, tree: Tree, position: Tensor) -> Tensor:
+        """What follows each node of a sampled chain, `[B, N]`; position: `[B]`, of its first draft. See `rejection`."""
+        assert noise is not None and self.seeds is not None, "greedy drafts are chosen, not sampled"
+        positions = position[:, None] + tree.depth
+        # Noise of id 0 alone; a Gumbel variable is minus the logarithm of an exponential one.
+        chance = gumbel(branch(self.seeds, ACCEPT), positions, self.ids[:1]).squeeze(2).neg().exp()
+        noise = noise[:, : positions.shape[1]]
+        drawn = draw_residual(tree, scores, noise, chance)
+        for rows in (self.greedy, self.plain):  # which draw as they would without drafts
+            if rows is not None:
+                drawn = torch.where(rows[:, None], self.draw(scores, noise, tree.depth), drawn)
+        return drawn
+
+    def draft_scores(self, logits: Tensor, noise: Tensor | None, step: int, ids: Tensor | None) -> Tensor:
+        """A drafter's logits `[B, w, V']` at search step `step`, as the target will draw: at its temperature, under its
+        noise. Choosing by shared noise changes how often a guess hits and nothing else (Daliri et al. 2024)."""
+        if noise is None:
+            return logits
+        here = noise[:, step] if ids is None else noise[:, step].index_select(1, ids)  # [B, V']
+        return (logits / self.temperature[:, None, None]).add_(here[:, None])  # one float32 copy

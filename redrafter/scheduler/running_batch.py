@@ -1,0 +1,260 @@
+"""The rows of a server: requests of any kind side by side in one step, each in a place of its own.
+
+All buffers stay where they are, so that a step over the first 1, 2, 4, ... places is captured once and serves whoever
+stands there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from redrafter.cache.block_manager import BLOCK
+from redrafter.cache.paged import PagedCache
+from redrafter.engine.batch import room
+from redrafter.engine.cuda_graphs import CapturedStep, StepGraphs, bucket, new_state
+from redrafter.engine.engine import Engine
+from redrafter.sampling.grammar_masks import RowGrammars
+from redrafter.sampling.hf_processors import Processor
+from redrafter.sampling.processors import (
+    RowBias,
+    RowMinimum,
+    RowMinP,
+    RowPenalties,
+    RowRepetition,
+    RowTemperature,
+    RowTopK,
+    RowTopP,
+)
+from redrafter.sampling.sampler import Sampler
+from redrafter.scheduler.sequence import Job, Settings
+from redrafter.step import Drawn, Proposer, State
+
+__all__ = ["RowSettings", "Rows"]
+
+NARROW = {"cpu": 256, "cuda": 2048}  # positions that rows have room for at least; it doubles as longer ones come
+
+
+class RowSettings:
+    """What `Sampler` reads of each row, written row by row."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device):
+        zeros = lambda kind: torch.zeros(rows, dtype=kind, device=device)  # noqa: E731
+        ones = lambda: torch.ones(rows, device=device)  # noqa: E731
+        self.seeds, self.prompt, self.limit = (zeros(torch.long) for _ in range(3))
+        self.greedy, self.plain = zeros(torch.bool), zeros(torch.bool)
+        self.temperature, self.repetition, self.top_p = ones(), ones(), ones()
+        self.frequency, self.presence, self.min_p = (zeros(torch.float32) for _ in range(3))
+        self.top_k, self.minimum = zeros(torch.long), zeros(torch.long)
+        self.ids = torch.arange(vocabulary, device=device)
+        self._wide: tuple[Tensor, Tensor] | None = None  # bias and end tokens, made when somebody needs them
+
+    def write(self, row: int, settings: Settings, prompt: int, limit: int) -> None:
+        """Put one request's settings in a row's place."""
+        self.seeds[row], self.prompt[row], self.limit[row] = settings.seed, prompt, limit
+        self.greedy[row], self.temperature[row] = settings.greedy, 1.0 if settings.greedy else settings.temperature
+        self.plain[row] = not settings.speculate
+        self.repetition[row], self.minimum[row] = settings.repetition_penalty, settings.min_new_tokens
+        self.frequency[row], self.presence[row] = settings.frequency_penalty, settings.presence_penalty
+        self.top_k[row] = 0 if settings.greedy else settings.top_k
+        self.top_p[row] = 1.0 if settings.greedy else settings.top_p
+        self.min_p[row] = 0.0 if settings.greedy else settings.min_p
+        if self._wide is not None or settings.logit_bias or settings.min_new_tokens:
+            bias, ends = self.wide
+            bias[row], ends[row] = 0.0, False
+            if settings.logit_bias:
+                tokens, values = zip(*settings.logit_bias.items(), strict=True)
+                bias[row, list(tokens)] = torch.tensor(values, dtype=bias.dtype, device=bias.device)
+            ends[row, sorted(settings.ends)] = True
+
+    @property
+    def wide(self) -> tuple[Tensor, Tensor]:
+        if self._wide is None:
+            rows, vocabulary, device = len(self.seeds), len(self.ids), self.ids.device
+            self._wide = (
+                torch.zeros(rows, vocabulary, device=device),
+                torch.zeros(rows, vocabulary, dtype=torch.bool, device=device),
+            )
+        return self._wide
+
+    def sampler(self, rows: int, simple: bool, guides: RowGrammars | None = None, keep_scores: bool = False) -> Sampler:
+        """Return how the first rows draw, over these buffers. The order of the processors is transformers'.
+
+        Args:
+            rows: how many rows.
+            simple: whether a temperature is all that any of them needs.
+            guides: the rows' grammars, if any has one.
+            keep_scores: whether a step needs the processed scores too, as rejection sampling does.
+        """
+        first = slice(rows)
+        temperature = RowTemperature(self.temperature[first])
+        processors: tuple[Processor, ...] = (temperature,)
+        if not simple:
+            bias, ends = self.wide
+            processors = (
+                RowBias(bias[first]),
+                RowRepetition(self.repetition[first]),
+                RowMinimum(self.minimum[first], ends[first]),
+                RowPenalties(self.frequency[first], self.presence[first]),
+                *([] if guides is None else [guides]),
+                temperature,
+                RowTopK(self.top_k[first]),
+                RowTopP(self.top_p[first]),
+                RowMinP(self.min_p[first]),
+            )
+        return Sampler(
+            seeds=self.seeds[first],
+            processors=processors,
+            temperature=self.temperature[first],
+            prompt=self.prompt[first],
+            limit=self.limit[first],
+            ids=self.ids,
+            keep_scores=keep_scores,
+            greedy=self.greedy[first],
+            plain=self.plain[first],
+        )
+
+    def move(self, source: int, to: int) -> None:
+        """Put a row's settings in another place."""
+        own = ("seeds", "prompt", "limit", "greedy", "plain", "temperature", "top_k", "top_p", "min_p")
+        penalties = ("repetition", "minimum", "frequency", "presence")
+        for tensor in (*(getattr(self, name) for name in (*own, *penalties)), *(self._wide or ())):
+            tensor[to] = tensor[source]
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Rows with room for texts of one width."""
+
+    state: State
+    table: Tensor
+
+
+class Rows:
+    """What steps. jobs: by place, without gaps.
+
+    depth: the deepest that any proposer may draft. room: positions past its text that a row may touch.
+    """
+
+    def __init__(self, engine: Engine, graphs: StepGraphs, most: int, speculate: bool = True):
+        self.engine, self.graphs = engine, graphs
+        sizes = {bucket(rows) for rows in range(1, most + 1)}
+        self._proposers: dict[int, Proposer] = {
+            rows: engine.proposer_for(rows) if speculate else engine.plain for rows in sizes
+        }
+        self.depth = max(each.depth for each in self._proposers.values())
+        self.room = max(room(each) + each.scratch for each in self._proposers.values())
+        self.settings = RowSettings(max(sizes), engine.target.vocab_size, engine.target.device)
+        self.jobs: list[Job] = []
+        self._width = 0
+        self._buffers: _Buffers | None = None
+        self._kept: dict[tuple[int, bool, bool, bool], CapturedStep] = {}
+        self._guides = RowGrammars([])
+
+    def add(self, job: Job, hidden: Tensor) -> None:
+        """A row whose committed tokens are in its blocks. hidden: `[F]`, of the forward that drew the pending token."""
+        assert job.lease is not None
+        self._widen(job.limit + self.room)
+        job.place = place = len(self.jobs)
+        self.jobs.append(job)
+        state, table = self._own.state, self._own.table
+        state.tokens[place, : len(job.text)] = torch.tensor(job.text, device=state.tokens.device)
+        state.length[place] = len(job.text) - 1
+        state.hidden[place], state.active[place] = hidden, True
+        self.settings.write(place, job.settings, len(job.prompt), job.limit)
+        table[place] = 0
+        self.extend(job)
+
+    def extend(self, job: Job) -> None:
+        """Tell the step of a row's blocks, which may have become more."""
+        assert job.lease is not None and job.place is not None
+        table = self._own.table
+        blocks = job.lease.blocks[: table.shape[1]]
+        table[job.place, : len(blocks)] = torch.tensor(blocks, dtype=table.dtype, device=table.device)
+
+    def remove(self, job: Job) -> None:
+        """Let the last row take a row's place."""
+        place, last = job.place, len(self.jobs) - 1
+        assert place is not None
+        state, table = self._own.state, self._own.table
+        if place != last:
+            for tensor in (state.tokens, state.length, state.hidden, table):
+                tensor[place] = tensor[last]
+            self.settings.move(last, place)
+            self.jobs[place] = self.jobs[last]
+            self.jobs[place].place = place
+        self.jobs.pop()
+        state.active[last] = False
+        state.length[last] = 0
+        table[last] = 0
+        job.place = None
+
+    def step(self) -> tuple[Drawn, list[list[int]]]:
+        """One step of all rows, without drafts where none of them takes any. The report is by place: a row's tokens
+        and, last, how many drafts were accepted."""
+        rows, drafting = bucket(len(self.jobs)), any(job.settings.speculate for job in self.jobs)
+        simple = all(job.settings.simple for job in self.jobs)
+        self._guides.states[:] = [job.guide for job in self.jobs]
+        key = (rows, simple, any(self._guides.states), drafting)
+        if key not in self._kept:
+            self._kept[key] = self._new(*key)
+        step = self._kept[key]
+        step.replay()
+        return step.drawn, step.read()
+
+    def sampler_of(self, jobs: Sequence[Job]) -> Sampler:
+        """For rows that are not in place yet."""
+        own = RowSettings(len(jobs), self.engine.target.vocab_size, self.engine.target.device)
+        for row, job in enumerate(jobs):
+            own.write(row, job.settings, len(job.prompt), job.limit)
+        guides = [job.guide for job in jobs]
+        simple = all(job.settings.simple for job in jobs)
+        return own.sampler(len(jobs), simple, RowGrammars(guides) if any(guides) else None)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows that steps are made for, the smallest first."""
+        return sorted(self._proposers)
+
+    @property
+    def nodes(self) -> int:
+        """Of each row, in the next step."""
+        return self._proposers[bucket(max(len(self.jobs), 1))].nodes
+
+    @property
+    def _own(self) -> _Buffers:
+        assert self._buffers is not None
+        return self._buffers
+
+    def _new(self, rows: int, simple: bool, guided: bool, drafting: bool) -> CapturedStep:
+        state, first = self._own.state, slice(rows)
+        own = State(state.tokens[first], state.length[first], state.hidden[first], state.active[first])
+        cache = PagedCache(self.graphs.store, self._own.table[first])
+        proposer = self._proposers[rows] if drafting else self.engine.plain
+        by_odds = drafting and self.engine.by_odds
+        sampler = self.settings.sampler(rows, simple, self._guides if guided else None, keep_scores=by_odds)
+        step = self.graphs.step_over(own, proposer, cache, sampler)
+        if step.done is not None:
+            active = own.active.clone()
+            own.active.zero_()  # what is run to be captured must change nothing
+            self.graphs.capture(step)
+            own.active.copy_(active)
+        return step
+
+    def _widen(self, positions: int) -> None:
+        """Make room for longer texts."""
+        if positions <= self._width:
+            return
+        target, most = self.engine.target, len(self.settings.seeds)
+        self._width = max(NARROW[target.device.type], 1 << (positions - 1).bit_length())
+        table = torch.zeros(most, self._width // BLOCK, dtype=torch.int32, device=target.device)
+        wider = _Buffers(new_state(target, most, self._width), table)
+        if self._buffers is not None:
+            old = self._buffers
+            wider.state.tokens[:, : old.state.tokens.shape[1]] = old.state.tokens
+            wider.table[:, : old.table.shape[1]] = old.table
+            # What else a state holds is the same at every width.
+            wider = replace(wider, state=replace(old.state, tokens=wider.state.tokens))
+        self._buffers = wider
+        self._kept.clear()

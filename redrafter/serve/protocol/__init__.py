@@ -1,0 +1,1 @@
+"""OpenAI's requests and responses, and which of their fields are served."""

@@ -1,0 +1,198 @@
+"""OpenAI's requests, and what this server takes beside them. What is not here is refused by name.
+
+https://platform.openai.com/docs/api-reference
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, model_validator
+
+from redrafter.errors import ReDrafterError
+from redrafter.serve.protocol.fields import (
+    MOST,
+    MOST_PARTS,
+    MOST_PROMPTS,
+    Bias,
+    Count,
+    Ids,
+    Prompts,
+    ResponseFormat,
+    Stops,
+    StreamOptions,
+    Strict,
+    StructuredOutputs,
+    refused,
+)
+from redrafter.serve.protocol.messages import Message, Tool, ToolCall, ToolChoice, ToolChoices
+
+__all__ = [
+    "MOST_PROMPTS",
+    "ApiError",
+    "ChatRequest",
+    "CompletionRequest",
+    "Message",
+    "StreamOptions",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "error_body",
+]
+
+MOST_CHOICES = 128
+MOST_TOOLS = 128
+LONGEST_SALT = 512  # characters
+LONGEST_MESSAGE, LONGEST_NAME = 1000, 100  # characters of what an error says
+
+
+class ApiError(ReDrafterError):
+    """An answer that is an error. param: the field that is to blame."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape of an error."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    message, param = _plain(message, LONGEST_MESSAGE), param and _plain(param, LONGEST_NAME)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _plain(text: str, longest: int) -> str:
+    """What a client gave may be long, and hold halves of characters, which cannot be sent back."""
+    return text[:longest].encode(errors="replace").decode()
+
+
+class _Request(Strict):
+    """What both kinds of requests share. Below OpenAI's fields, those of vLLM."""
+
+    model: str | None = None
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
+    logit_bias: Bias | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 62)] | None = None
+    stop: Stops | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    user: str | None = None
+
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=MOST)] | None = None
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] | None = None
+    min_tokens: Annotated[int, Field(strict=True, ge=0, le=MOST)] | None = None
+    ignore_eos: StrictBool = False
+    stop_token_ids: Ids | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    speculate: StrictBool = True
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> "_Request":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are for stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not told in a stream: leave out one of the two")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+class CompletionRequest(_Request):
+    """`POST /v1/completions`. max_tokens: 0 writes nothing and answers what the prompt alone gives."""
+
+    max_tokens: Annotated[int, Field(strict=True, ge=0, le=MOST)] | None = None
+    prompt: Prompts
+    best_of: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
+    echo: StrictBool = False
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    suffix: Annotated[None, refused("write it into prompt, between the tokens that the model knows for filling in")] = (
+        None
+    )
+
+    @property
+    def copies(self) -> int:
+        """How many texts are written after each prompt."""
+        return self.best_of or self.n or 1
+
+    @property
+    def prompt_count(self) -> int | None:
+        """How many of the likeliest tokens are told at each place of the prompt; None for none of it."""
+        told = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in told if count is not None), default=None)
+
+    @model_validator(mode="after")
+    def _choosable(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"best_of must be n or more, got best_of={self.best_of} and n={self.n or 1}")
+        if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
+            raise ValueError("best_of above n cannot be streamed: the best text is known when all have ended")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens 0 is for echo=true or prompt_logprobs; else ask for 1 or more")
+        return self
+
+
+class ChatRequest(_Request):
+    """`POST /v1/chat/completions`. Below OpenAI's fields, those of vLLM."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_PARTS)]
+    max_completion_tokens: Count | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoices | None = None
+    parallel_tool_calls: StrictBool | None = None
+    reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    verbosity: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    functions: Annotated[None, refused("give tools")] = None
+    function_call: Annotated[None, refused("give tool_choice")] = None
+
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Annotated[None, refused("the server's own is used, see redrafter serve --chat-template")] = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("give max_tokens or max_completion_tokens, not both")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(self.tool_choice, ToolChoice):
+            names = [tool.function.name for tool in self.tools or ()]
+            if self.tool_choice.function.name not in names:
+                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; the tools are {names}")
+        asked = (
+            self.structured_outputs is not None,
+            self.response_format is not None and self.response_format.type != "text",
+            self.tool_choice not in (None, "none", "auto"),
+        )
+        if sum(asked) > 1:
+            raise ValueError("give one of response_format, structured_outputs and tool_choice")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message goes on with a message: leave out add_generation_prompt")
+        if self.continue_final_message and (self.messages[-1].role != "assistant" or not self.messages[-1].text):
+            raise ValueError("continue_final_message needs a last message of the assistant that has a text")
+        return self
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []

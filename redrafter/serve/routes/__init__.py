@@ -1,0 +1,1 @@
+"""The routes of the server and the pages that it shows."""

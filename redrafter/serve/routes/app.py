@@ -1,0 +1,207 @@
+"""The routes: OpenAI's, health, metrics, a page to try them on."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.scheduler.scheduler import QueueFullError
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.log import Logged
+from redrafter.serve.network.bodies import BodyLimits, JsonRoute
+from redrafter.serve.network.guard import Admission, Guard, HeadAsGet, Refusal, error_answer
+from redrafter.serve.protocol.fields import place_of
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, error_body
+from redrafter.serve.protocol.response_models import ChatAnswer, CompletionAnswer, ModelHealth, Models, answers, errors
+from redrafter.serve.routes.page import page
+from redrafter.serve.routes.refused import add_refusals
+from redrafter.serve.routes.responses import add_responses
+from redrafter.serve.routes.tokens import add_token_routes
+from redrafter.serve.service import Service
+from redrafter.serve.worker import Stopped
+from redrafter.version import __version__
+
+__all__ = ["create_app"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def create_app(
+    service: Service, admission: Admission | None = None, longest_body: int = ServeOptions.max_body_size
+) -> FastAPI:
+    """Return the ASGI application.
+
+    service: what writes the texts.
+    admission: who may ask; None for everybody.
+    longest_body: bytes of a request's body, at most.
+    """
+    admission = admission or Admission()
+    service.apart = len(admission.keys) > 1
+    app = FastAPI(title="redrafter", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
+    # The last one is asked first.
+    app.add_middleware(BodyLimits, longest=longest_body)
+    app.add_middleware(Guard, admission=admission)
+    if admission.origins:
+        headers = ["Authorization", "Content-Type", "X-Request-Id"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=admission.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=headers,
+            expose_headers=headers[2:],
+        )
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(Logged)
+    _handle_errors(app)
+
+    chat_page, docs_page, locked_docs_page = page("page.html"), page("docs.html"), page("docs.html", 401)
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return chat_page
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        return docs_page if request.scope["admitted"] else locked_docs_page  # a page that asks for the key
+
+    stopping: dict[str, Any] = {
+        "response_class": Response,
+        "responses": {503: {"description": "the server is stopping"}},
+    }
+
+    @app.get("/health", **stopping)
+    @app.get("/v1/health/ready", **stopping)
+    @app.get("/v1/health/live", **stopping)
+    async def health() -> Response:
+        return Response(status_code=200 if service.worker.alive else 503)
+
+    @app.get("/v1/health/model", response_model=ModelHealth, responses=errors(503))
+    async def model_health() -> dict[str, Any]:
+        if not service.worker.alive:
+            raise ApiError(503, "the server is stopping")
+        return {"model": service.model, "running": service.worker.scheduler.running}
+
+    @app.get("/v1/models", response_model=Models, responses=errors(401))
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.model_entry()]}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.post("/v1/completions", responses=answers(CompletionAnswer))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _respond(service.completion(body, request.scope["facts"]), request)
+
+    @app.post("/v1/chat/completions", responses=answers(ChatAnswer))
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await _respond(service.chat(body, request.scope["facts"]), request)
+
+    add_token_routes(app, service)
+    add_responses(app, service, _respond)
+    add_refusals(app)
+    return app
+
+
+async def _respond(
+    work: Awaitable[dict[str, Any] | AsyncIterator[dict[str, Any]]],
+    request: Request,
+    events: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[str]] | None = None,
+) -> Response:
+    """The answer, unless the client leaves before it is there. events: how the parts of a stream are written, if not as
+    OpenAI's completions are."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return Response(status_code=499)
+        found = await task
+    finally:
+        for each in (task, watch):
+            each.cancel()
+    if isinstance(found, dict):
+        return JSONResponse(found)
+    return StreamingResponse(
+        (events or _events)(found), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+    )
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    try:
+        async for part in parts:
+            yield _event(part)
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield _event(error_body(error.status, str(error), error.param, error.code))
+    finally:
+        await parts.aclose()  # type: ignore[attr-defined]
+
+
+def _event(part: dict[str, Any]) -> str:
+    return f"data: {json.dumps(part, ensure_ascii=False)}\n\n"
+
+
+def _handle_errors(app: FastAPI) -> None:
+    def say(status: int, message: str, param: str | None = None, code: str | None = None, **headers: str) -> Response:
+        return JSONResponse(error_body(status, message, param, code), status, headers)
+
+    @app.exception_handler(ApiError)
+    async def api(_: Request, error: ApiError) -> Response:
+        return say(error.status, str(error), error.param, error.code)
+
+    @app.exception_handler(Refusal)
+    async def refused(_: Request, error: Refusal) -> Response:
+        return error_answer(error)
+
+    @app.exception_handler(UnsupportedError)
+    async def unsupported(_: Request, error: UnsupportedError) -> Response:
+        """What the operator could mend is for the log; a client learns that it cannot be had here."""
+        _LOG.error("a request needs what is not there: %s", error)
+        return say(501, "this server cannot do what the request asks for", None, "not_implemented")
+
+    @app.exception_handler(ArgumentError)
+    async def argument(_: Request, error: ArgumentError) -> Response:
+        return say(400, str(error))
+
+    @app.exception_handler(QueueFullError)
+    async def full(_: Request, error: QueueFullError) -> Response:
+        return say(429, str(error), **{"Retry-After": "1"})
+
+    @app.exception_handler(Stopped)
+    async def stopped(_: Request, error: Stopped) -> Response:
+        return say(503, "the server is stopping", **{"Retry-After": "5"})
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        return say(error.status_code, str(error.detail), **(error.headers or {}))
+
+    @app.exception_handler(RecursionError)
+    async def deep(_: Request, error: RecursionError) -> Response:
+        return say(400, "the body is nested too deeply")
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        kind, param, message = first["type"], place_of(first), first["msg"].removeprefix("Value error, ")
+        if kind == "json_invalid":
+            return say(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
+        if kind == "extra_forbidden":
+            return say(400, f"{param} is not supported", param, "unsupported_parameter")
+        if kind == "unsupported":
+            return say(400, f"{param} is not supported: {message}", param, "unsupported_parameter")
+        return say(422, f"{param}: {message}" if param else message, param)

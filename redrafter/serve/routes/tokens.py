@@ -1,0 +1,114 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes, `/v1/models/{id}` and `/version`."""
+
+import asyncio
+from dataclasses import replace
+from functools import cache
+from typing import Annotated, Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, Field, StrictBool, model_validator
+
+from redrafter.serve.answers.text import text_of
+from redrafter.serve.prompts import Prompts
+from redrafter.serve.protocol.fields import MOST_PARTS, Ids, Strict
+from redrafter.serve.protocol.requests import MOST_TOOLS, ApiError, ChatRequest, Message, Tool
+from redrafter.serve.protocol.response_models import Model, errors
+from redrafter.serve.service import Service
+from redrafter.version import __version__
+
+__all__ = ["add_token_routes"]
+
+LONGEST = 8  # contexts of tokens that are counted; what is longer is refused
+
+
+class TokenizeRequest(Strict):
+    """A prompt, or messages as the chat template writes them. add_special_tokens: for a prompt, by default as for a
+    completion; a template writes its own."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_PARTS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool = True
+    return_token_strs: StrictBool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, and not both")
+        if self.messages is None and self.tools is not None:
+            raise ValueError("tools are for messages")
+        return self
+
+
+class TokenizeAnswer(BaseModel):
+    """token_strs: null unless `return_token_strs` asks for them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(Strict):
+    """Tokens to write as text."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+class Version(BaseModel):
+    version: str
+
+
+def add_token_routes(app: FastAPI, service: Service) -> None:
+    """Add the routes that write nothing."""
+    asked: dict[str, Any] = {"responses": errors(400, 401, 404, 408, 413, 422)}
+
+    @cache
+    def prompts() -> Prompts:
+        """Return what reads prompts that are only counted, which may be longer than a text."""
+        return replace(service.prompts, context=LONGEST * service.context)
+
+    @app.get("/version", response_model=Version)
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/v1/models/{model:path}", response_model=Model, responses=errors(401, 404))
+    async def model(model: str) -> dict[str, Any]:
+        service.check_model(model)
+        return service.model_entry()
+
+    @app.post("/tokenize", response_model=TokenizeAnswer, **asked)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        ids = await asyncio.to_thread(_tokens, prompts(), body)
+        names = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": names}
+
+    @app.post("/detokenize", response_model=DetokenizeAnswer, **asked)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        service.check_model(body.model)
+        known = service.worker.scheduler.engine.target.vocab_size
+        if (bad := next((token for token in body.tokens if token >= known), None)) is not None:
+            raise ApiError(400, f"token id {bad} is out of range: there are {known} ids", "tokens")
+        if len(body.tokens) > LONGEST * service.context:
+            raise ApiError(400, f"{len(body.tokens)} tokens; at most {LONGEST * service.context}", "tokens")
+        return {"prompt": await asyncio.to_thread(text_of, service.tokenizer, body.tokens)}
+
+
+def _tokens(prompts: Prompts, body: TokenizeRequest) -> list[int]:
+    """Return what a completion or a chat would read."""
+    if body.messages is not None:
+        begin = body.add_generation_prompt
+        return prompts.talk(ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=begin)).ids
+    assert body.prompt is not None
+    if body.add_special_tokens is None:
+        [ids] = prompts.several(body.prompt)
+        return ids
+    return prompts.text(body.prompt, add_special_tokens=body.add_special_tokens)

@@ -1,0 +1,193 @@
+"""Learn from one plain forward what each layer of a model attends to.
+
+A config says little: some models ignore its `sliding_window`, some window without telling their attention function. So
+the model runs once with an attention function and a mask function of ours. The mask function receives the rule by which
+transformers builds the mask (`mask_function(batch, head, query, key) -> bool`) and evaluates it by position; the
+attention function learns which mask each layer was given, and the shape of its keys and values.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from redrafter.attention.mask import AttentionKind
+from redrafter.cache.dense import LayerShape
+from redrafter.errors import UnsupportedError, first_line
+
+__all__ = ["AttentionProbe", "probe_attention"]
+
+PROBE_NAME = "redrafter_probe"
+FAR = 1 << 20  # position at which a mask rule is evaluated; a window or chunk that is longer counts as none
+
+MaskRule = Callable[..., Any]
+
+
+@dataclass
+class AttentionProbe:
+    """Collect what one forward shows of a model's layers.
+
+    rules: the distinct kinds of attention that the model built masks for, in order.
+    shapes: per layer index, what it must store for its attention function to receive what it did. A layer that is
+        given the very tensors of an earlier one stores nothing and names that one as its source.
+    kinds: per layer index, the kind of its mask; None for a mask that the layer changed or made by itself.
+    changed: layers that changed the mask that they were given.
+    failure: why the forward could not run with our attention function; None when it ran.
+    """
+
+    rules: list[AttentionKind | None] = field(default_factory=list)
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    kinds: dict[int, AttentionKind | None] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
+    failure: str | None = None
+    _given: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # held, so that no tensor's id is used twice
+
+    def mask(self, rule: MaskRule, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
+        """Return a mask `shape` that holds nothing but the number of its kind, so that copies tell it too."""
+        kind = _kind_of(rule)
+        if kind not in self.rules:
+            self.rules.append(kind)
+        return torch.full(shape, float(1 + self.rules.index(kind)), dtype=dtype, device=device)
+
+    def see(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        """Note what a layer's attention function received: key, value `[B, heads, T, dim]`, mask `[B, 1, T, T]`."""
+        source = next((first for first, k, v in self._given if k is key and v is value), None)
+        self._given.append((layer, key, value))
+        if source is None:
+            self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        else:
+            self.shapes[layer] = self.shapes[source].storing_nothing(source)
+        numbers = set() if mask is None else set(mask.flatten().tolist())
+        number = numbers.pop() if len(numbers) == 1 else 0
+        known = number in range(1, 1 + len(self.rules))
+        self.kinds[layer] = self.rules[int(number) - 1] if known else None
+        if mask is not None and not known:
+            self.changed.add(layer)
+
+    def by_layer(self, count: int) -> list[AttentionKind] | None:
+        """Return the kind of each of `count` layers, or None unless all are known. One that attends to nothing of the
+        text counts as the first that does."""
+        default = next(iter(self.kinds.values()), None)
+        if not self.kinds and len(self.rules) == 1:  # attention code of the model's own, under one mask for all layers
+            default = self.rules[0]
+        kinds = [self.kinds.get(layer, default) for layer in range(count)]
+        known = [kind for kind in kinds if kind is not None]
+        return known if len(known) == count else None
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Return how many positions each layer looks back, 0 for all; only of layers that were seen."""
+        kinds = (self.kinds.get(layer) for layer in range(1 + max(self.kinds, default=-1)))
+        return tuple(0 if kind is None else kind.window or 0 for kind in kinds)
+
+    def by_name(self, config: Any) -> dict[str, AttentionKind]:
+        """Return what each named kind of layer sees: one entry where all layers see alike, else one for each of
+        `config.layer_types`."""
+        kinds = self.by_layer(config.num_hidden_layers)
+        if kinds is None:
+            return _kinds_of_config(config)
+        if len(set(kinds)) == 1:
+            return {"all": kinds[0]}
+        names = getattr(config, "layer_types", None) or ()
+        by_name = dict(zip(names, kinds, strict=False))
+        if [by_name.get(name) for name in names] != kinds:
+            raise UnsupportedError(
+                "its layers differ in what they see, and config.layer_types does not tell them apart"
+            )
+        return dict(sorted(by_name.items()))
+
+
+def probe_attention(model: Any, config: Any, ids: Tensor) -> AttentionProbe:
+    """Run one plain forward that attends to nothing, and return what its layers asked for.
+
+    Args:
+        model: a causal LM of transformers.
+        config: the config that its decoder layers read; left as it was.
+        ids: `[T]` int64, any text of at least two tokens.
+    """
+    probe, before = AttentionProbe(), config._attn_implementation
+    config._attn_implementation = PROBE_NAME
+    running = _RUNNING.set(probe)
+    try:
+        model(input_ids=ids[None], use_cache=False)
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
+        probe.failure = first_line(error)
+    finally:
+        _RUNNING.reset(running)
+        probe._given.clear()
+        config._attn_implementation = before
+    return probe
+
+
+# The functions below are registered by name for the whole process; which probe they serve depends on who calls.
+_RUNNING: ContextVar[AttentionProbe] = ContextVar("running probe")
+
+
+def _probe_mask(
+    batch_size: int, kv_length: int, mask_function: MaskRule, dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> Tensor:
+    """Stand for a mask `[B, 1, Q, S]` of transformers and note its rule."""
+    queries = kwargs["q_length"] if "q_length" in kwargs else len(kwargs["cache_position"])
+    shape = (batch_size, 1, int(queries), kv_length)
+    return _RUNNING.get().mask(mask_function, shape, dtype, kwargs.get("device"))
+
+
+def _probe_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """Attend to nothing: note what would have been attended to, and return zeros `[B, T, heads, dim]`."""
+    _RUNNING.get().see(module.layer_idx, key, value, attention_mask)
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+AttentionInterface.register(PROBE_NAME, _probe_attention)
+AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
+
+
+def _kind_of(rule: MaskRule) -> AttentionKind | None:
+    """Return the kind that a mask rule of transformers describes, or None for one that is no window and no chunk."""
+    first, second = _seen_from(rule, FAR), _seen_from(rule, FAR + 1)
+    if first is None or second is None:
+        return None
+    if first == 0:
+        return AttentionKind()
+    if second == first + 1:
+        return AttentionKind(window=FAR - first + 1)
+    chunk = FAR - first if second == FAR + 1 else _chunk_length(rule, first)
+    return None if chunk is None else AttentionKind(chunk=chunk)
+
+
+def _seen_from(rule: MaskRule, position: int) -> int | None:
+    """Return the first position seen from `position`; None unless all from there on are seen and none before."""
+    seen = rule(torch.tensor(0), torch.tensor(0), torch.tensor(position), torch.arange(position + 2))
+    seen = torch.as_tensor(seen).expand(position + 2)
+    first = int(seen.int().argmax())
+    right = bool(seen[first : position + 1].all()) and not bool(seen[position + 1])
+    return first if right else None
+
+
+def _chunk_length(rule: MaskRule, start: int) -> int | None:
+    """Return the length of the chunk that ends before position `start`, or None where no chunk does."""
+    before = _seen_from(rule, start - 1)
+    return None if before is None else start - before
+
+
+def _kinds_of_config(config: object) -> dict[str, AttentionKind]:
+    """Return what each named kind of layer sees, by the rule that transformers uses to choose its caches."""
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    by_name = {
+        "full_attention": AttentionKind(),
+        "sliding_attention": AttentionKind(window=window),
+        "chunked_attention": AttentionKind(chunk=chunk),
+    }
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["sliding_attention" if window else "chunked_attention" if chunk else "full_attention"]
+    unknown = sorted(set(types) - by_name.keys())
+    if unknown:
+        raise UnsupportedError(f"layers of type {', '.join(unknown)} are not known; known are {', '.join(by_name)}")
+    return {name: by_name[name] for name in sorted(set(types))}

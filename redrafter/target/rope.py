@@ -1,0 +1,118 @@
+"""Rope whose frequencies switch where a text outgrows the context that its model was first trained on (`longrope`).
+
+transformers decides by the longest position of a forward, for all rows of a batch. Here each row has its own
+frequencies: those of long texts when its prompt is longer than the first context, or when decoding has reached that. So
+a row's text does not depend on its batch, and is what transformers writes for the row alone.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redrafter.cache.dense import RaggedCache
+from redrafter.tree.token_tree import Tree
+
+__all__ = ["SwitchingRope", "dynamic_context", "find_rope", "warn_of_dynamic_rope"]
+
+
+def _entries(config: Any) -> list[dict[str, Any]]:
+    """Return the rope parameters of all kinds of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(entry for entry in rope.values() if isinstance(entry, dict))]
+
+
+def _original(config: Any, kind: str) -> int | None:
+    """Return the context that a model with rope of this kind was first trained on; None without such rope."""
+    for entry in _entries(config):
+        if entry.get("rope_type") == kind:
+            whole = getattr(config, "max_position_embeddings", None)
+            named = entry.get("original_max_position_embeddings")
+            return named or getattr(config, "original_max_position_embeddings", None) or whole
+    return None
+
+
+def dynamic_context(config: Any) -> int | None:
+    """Return the positions before which rope of the kind `dynamic` is constant; None for any other."""
+    return _original(config, "dynamic")
+
+
+def warn_of_dynamic_rope(config: Any, name: str) -> None:
+    """Warn where texts are written up to a part of a model's context alone."""
+    most, whole = dynamic_context(config), getattr(config, "max_position_embeddings", None)
+    if most is not None and whole is not None and most < whole:
+        warnings.warn(
+            f"{name} has dynamic rope, whose frequencies change with every token past {most}: texts of up to {most} "
+            f"tokens are written, of the {whole} that the model is made for",
+            stacklevel=4,
+        )
+
+
+def find_rope(model: Any, config: Any, cache: RaggedCache) -> "SwitchingRope | None":
+    """Return the rope of a model, where it switches, and how the model's own `generate` takes that.
+
+    cache: an empty one for one row of the model.
+    """
+    at = _switch_of(config)
+    if at is None:
+        return None
+    cache.committed = at
+    ids = torch.zeros(1, at + 1, dtype=torch.long, device=model.device)
+    prepared = model.prepare_inputs_for_generation(ids, past_key_values=cache, attention_mask=None)
+    return SwitchingRope(model, at, rereads=prepared.get("past_key_values") is None)
+
+
+def _switch_of(config: Any) -> int | None:
+    """Return the number of positions past which `longrope` has other frequencies; None where it never has."""
+    original, whole = _original(config, "longrope"), getattr(config, "max_position_embeddings", None)
+    return None if original is None or (whole is not None and whole <= original) else original
+
+
+class SwitchingRope:
+    """The rope of a model that switches at `at` positions.
+
+    rereads: whether the model's `generate` reads a text anew, with the frequencies of long texts, once it has `at`
+    tokens and goes on. Other models leave in the cache what is there.
+    """
+
+    def __init__(self, model: nn.Module, at: int, rereads: bool):
+        self.at, self.rereads = at, rereads
+        kinds = ((module, getattr(module, "rope_type", None)) for module in model.modules())
+        self._modules = [
+            module
+            for module, kind in kinds
+            if kind == "longrope" or (isinstance(kind, dict) and "longrope" in kind.values())
+        ]
+
+    def kept(self, tree: Tree, length: Tensor) -> Tree:
+        """Return the tree without the tokens that cannot be accepted: those past the switch, behind a row of `length`
+        `[B]` committed tokens that has not reached it. The row goes on from there in the next step."""
+        past = length[:, None] + tree.depth >= self.at  # [B, N]
+        return replace(tree, tokens=tree.tokens.masked_fill(past & (length < self.at)[:, None], -1))
+
+    @contextmanager
+    def choosing(self, long: Callable[[], Tensor]) -> Iterator[None]:
+        """Give each token of the forwards within the context its own row's frequencies.
+
+        long: returns bool of the shape of the positions, whether a token is of a long text; others are before `at`.
+        """
+
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> tuple[Tensor, ...]:
+            states, positions = args[0] if args else kwargs["x"], kwargs.get("position_ids")
+            positions = args[1] if positions is None else positions
+            rest = {name: value for name, value in kwargs.items() if name not in ("x", "position_ids")}
+            rest |= {"layer_type": args[2]} if len(args) > 2 else {}
+            edge = positions.new_full((*positions.shape[:-1], 1), self.at)
+            far = module.forward(states, torch.cat([positions, edge], dim=-1), **rest)
+            near = module.forward(states, positions.clamp(max=self.at - 1), **rest)
+            chosen = long().to(positions.device)[..., None]
+            return tuple(torch.where(chosen, a[..., :-1, :], b) for a, b in zip(far, near, strict=True))
+
+        with ExitStack() as stack:
+            for module in self._modules:
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            yield

@@ -1,0 +1,142 @@
+"""Test a model when it is bound: small token trees against plain forwards, so that what is served is right.
+
+A half-precision model is computed in float32, since its own rounding would hide what a wrong mask or position changes;
+once more as it is, which shows that it runs, and that it is not far off.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from redrafter.cache.dense import LayerShape
+from redrafter.errors import CheckpointError, UnsupportedError
+from redrafter.target.attention_probe import AttentionProbe
+from redrafter.target.aux_hidden import decoder_stack
+from redrafter.target.float32 import in_float32
+from redrafter.target.quantization import is_quantized
+from redrafter.target.trial_trees import WRONG, AnyCache, Bound, Trial, far_lengths, far_trial, near_trial, run_trial
+
+__all__ = ["SelfTest"]
+
+FAR_LAYERS = 4  # layers that a far trial computes at least
+NewCache = Callable[[Sequence[LayerShape], int, int], AnyCache]  # of layers, rows and slots a row
+
+
+class SelfTest:
+    """The trials of one target, for each kind of cache that it may be decoded on.
+
+    Args:
+        target: what is being bound; its `verify` and `prefill` are tried.
+        probe: what its layers attend to.
+        longest: tokens of a near trial's longer row.
+
+    Attributes:
+        output: of one of the model's own plain forwards.
+    """
+
+    def __init__(self, target: Bound, probe: AttentionProbe, longest: int):
+        self._target, self._longest = target, longest
+        self._near, self.output = near_trial(target, longest)
+        if not bool(self._near.expected.isfinite().all()):
+            raise CheckpointError(
+                f"{target.name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow "
+                "for them"
+            )
+        kinds = probe.by_layer(target.config.num_hidden_layers) or []
+        self._far_layers = max([FAR_LAYERS, *(1 + kinds.index(kind) for kind in set(kinds))])
+        self._native = _tolerance(target)
+        self._widened = target.dtype in _HALF and not is_quantized(target.model.config)
+
+    def run(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
+        """Run every trial on caches of one kind.
+
+        Args:
+            shapes: what each layer stores.
+            new_cache: makes a cache for some layers, rows and slots a row.
+            far: whether to run far trials too; they need `shapes` to be what transformers' own cache stores.
+
+        Raises:
+            UnsupportedError: the model cannot run a tree, or answers differently.
+        """
+        self._compare(self._near, new_cache(shapes, 2, self._near.slots), self._native)
+        if not self._widened:
+            if far:
+                self._run_far(shapes, new_cache, max(self._native, _WIDENED))
+            return
+        wide = [replace(shape, dtype=torch.float32) for shape in shapes]
+        with in_float32():
+            near = _unless_it_fails(lambda: near_trial(self._target, self._longest)[0])
+            if near is not None:
+                self._compare(near, new_cache(wide, 2, near.slots), _WIDENED)
+                if far:
+                    self._run_far(wide, new_cache, _WIDENED)
+
+    def _run_far(self, shapes: Sequence[LayerShape], new_cache: NewCache, allowed: "_Tolerance") -> None:
+        """Cross the numbers of the config with the first layers alone."""
+        target, count = self._target, len(shapes)
+        kept = min(self._far_layers, count)
+        for length in far_lengths(target.config, target.context, shapes[:kept]):
+            with _few_layers(target.model, count, kept):
+                trial = _unless_it_fails(lambda: far_trial(target, length, shapes[:kept]))  # noqa: B023 -- called here
+                if trial is not None:
+                    self._compare(trial, new_cache(trial.shapes, 1, trial.slots), allowed)
+
+    def _compare(self, trial: Trial, cache: AnyCache, allowed: "_Tolerance") -> None:
+        found, expected = run_trial(self._target, trial, cache).float(), trial.expected.float()
+        error = (found - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
+        if not bool((error.max() <= allowed.worst) & (error.median() <= allowed.typical)):
+            behind = "" if trial.prompts is not None else f" behind {int(trial.length[0])} tokens"
+            raise UnsupportedError(
+                f"{self._target.name} gives other logits for a token tree than for plain text{behind} (relative error "
+                f"{error.max():.2g}); this architecture cannot be verified exactly"
+            )
+
+
+@dataclass(frozen=True, order=True)
+class _Tolerance:
+    """The most that a node's error may be, relative to the spread of its logits: at any node, and at half of them."""
+
+    worst: float
+    typical: float
+
+
+# Computed in float32, a half-precision model may still round what it moves between layers, and a GPU may be allowed
+# TF32. Random keys and values, as far trials have them, make scores large, and rounding with them: 0.002 on Gemma 2;
+# a scale or a window that is off is at 0.02 or more. In its own dtype, a half-precision model may choose another
+# expert at a node or two. Where activations are quantised, the least difference carries one over to the next of few
+# values: up to 0.18 typically on the boxed base, 40 layers deep; a node that sees what it should not is at 0.8.
+_EXACT, _WIDENED = _Tolerance(2e-3, 2e-3), _Tolerance(1e-2, 5e-3)
+_NARROW, _QUANTIZED = _Tolerance(float("inf"), 0.15), _Tolerance(float("inf"), 0.4)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _tolerance(target: Bound) -> _Tolerance:
+    """Return what is allowed to a model in the dtype that it computes in, which may not be that of its logits."""
+    if is_quantized(target.model.config):
+        return _QUANTIZED
+    return _NARROW if target.dtype in _HALF else _EXACT
+
+
+def _unless_it_fails(make: Callable[[], Trial]) -> Trial | None:
+    """Return a trial, or None where the model's own plain forward cannot run it: in float32, or with few layers."""
+    try:
+        return make()
+    except (*WRONG, NotImplementedError):
+        return None
+
+
+@contextmanager
+def _few_layers(model: Any, count: int, kept: int) -> Iterator[None]:
+    """Let a model have only the first `kept` of its `count` decoder layers, where it holds them in a list."""
+    stack = decoder_stack(model, count)
+    whole = {} if stack is None else dict(stack._modules)
+    try:
+        for name in list(whole)[kept:]:
+            del stack._modules[name]  # type: ignore[union-attr]
+        yield
+    finally:
+        if stack is not None:
+            stack._modules.update(whole)

@@ -1,0 +1,141 @@
+"""Which models cannot be a target, and why: each reason in words of this library."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redrafter.cache.dense import LayerShape
+from redrafter.errors import ReDrafterError, UnsupportedError, first_line
+
+__all__ = ["check_supported", "explained", "head_width", "said_width", "stored_shapes"]
+
+ATTENTION = ("eager", "sdpa")  # what takes a 4-D mask
+
+
+def explained(bind: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a target's `__init__(self, model)`: what a model's own code raises becomes an `UnsupportedError` that names
+    the model. Memory that ran out is nobody's architecture, and passes."""
+
+    @wraps(bind)
+    def wrapped(self: Any, model: Any) -> None:
+        try:
+            bind(self, model)
+        except (ReDrafterError, MemoryError, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be a target: {type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    return wrapped
+
+
+def check_supported(model: Any, name: str) -> None:
+    """Raise `UnsupportedError` for a model whose config says already that no tree can be verified on it."""
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(f"{name} is an encoder-decoder; only decoder-only causal LMs can be verified as a tree")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedError(
+            f"{name} reads its prompt in both directions (use_bidirectional_attention); "
+            "only a model in which no token sees a later one can be verified as a tree"
+        )
+    kinds_of_layers = _layer_types(config)
+    stateful = {kind for kind in kinds_of_layers or () if "linear" in kind or not kind.endswith("attention")}
+    # A class may be made for hybrids, and a model of it hold attention alone; its own layers are what counts.
+    if stateful or (kinds_of_layers is None and getattr(model, "_is_stateful", False)):
+        kinds = ", ".join(sorted(stateful)) or "recurrent"
+        raise UnsupportedError(
+            f"{name} has {kinds} layers, whose state cannot be rolled back to a branch of a tree; "
+            "use a model whose layers are all attention"
+        )
+    attention = getattr(model.config, "_attn_implementation", "eager")
+    if attention not in ATTENTION:
+        raise UnsupportedError(
+            f"attn_implementation={attention!r} takes no tree mask; load the model with {_tree_attentions(model)}"
+        )
+    _check_positions(model, name)
+
+
+def _layer_types(config: object) -> list[str] | None:
+    """Return the kind of each layer, where a config lists them."""
+    listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if not listed:
+        return None
+    return ["full_attention" if kind == "attention" else kind for kind in listed]  # the former is an older name
+
+
+def _check_positions(model: Any, name: str) -> None:
+    """Raise `UnsupportedError` for ALiBi, whose bias knows a token by its slot in a row and not by its position."""
+    config = model.config.get_text_config(decoder=True)
+    said = (getattr(each, "alibi", False) for each in (config, getattr(config, "attn_config", None)))
+    if any(said) or hasattr(model.get_decoder(), "build_alibi_tensor"):
+        raise UnsupportedError(
+            f"{name} has ALiBi attention, whose bias follows from a token's slot in a 2-D mask; the nodes of a tree "
+            "need positions of their own, so use a model with rotary or learned positions"
+        )
+
+
+def _tree_attentions(model: Any) -> str:
+    """Name the attention implementations that take a tree's mask and that the model is right with, for a message."""
+    config = model.config.get_text_config(decoder=True)
+    if not model._supports_sdpa or getattr(config, "attn_logit_softcapping", None) is not None:
+        return "attn_implementation='eager'"
+    return "attn_implementation='sdpa' (or 'eager')"
+
+
+def _cache_layers(output: Any, config: Any, name: str) -> Any:
+    """Return the layers of the cache that a plain forward made. Raises `UnsupportedError` where it made none."""
+    past: Any = getattr(output, "past_key_values", None)
+    if hasattr(past, "layers"):
+        return past.layers
+    if past is None and getattr(config, "is_decoder", None) is False:
+        raise UnsupportedError(f"{name} is no decoder: its tokens see those behind them; load it with is_decoder=True")
+    kept = "no keys and values of past tokens" if past is None else f"past tokens in its {type(past).__name__}"
+    raise UnsupportedError(f"{name} keeps {kept}; only models with an ordinary cache can be verified as a tree")
+
+
+def stored_shapes(output: Any, config: Any, name: str) -> list[LayerShape]:
+    """Return what each layer stores, by the cache of a plain forward.
+
+    Args:
+        output: of that forward.
+        config: of the decoder.
+        name: of the model, for messages.
+
+    Raises:
+        UnsupportedError: the model keeps something else than keys and values.
+    """
+    layers = _cache_layers(output, config, name)
+    shapes = dict[int, LayerShape]()
+    for index, layer in enumerate(layers):
+        if _stores_nothing(layer):
+            continue
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):
+            raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")
+        shapes[index] = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+    if not shapes:
+        raise UnsupportedError(f"no layer of {name} keeps keys and values")
+    nothing = next(iter(shapes.values())).storing_nothing()
+    return [shapes.get(index, nothing) for index in range(len(layers))]
+
+
+def _stores_nothing(layer: Any) -> bool:
+    """Tell whether a layer of transformers' cache is for keys and values and holds none after a forward, as where a
+    layer attends to what an earlier one stores, or to images alone."""
+    return getattr(layer, "keys", layer) is None and not any(isinstance(each, Tensor) for each in vars(layer).values())
+
+
+def head_width(head: nn.Module, config: Any) -> int:
+    """Return D, the size of the hidden states that a model's head reads."""
+    width = getattr(head, "in_features", None)
+    return width if isinstance(width, int) else said_width(config)
+
+
+def said_width(config: Any) -> int:
+    """Return D as a config tells it: that of the layers, but where OPT projects what goes in and comes out of them."""
+    return getattr(config, "word_embed_proj_dim", None) or config.hidden_size

@@ -1,0 +1,103 @@
+"""Trees of many shapes, cut out of one search.
+
+The lattice of a deep search begins with that of a shallower one as wide, and a node budget keeps the best nodes of it.
+So all shapes of one width are judged by one search. What a cut keeps is closed towards the root: of the path that the
+base drew through the whole lattice, it keeps the first part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.sampling.sampler import Sampler
+from redrafter.step import State
+from redrafter.target.target import Target
+from redrafter.tree.accept import accept
+from redrafter.tree.token_tree import Tree, keep_best
+
+__all__ = ["Shape", "judge"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The tree that a step verifies: of a search `beams` = W wide and `depth` = K deep the `nodes` = N best nodes,
+    counting the root; or, when None, the prefixes of the W beams that are left at its end and no others, which is the
+    tree of the published method."""
+
+    beams: int
+    depth: int
+    nodes: int | None
+
+    def __str__(self) -> str:
+        kept = "final beams" if self.nodes is None else f"{min(self.nodes, self.lattice)} nodes"
+        return f"{self.beams}x{self.depth}, {kept}"
+
+    @property
+    def lattice(self) -> int:
+        """How many nodes the search finds."""
+        return 1 + self.beams * self.depth
+
+
+def judge(
+    drafter: RecurrentDrafter,
+    target: Target,
+    state: State,
+    sampler: Sampler,
+    noise: Tensor | None,
+    shapes: Sequence[Shape],
+) -> Tensor:
+    """Drafts accepted and drafts verified, `[2, A, shapes]` int64.
+
+    state: `tokens` are `[A, K+2]`, each position's pending token and what the base drew after it, for K the depth of
+    the deepest shape. noise: `[A, K, V]`, of the tokens after the pending one; None when greedy.
+    """
+    found = torch.zeros(2, len(state.length), len(shapes), dtype=torch.long, device=state.tokens.device)
+    for beams in {shape.beams for shape in shapes}:
+        columns = [column for column, shape in enumerate(shapes) if shape.beams == beams]
+        depth = max(shapes[column].depth for column in columns)
+        lattice, score = _search(drafter, target, state, sampler, noise, beams, depth)
+        path = accept(lattice, state.tokens.gather(1, lattice.depth + 1), depth)  # [A, K+1]
+        drawn = torch.arange(depth, device=score.device) < path.accepted[:, None]  # [A, K]
+        for column in columns:
+            kept = _kept(lattice, score, shapes[column])  # [A, N]
+            within = slice(shapes[column].depth)
+            accepted = kept.gather(1, path.nodes[:, 1:][:, within]) & drawn[:, within]
+            found[:, :, column] = torch.stack([accepted.sum(dim=1), kept.sum(dim=1) - 1])
+    return found
+
+
+def _search(
+    drafter: RecurrentDrafter,
+    target: Target,
+    state: State,
+    sampler: Sampler,
+    noise: Tensor | None,
+    beams: int,
+    depth: int,
+) -> tuple[Tree, Tensor]:
+    """Decoding's search with nothing cut off, and the cumulative log-probability of each node, `[A, N]`."""
+    scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
+
+    def listen(score: Tensor) -> bool:
+        scores.append(score)
+        return False
+
+    proposer = RecurrentProposer(drafter, target, beams, depth, 1 + beams * depth)
+    tree = proposer.search(state, sampler, noise, enough=listen)
+    return tree, torch.cat(scores, dim=1)
+
+
+def _kept(lattice: Tree, score: Tensor, shape: Shape) -> Tensor:
+    """Which of the lattice's first nodes, those that the shape's own search finds, are kept: `[A, shape.lattice]`."""
+    count = shape.lattice
+    if shape.nodes is None:
+        return lattice.ancestors[:, count - shape.beams : count, :count].any(dim=1)
+    if shape.beams == 1:  # rounding may put a node of a chain above its parent
+        return (torch.arange(count, device=score.device) < shape.nodes).expand(len(score), -1)
+    tokens, parents, depth, score = (x[:, :count] for x in (lattice.tokens, lattice.parents, lattice.depth, score))
+    *_, best = keep_best(tokens, parents, depth, score, min(shape.nodes, count))
+    return torch.zeros_like(score, dtype=torch.bool).scatter(1, best, True)

@@ -1,0 +1,71 @@
+"""Untrained drafters."""
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
+from redrafter.target.supported import said_width
+from redrafter.train.config import TrainConfig
+
+__all__ = ["new_config", "new_drafter"]
+
+
+def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> DrafterConfig:
+    """What an untrained drafter for a base is, from the base's config."""
+    base = base.get_text_config(decoder=True)
+    return DrafterConfig(
+        vocab_size=base.vocab_size,
+        hidden_size=said_width(base),
+        exit_dim=config.exit_dim,
+        num_draft_layers=config.num_layers,
+        rnn=config.rnn,
+        recurrence=config.recurrence,
+        target_layers=config.target_layers,
+        head_rank=config.head_rank,
+        draft_vocab_size=draft_vocab_size,
+        draft_len_per_beam=config.draft_len,
+    )
+
+
+def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor | None = None) -> RecurrentDrafter:
+    """An untrained float32 drafter for a base, on the host. draft_ids: `[V']` int64, the ids that it is to know."""
+    drafter_config = new_config(model.config, config, None if draft_ids is None else len(draft_ids))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        drafter = RecurrentDrafter(drafter_config).float()
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+        for layer in drafter.layers:  # residual layers begin as the identity
+            _zero(layer.linear)
+        if drafter.fuse is not None:  # and so does what is read beside the last hidden state
+            _zero(drafter.fuse)
+        if config.rnn:
+            _see_embeddings(drafter, drafter_config.hidden_size, 1 / _embedding_size(model))
+    if draft_ids is not None:
+        drafter.draft_ids.copy_(draft_ids)
+    return drafter
+
+
+def _zero(linear: nn.Linear) -> None:
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+
+
+@torch.no_grad()
+def _see_embeddings(drafter: RecurrentDrafter, width: int, scale: float) -> None:
+    """Embeddings are often far smaller than hidden states. Unless they are brought to their size, the drafter hardly
+    sees for long which token it goes on from."""
+    if drafter.config.recurrence == "gated":
+        drafter.rnn_gate.weight[:, :width] *= scale  # what it reads the embedding with
+    else:
+        nn.init.normal_(drafter.rnn_w.weight, std=scale / width**0.5)
+
+
+@torch.no_grad()
+def _embedding_size(model: PreTrainedModel) -> float:
+    """Root mean square of some of a base's embeddings, as its own module gives them."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(min(1024, vocabulary), device=model.device)
+    return float(model.get_input_embeddings()(ids).float().square().mean().sqrt().clamp(min=1e-6))

@@ -1,0 +1,77 @@
+"""The processes that a launcher started, which must train one drafter together."""
+
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs
+
+from redrafter.app.program import report
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.train.config import TrainConfig
+
+__all__ = ["check_launcher", "launcher_refused", "new_accelerator", "stays_on_cpu"]
+
+# The variable by which `accelerate launch` asks for a way of spreading a model, and that way's name.
+SPREADING = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+
+
+def check_launcher() -> None:
+    """Raise `UnsupportedError` if accelerate is configured to spread the drafter itself over the processes."""
+    for variable, name in SPREADING.items():
+        if os.environ.get(variable, "false").lower() == "true":
+            raise UnsupportedError(
+                f"accelerate is configured for {name}, but each process trains a whole drafter; start it with "
+                "torchrun --nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base"
+            )
+
+
+def stays_on_cpu(config: TrainConfig) -> bool:
+    """Return whether to train on the CPU: if `config` asks for it, and where there is no other device.
+
+    accelerate makes several processes on CPUs one group only if it is told that they stay there.
+    """
+    return config.cpu or not torch.accelerator.is_available()
+
+
+def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
+    """Make an accelerator as `accelerate launch` configured it, but for what `config` says itself.
+
+    Raises `UnsupportedError` as `check_launcher` does, and `ArgumentError` if this is one of several processes that
+    would each train a drafter of its own.
+    """
+    check_launcher()
+    # With one draft step the matrix that carries the recurrence on has no gradient.
+    handler = DistributedDataParallelKwargs(find_unused_parameters=config.draft_len == 1)
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision, cpu=stays_on_cpu(config), kwargs_handlers=[handler], **arguments
+    )
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    if accelerator.num_processes == 1 < started:
+        raise ArgumentError(
+            f"{started} processes were started, which cannot work together on {accelerator.device.type}; "
+            "start one, or pass --cpu"
+        )
+    return accelerator
+
+
+def launcher_refused() -> bool:
+    """Return whether `check_launcher` raises, and report that once. Collective: call it in every process.
+
+    The processes return together, since a launcher ends all as soon as one has failed, the one that reports too.
+    """
+    try:
+        check_launcher()
+    except UnsupportedError as error:
+        state = PartialState(cpu=True)
+        if state.is_main_process:
+            report("error", error)
+        state.wait_for_everyone()
+        return True
+    return False

@@ -1,0 +1,151 @@
+"""Let a base answer the prompts of a data set itself: text to train a drafter on that is the base's own.
+
+    redrafter regenerate --model BASE --drafter DRAFTER --data chat.jsonl --output own.jsonl
+
+Conversations are answered turn by turn, texts written on from their beginning. The exact ids are kept. A drafter only
+makes it faster. Killed at any moment, the same command goes on; several processes share a data set with --shard.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from redrafter.app.loading import Pair, checked
+from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.app.program import guarded
+from redrafter.checkpoints.loading import holds_drafter, load_model, load_tokenizer
+from redrafter.data.rows import Row, fingerprint, read_rows
+from redrafter.engine.engine import Engine
+from redrafter.engine.tuning import target_fingerprint
+from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.files.atomic_file import check_writable
+from redrafter.measure.facts import versions
+from redrafter.step import Plain
+from redrafter.target.target import Target
+from redrafter.train.regenerate.answering import Writer, mine
+from redrafter.train.regenerate.config import RegenerateConfig, parse
+from redrafter.train.regenerate.journal import Journal
+
+__all__ = ["RegenerateConfig", "main", "parse", "regenerate"]
+
+# Options that change how fast rows are answered, or what is done with them, and not the answers.
+FREE = ("model", "drafter", "device", "trust_remote_code", "output", "overwrite", "batch_size")
+
+
+def regenerate(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Iterable[Row],
+    config: RegenerateConfig,
+    *,
+    total: int | None = None,
+    log: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Answer rows and write `config.output`, or go on with what an earlier call left of it.
+
+    total: how many rows `mine` chooses of `rows`, for progress. Returns the summary that stands in OUTPUT.json too.
+    Raises `ArgumentError` when the output is there or was begun with other settings, `CheckpointError` when no row
+    could be answered.
+    """
+    settings = _settings(engine, tokenizer, config)
+    with Journal(checked_output(config), settings) as journal:
+        writer = Writer(engine, tokenizer, config, journal, log, total)
+        writer.go(rows)
+        success = len(journal.done) - len(journal.errors)
+        assert writer.input == success + len(journal.errors) + writer.skipped
+        if journal.errors and not success:
+            first = journal.first_error()
+            journal.drop()
+            raise CheckpointError(f"none of {writer.input} rows could be answered; {first['prompt']}: {first['error']}")
+        seconds = journal.totals["seconds"]
+        summary = {
+            "input": writer.input,
+            "success": success,
+            "errors": len(journal.errors),
+            "skipped": writer.skipped,
+            "tokens": journal.tokens,
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(journal.tokens / max(seconds, 1e-9), 3),
+            "tokens_per_step": round(journal.totals["emitted"] / max(journal.totals["steps"], 1), 3),
+            "base": writer.base,
+            "settings": settings,
+            "versions": versions(),
+        }
+        journal.finish(summary)
+    return summary
+
+
+def _settings(engine: Engine, tokenizer: PreTrainedTokenizerBase, config: RegenerateConfig) -> dict[str, Any]:
+    """All that the output depends on. A run can be gone on with by another drafter, elsewhere, in other batches."""
+    found = {name: value for name, value in asdict(config).items() if name not in FREE}
+    sizes = [Path(file).stat().st_size if Path(file).is_file() else None for file in config.data]
+    return found | {
+        "data_bytes": sizes,
+        "base": target_fingerprint(engine.target),
+        "tokenizer": fingerprint(tokenizer),
+        "dtype": str(engine.target.dtype).removeprefix("torch."),
+    }
+
+
+def checked_output(config: RegenerateConfig) -> Path:
+    """The file to write. Raises `ArgumentError` when it cannot be, or is there already."""
+    assert config.output is not None
+    output = Path(config.output)
+    check_writable(output, "--output")
+    if output.exists() and not config.overwrite:
+        raise ArgumentError(f"--output {output} is there already; name another, or pass --overwrite")
+    return output
+
+
+def run(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any]:
+    """Everything from the files of a command line to the file that it names."""
+    checked_output(config)
+    # A bad row is found here, before any is answered.
+    chosen = [chosen for *_, chosen in mine(read_rows(config.data), config)]
+    if not any(chosen):
+        raise CheckpointError(f"{', '.join(config.data)}: no row for --split {config.split} --shard {config.shard}")
+    engine, tokenizer = load(config)
+    return regenerate(engine, tokenizer, read_rows(config.data), config, total=len(chosen), log=log)
+
+
+def load(config: RegenerateConfig) -> tuple[Engine, PreTrainedTokenizerBase]:
+    """The base with its drafter, if it has one, and its tokenizer."""
+    options = LoadOptions(
+        model=config.model,
+        drafter=config.drafter,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+    )
+    name, options, _ = checked(options, DraftOptions())
+    if options.drafter is not None or holds_drafter(name):
+        pair = Pair.load(options)
+        return pair.engine, pair.tokenizer
+    trust = options.trust_remote_code
+    tokenizer = load_tokenizer(name, trust_remote_code=trust)
+    model = load_model(name, dtype=options.dtype, device=options.device, trust_remote_code=trust)
+    return Engine(Target(model), Plain()), tokenizer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns its exit code."""
+
+    def command() -> int:
+        config = parse(argv)
+        summary = run(config, log=lambda line: print(line, file=sys.stderr, flush=True))
+        print(
+            f"{config.output}: {summary['success']} of {summary['input']} rows, {summary['errors']} errors, "
+            f"{summary['skipped']} skipped; {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, "
+            f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['tokens_per_step']:.2f} tokens per step"
+        )
+        return 0
+
+    return guarded(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

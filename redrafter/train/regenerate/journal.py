@@ -1,0 +1,142 @@
+"""The file that a long run grows: killed at any moment, the same run goes on from it.
+
+Its first line holds the settings; each line after it is a finished row, a row that failed, or what a batch took. Rows
+stand in the order in which they were finished, and are put in their own order at the end.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Set
+from pathlib import Path
+from typing import Any
+
+from redrafter.app.flags import shown
+from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.files.atomic_file import write_whole
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """Lines about the rows of a run that writes `output`. Use it in `with`.
+
+    done: where the line of each settled row begins, by the row's number; errors: those that failed. Raises
+    `ArgumentError` naming the first setting that is not the one that the file was begun with.
+    """
+
+    def __init__(self, output: Path, settings: dict[str, Any]):
+        self.output, self.path = output, output.with_name(output.name + ".partial")
+        self.done: dict[int, int] = {}
+        self.errors: set[int] = set()
+        self.tokens, self.totals = 0, {"seconds": 0.0, "steps": 0, "emitted": 0}
+        self._end = 0
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        try:
+            self._file = open(self.path, "a+b")  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise ArgumentError(f"cannot write {self.path} (--output): {error.strerror}") from error
+
+    def __enter__(self) -> "Journal":
+        try:
+            self._resume()
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, records: Iterable[dict[str, Any]]) -> None:
+        """Append some lines and hand them to the system: what kills the process then leaves them there."""
+        for record in records:
+            line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            self._file.write(line)
+            self._note(record, self._end)
+            self._end += len(line)
+        self._file.flush()
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Put the rows in their order into `output`, those that failed beside it, and `summary` beside it too; `output`
+        is the last to appear."""
+        beside = {name: self.output.with_name(self.output.name + name) for name in (".errors.jsonl", ".json", ".part")}
+        if self.errors:
+            write_whole(beside[".errors.jsonl"], b"".join(self._lines(self.errors)).decode())
+        else:
+            beside[".errors.jsonl"].unlink(missing_ok=True)
+        write_whole(beside[".json"], json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        try:
+            with open(beside[".part"], "wb") as file:
+                file.writelines(self._lines(self.done.keys() - self.errors))
+                file.flush()
+                os.fsync(file.fileno())
+            beside[".part"].replace(self.output)
+        except OSError as error:
+            beside[".part"].unlink(missing_ok=True)
+            raise ArgumentError(f"cannot write {self.output} (--output): {error.strerror}") from error
+        self.drop()
+
+    def drop(self) -> None:
+        """Remove it: the run is over."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def first_error(self) -> dict[str, Any]:
+        """Of the first row that failed."""
+        found: dict[str, Any] = json.loads(next(self._lines({min(self.errors)})))
+        return found
+
+    def _lines(self, rows: Set[int]) -> Iterator[bytes]:
+        """Their lines, in the rows' order."""
+        with open(self.path, "rb") as lines:
+            for row in sorted(rows):
+                lines.seek(self.done[row])
+                yield lines.readline()
+
+    def _resume(self) -> None:
+        """Read what there is; a last line that was cut short is dropped."""
+        with open(self.path, "rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                record = self._read(line)
+                if self._end == 0:
+                    self._check(record.get("settings", {}))
+                self._note(record, self._end)
+                self._end += len(line)
+        self._file.truncate(self._end)
+        if self._end == 0:
+            self.add([{"settings": self._settings}])
+
+    def _read(self, line: bytes) -> dict[str, Any]:
+        try:
+            record: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.path}: not JSON, so no run left it there: {line[:60]!r}; delete it"
+            ) from error
+        return record
+
+    def _note(self, record: dict[str, Any], place: int) -> None:
+        if "row" in record:
+            self.done[record["row"]] = place
+            if "error" in record:
+                self.errors.add(record["row"])
+            else:
+                self.tokens += sum(record["loss_mask"])
+        elif "batch" in record:
+            for name in self.totals:
+                self.totals[name] += record["batch"][name]
+
+    def _check(self, found: dict[str, Any]) -> None:
+        for name, mine in self._settings.items():
+            if found.get(name) != mine:
+                option, old = name.replace("_", "-"), found.get(name)
+                raise ArgumentError(
+                    f"{self.path} was begun with {option} {_typed(old)}, now it is {_typed(mine)}: go on with the "
+                    "same, or delete that file to begin anew"
+                )
+
+
+def _typed(value: Any) -> str:
+    return shown(tuple(value) if isinstance(value, list) else value)

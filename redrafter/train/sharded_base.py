@@ -1,0 +1,52 @@
+"""A base spread over the processes' devices, for one that is too large for each of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.target.aux_hidden import decoder_stack
+
+__all__ = ["load_sharded"]
+
+
+def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) -> PreTrainedModel:
+    """What `load` gives, which is to be on the host, spread. The processes load in turn, so that the host holds one
+    whole copy at a time."""
+    if accelerator.num_processes == 1:
+        raise ArgumentError("--shard-base is for several processes: start them with accelerate launch")
+    model: PreTrainedModel | None = None
+    for process in range(accelerator.num_processes):
+        if process == accelerator.process_index:
+            model = load()
+            _shard(model, accelerator)
+        accelerator.wait_for_everyone()
+    assert model is not None
+    with torch.no_grad():  # makes the buffers that layers are gathered in, which must not be inference mode's own
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=accelerator.device))
+    return model
+
+
+def _shard(model: PreTrainedModel, accelerator: Accelerator) -> None:
+    """Spread each decoder layer over all processes. It is gathered for its forward, which all must run together.
+
+    What is outside of the layers (embedding, last norm, head) is whole on every device: it is used beside the model's
+    own forward too. Raises `UnsupportedError` where a model's layers cannot be found.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    stack = decoder_stack(model, count)
+    if stack is None:
+        raise UnsupportedError(f"{type(model).__name__} does not hold its {count} layers in a list; no --shard-base")
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    for layer in stack:
+        fully_shard(layer, mesh=mesh)
+    layers = {id(weight) for weight in stack.parameters()}
+    whole = {weight for weight in model.parameters() if id(weight) not in layers}
+    fully_shard(model, mesh=mesh, ignored_params=whole)  # so that layers fetch each other's weights ahead
+    placed: Any = model
+    placed.to(accelerator.device)

@@ -1,1 +1,0 @@
-"""From files to batches of token ids with a loss mask."""
