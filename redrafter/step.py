@@ -1,88 +1,24 @@
 """One step, top to bottom."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from redrafter.cache.dense import RaggedCache
-from redrafter.cache.paged import PagedCache
+from redrafter.cache.paged import KVCache
+from redrafter.drafting.proposer import Proposer, State
 from redrafter.sampling.hf_processors import Prefixes
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
 from redrafter.tree.accept import Path, accept
 from redrafter.tree.token_tree import Tree, chain
 
-__all__ = ["AnyCache", "Drawn", "Plain", "Proposer", "State", "first_draw", "prefill", "read", "step"]
-
-AnyCache = RaggedCache | PagedCache
+__all__ = ["StepOutput", "first_draw", "prefill", "read", "step"]
 
 
 @dataclass(frozen=True)
-class State:
-    """Where `B` rows stand. A row's committed tokens are in the cache; its pending token is known, not yet cached.
-
-    tokens: `[B, T]` int64, each row's own text by position, without padding; written in place, as the cache is.
-    length: `[B]` int64, committed tokens n; the pending token is `tokens[b, n]`.
-    hidden: `[B, F]`, the target's hidden state that produced the pending token.
-    active: `[B]` bool; a row that is not stands still.
-    """
-
-    tokens: Tensor
-    length: Tensor
-    hidden: Tensor
-    active: Tensor
-
-    @property
-    def pending(self) -> Tensor:
-        """`[B, 1]` int64."""
-        return self.tokens.gather(1, self.length[:, None])
-
-    def at(self, rows: Tensor) -> "State":
-        """These rows alone; rows: `[B']` int64."""
-        return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows])
-
-    def keep(self, active: Tensor) -> "State":
-        """The same, with other rows active."""
-        return replace(self, active=active)
-
-
-class Proposer(Protocol):
-    """What proposes a tree of `nodes` = N nodes at most `depth` = K deep. Both are fixed, so every shape of a step
-    is.
-
-    scratch: slots behind a row's committed ones that a step writes to. model: the LM that proposes, whose keys and
-    values of the same rows are then `cache`; None for what keeps none.
-    """
-
-    @property
-    def nodes(self) -> int: ...
-
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def scratch(self) -> int: ...
-
-    @property
-    def model(self) -> Target | None: ...
-
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None) -> Tree: ...
-
-
-class Plain:
-    """Proposes nothing: plain decoding, in the same engine."""
-
-    nodes, depth, scratch, model = 1, 0, 1, None
-
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None) -> Tree:
-        return chain(state.pending)
-
-
-@dataclass(frozen=True)
-class Drawn:
+class StepOutput:
     """What a step produced.
 
     tokens: `[B, K+1]` int64, the accepted drafts and then the target's own next token; undefined past `path.accepted`.
@@ -110,10 +46,10 @@ def step(
     state: State,
     proposer: Proposer,
     target: Target,
-    cache: AnyCache,
+    cache: KVCache,
     sampler: Sampler,
-    draft_cache: AnyCache | None = None,
-) -> tuple[State, Drawn]:
+    draft_cache: KVCache | None = None,
+) -> tuple[State, StepOutput]:
     """Propose a tree, verify it in one forward, let the target draw at every node, keep what it drew itself, commit.
 
     cache, draft_cache: keys and values of the target, and of the model that proposes if one does.
@@ -134,21 +70,21 @@ def step(
         if draft_cache is not None:
             draft_cache.commit(state.length, path.nodes if tree.slots is None else tree.slots.gather(1, path.nodes))
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
-    return _advance(state, tokens, path, hidden), Drawn(tokens, path, tree.levels, logits, scores)
+    return _advance(state, tokens, path, hidden), StepOutput(tokens, path, tree.levels, logits, scores)
 
 
 def prefill(
     tokens: Tensor,
     prompt: Tensor,
     target: Target,
-    cache: AnyCache,
+    cache: KVCache,
     sampler: Sampler,
     *,
     start: Tensor | None = None,
     new: int,
     draft_model: Target | None = None,
-    draft_cache: AnyCache | None = None,
-) -> tuple[State, Drawn]:
+    draft_cache: KVCache | None = None,
+) -> tuple[State, StepOutput]:
     """Read the prompts and draw each row's first pending token. Not counted as a step.
 
     tokens: `[B, T]` int64, each row's prompt and then room to write. prompt: `[B]`, prompt lengths. start: `[B]`, how
@@ -165,12 +101,12 @@ def read(
     tokens: Tensor,
     upto: Tensor,
     target: Target,
-    cache: AnyCache,
+    cache: KVCache,
     *,
     start: Tensor | None = None,
     new: int,
     draft_model: Target | None = None,
-    draft_cache: AnyCache | None = None,
+    draft_cache: KVCache | None = None,
     show: Callable[[int, int, Tensor], object] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Read texts up to position `upto` `[B]`; the rest as `prefill`, `show` as `Target.prefill` has it. Returns what
@@ -179,7 +115,7 @@ def read(
         assert draft_cache is not None, "a draft model has a cache"
         to = draft_model.device
         draft_model.prefill(
-            draft_model.known(tokens.to(to)),
+            draft_model.clamp_to_vocab(tokens.to(to)),
             upto.to(to),
             draft_cache,
             start=None if start is None else start.to(to),
@@ -190,7 +126,7 @@ def read(
 
 def first_draw(
     tokens: Tensor, prompt: Tensor, logits: Tensor, hidden: Tensor, window: int, sampler: Sampler
-) -> tuple[State, Drawn]:
+) -> tuple[State, StepOutput]:
     """Draw each row's first pending token, from what a forward gave at its prompt's last token: logits `[B, V]`, hidden
     `[B, F]`. window: of the cache."""
     last = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
@@ -198,7 +134,7 @@ def first_draw(
     scores = sampler.scores(logits[:, None], _prefixes(last, tree, sampler, window))  # [B, 1, V]
     drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
     path = accept(tree, drawn, max_depth=0)
-    return _advance(last, drawn, path, hidden[:, None]), Drawn(drawn, path, 0, logits[:, None], scores)
+    return _advance(last, drawn, path, hidden[:, None]), StepOutput(drawn, path, 0, logits[:, None], scores)
 
 
 def _prefixes(state: State, tree: Tree, sampler: Sampler, window: int) -> Prefixes:

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
-from redrafter.cache.paged import PagedStore
+from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.loading import TreeShape
-from redrafter.engine.cuda_graphs import StepGraphs, prepare
+from redrafter.drafting.proposer import State
+from redrafter.engine.cuda_graphs import CUDAGraphRunner, prepare
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import State
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree, tree_of
 
@@ -118,7 +118,7 @@ class Scripted:
     model = None
 
     @property
-    def scratch(self) -> int:
+    def scratch_slots(self) -> int:
         return self.nodes
 
     @property
@@ -161,8 +161,8 @@ def with_tree(model: PreTrainedModel, drafter: RecurrentDrafter, beams: int, dep
 def paged(engine: Engine, blocks: int = 200) -> Engine:
     """The engine as it works on a GPU, on a paged cache, with the slow reference of attention."""
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
-    stores = [PagedStore(model.paged_shapes, blocks) for model in models]
-    engine._graphs = StepGraphs(engine.target, *stores)
+    stores = [KVCachePool(model.paged_shapes, blocks) for model in models]
+    engine._graphs = CUDAGraphRunner(engine.target, *stores)
     with torch.inference_mode():
         for model, store in zip(models, stores, strict=True):
             model.unpacked = None

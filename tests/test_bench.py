@@ -19,13 +19,13 @@ from redrafter.bench.rivals import measure_rivals
 from redrafter.bench.standing_batch import long_texts, staged
 from redrafter.bench.step_parts import measure_parts, random_drafter
 from redrafter.bench.suite import Plan, run_suite
-from redrafter.cache.block_manager import BLOCK
 from redrafter.cli import bench as bench_module
 from redrafter.cli import compare as compare_module
 from redrafter.cli import main
 from redrafter.cli import tune as tune_module
 from redrafter.data.documents import documents
 from redrafter.data.rows import Row
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.measure import timing
 from redrafter.measure.divergence import compare, first_difference
 from redrafter.measure.floors import draft_bytes, forward_bytes, resident_bytes, slot_bytes
@@ -424,7 +424,7 @@ def test_contexts_past_the_models_own_are_timed_and_marked():
 def test_long_texts_share_no_block():
     texts = long_texts(PROMPTS, 9, 40)
     assert [len(text) for text in texts] == [40] * 9
-    assert len({tuple(text[:BLOCK]) for text in texts}) == 9
+    assert len({tuple(text[:BLOCK_SIZE]) for text in texts}) == 9
     assert texts[0][:17] == [token for prompt in PROMPTS for token in prompt]
 
 

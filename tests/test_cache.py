@@ -1,6 +1,6 @@
 import torch
 
-from redrafter.cache.dense import GRAIN, LayerShape, RaggedCache
+from redrafter.cache.dense import GRAIN, DenseCache, LayerShape
 
 SHAPES = [
     LayerShape(2, 4, 4, torch.float32, torch.device("cpu")),
@@ -29,7 +29,7 @@ def column(cache, layer, row):
 
 
 def test_nodes_go_behind_each_rows_own_length():
-    cache = RaggedCache(SHAPES, 2)
+    cache = DenseCache(SHAPES, 2)
     cache.reserve(20)
     fill(cache, torch.tensor([3, 7]), 4, 1)
     for layer in range(2):
@@ -38,7 +38,7 @@ def test_nodes_go_behind_each_rows_own_length():
 
 
 def test_commit_moves_only_the_path_and_keeps_rows_apart():
-    cache = RaggedCache(SHAPES, 2)
+    cache = DenseCache(SHAPES, 2)
     cache.reserve(20)
     fill(cache, torch.tensor([0, 0]), 7, 900)  # committed tokens that must stay
     before = [column(cache, layer, row).clone() for layer in range(2) for row in range(2)]
@@ -54,7 +54,7 @@ def test_commit_moves_only_the_path_and_keeps_rows_apart():
 
 
 def test_growing_keeps_what_is_there_and_the_window_follows():
-    cache = RaggedCache(SHAPES, 2)
+    cache = DenseCache(SHAPES, 2)
     cache.reserve(10)
     assert cache.window == GRAIN and cache.get_mask_sizes(1, 0)[0] == GRAIN
     fill(cache, torch.tensor([2, 9]), 5, 1)

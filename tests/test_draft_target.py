@@ -11,10 +11,10 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from conftest import CONTEXT, VOCAB, assert_close_by_scale, in_threads, paged, row_texts, tiny_model, uneven_batch
 from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
-from redrafter.cache.block_manager import BLOCK
-from redrafter.cache.paged import PagedCache, PagedStore
-from redrafter.drafting.adaptive_length import DraftLength
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.engine.options import EngineOptions
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import prefill, step
 from redrafter.target.target import Target
@@ -302,7 +302,7 @@ def test_what_cannot_be_is_refused_by_name(llama, similar, arguments, error, nam
 
 def test_a_row_whose_drafts_are_kept_is_drafted_far():
     def after(*rows, cost=0.1, active=None, drafted=8):
-        lengths = DraftLength({length: length for length in range(1, 9)}, len(rows), cost)
+        lengths = AdaptiveDraftLength({length: length for length in range(1, 9)}, len(rows), cost)
         lengths.keep(active or [True] * len(rows))
         for _ in range(40):
             length = lengths.after(drafted, [[0] * 9 + [kept] if kept is not None else [] for kept in rows])
@@ -317,7 +317,7 @@ def test_a_row_whose_drafts_are_kept_is_drafted_far():
 
 
 def test_how_long_ago_decides_what_a_draft_counts():
-    lengths = DraftLength({length: length for length in (1, 2, 4, 8)}, 1, 0.1)
+    lengths = AdaptiveDraftLength({length: length for length in (1, 2, 4, 8)}, 1, 0.1)
     assert [lengths.after(8, [[0, 8]]) for _ in range(30)][-1] == 8
     found = [lengths.after(8, [[0, 0]]) for _ in range(40)]
     assert found == sorted(found, reverse=True) and found[-1] == 1
@@ -338,8 +338,8 @@ def test_an_adaptive_engine_drafts_less_where_drafts_are_not_kept(llama, on, sam
 def test_a_tree_is_judged_by_how_deep_it_is(llama, monkeypatch):
     """Its 12 nodes are 4 drafts one below the other: when 4 are kept, none was refused."""
     monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST", {"cpu": -0.99})  # no cost and no doubt shortens it
-    told, after = [], DraftLength.after
-    monkeypatch.setattr(DraftLength, "after", lambda self, *args: told.append(args) or after(self, *args))
+    told, after = [], AdaptiveDraftLength.after
+    monkeypatch.setattr(AdaptiveDraftLength, "after", lambda self, *args: told.append(args) or after(self, *args))
     engine = DraftTarget.from_pretrained(llama, llama, num_beams=3, node_budget=99, adaptive=True)
     engine.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert len(told) > 5 and 1 < max(drafted for drafted, _ in told) <= 4
@@ -418,13 +418,13 @@ def test_what_is_found_again_was_read_by_both_models(llama):
     engine = paged(DraftTarget.from_pretrained(llama, copy.deepcopy(llama), draft_len=3))
     prompt = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(5))
     text = engine.generate(prompt, max_new_tokens=29, do_sample=False, eos_token_id=None)
-    graphs, count = engine._graphs, 3 * BLOCK
-    lease = graphs.blocks.admit([*text[0].tolist(), 5], 4 * BLOCK)
-    fresh = PagedCache(PagedStore(engine.target.paged_shapes, 4), torch.tensor([[1, 2, 3]]).int())
+    graphs, count = engine._graphs, 3 * BLOCK_SIZE
+    lease = graphs.blocks.admit([*text[0].tolist(), 5], 4 * BLOCK_SIZE)
+    fresh = PagedCache(KVCachePool(engine.target.paged_shapes, 4), torch.tensor([[1, 2, 3]]).int())
     with torch.inference_mode():
         engine.target.prefill(text, torch.tensor([count]), fresh)
     at = torch.arange(lease.reused)[None]
-    assert lease.reused >= 2 * BLOCK
+    assert lease.reused >= 2 * BLOCK_SIZE
     for store in (graphs.store, graphs.draft_store):
         found = PagedCache(store, torch.tensor([lease.blocks]).int())
         for mine, theirs in zip(store.pools, fresh.store.pools, strict=True):

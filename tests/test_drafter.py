@@ -101,9 +101,9 @@ def test_earlier_layers_are_added_to_the_last_hidden_state():
     w = drafter.state_dict()
     read = torch.cat([last, *(x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in outputs)], dim=-1)
     expected = last + read @ w["fuse.weight"].T + w["fuse.bias"]
-    torch.testing.assert_close(drafter.take(features), expected)
-    assert drafter.bfloat16().take(features.bfloat16()).dtype == torch.bfloat16
-    assert tiny_drafter().take(features) is features and tiny_drafter().fuse is None
+    torch.testing.assert_close(drafter.fuse_hidden(features), expected)
+    assert drafter.bfloat16().fuse_hidden(features.bfloat16()).dtype == torch.bfloat16
+    assert tiny_drafter().fuse_hidden(features) is features and tiny_drafter().fuse is None
 
 
 def test_a_head_of_low_rank_is_a_product_of_two():
@@ -176,7 +176,7 @@ def test_a_drafter_of_before_there_were_other_forms_is_the_published_one(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(older))
     again = RecurrentDrafter.from_pretrained(tmp_path)
     first, _, hidden = inputs(dtype=drafter.dtype)
-    assert torch.equal(again.step(first, None, again.take(hidden))[0], drafter.step(first, None, hidden)[0])
+    assert torch.equal(again.step(first, None, again.fuse_hidden(hidden))[0], drafter.step(first, None, hidden)[0])
     for config in (again.config, RecurrentDrafter.from_pretrained(boxed_pair() / "drafter").config):
         assert (config.recurrence, config.target_layers, config.head_rank) == ("apple", [], None)
 

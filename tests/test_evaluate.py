@@ -17,10 +17,10 @@ from redrafter import RecurrentDrafter, ReDrafter, boxed_pair
 from redrafter.app.loading import Pair
 from redrafter.checkpoints.loading import TreeShape, load_tokenizer
 from redrafter.cli import main
+from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.stopping import end_tokens
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import State
 from redrafter.target.target import Target
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate import walk as walk_module
@@ -66,7 +66,7 @@ def patterned() -> tuple[PreTrainedModel, RecurrentDrafter]:
             embedding, hidden = model.model.embed_tokens(ids), model.model(ids).last_hidden_state[:, :-4]
         loss = torch.zeros(())
         for k in range(1, 4):  # from the token that hidden drew, to the one after it
-            logits, state = drafter.step(embedding[:, k : k - 4], state, drafter.take(hidden))
+            logits, state = drafter.step(embedding[:, k : k - 4], state, drafter.fuse_hidden(hidden))
             loss = loss + cross_entropy(logits.flatten(0, 1), ids[:, k + 1 : k + 21].flatten())
         loss.backward()
         optimizer.step()

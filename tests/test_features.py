@@ -12,10 +12,10 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedM
 
 from conftest import ARCHITECTURES, HIDDEN, VOCAB, assert_close_by_scale, paged, tiny_model, uneven_batch, with_tree
 from redrafter import Engine, MismatchError, ReDrafter, UnsupportedError
-from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import State
 from redrafter.target.aux_hidden import decoder_layers, join
 from redrafter.target.target import Target
 from redrafter.train.teacher import Teacher
@@ -129,7 +129,7 @@ def forward_caches(target: Target, rows: int) -> Iterator[object]:
     dense = target.new_cache(rows)
     dense.reserve(32)
     yield dense
-    yield PagedCache(PagedStore(target.paged_shapes, 5), torch.tensor([[3, 1], [4, 2]]).int()[:rows])
+    yield PagedCache(KVCachePool(target.paged_shapes, 5), torch.tensor([[3, 1], [4, 2]]).int()[:rows])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

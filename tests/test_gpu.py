@@ -176,7 +176,7 @@ def test_models_on_different_devices_change_no_token(devices):
                 warnings.simplefilter("ignore")
                 out = engine.generate(ids, mask, max_new_tokens=NEW, **arguments)
                 plain = engine.generate(ids, mask, max_new_tokens=NEW, speculate=False, **arguments)
-            if engine.by_odds and arguments["do_sample"]:
+            if engine.rejection_sampling and arguments["do_sample"]:
                 assert out.shape[0] == plain.shape[0]
             else:
                 assert torch.equal(out, plain), (how, arguments)

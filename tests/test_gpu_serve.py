@@ -6,11 +6,11 @@ import pytest
 import torch
 from chats import tiny_tokenizer
 from test_scheduler import KINDS, alone, job, nothing_is_held, random_jobs, run
-from test_serve_speculate import by_odds, kept_by_odds, without_drafts
+from test_serve_speculate import kept_by_odds, rejection_sampling, without_drafts
 
 from conftest import tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine
-from redrafter.engine.cuda_graphs import StepGraphs
+from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.engine.options import EngineOptions
 from redrafter.grammar.grammar import Grammar
 from redrafter.scheduler.scheduler import Limits, Scheduler
@@ -22,7 +22,7 @@ OPTIONS = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=False)
 
 
 def served(engine: Engine, **limits: object) -> Scheduler:
-    return Scheduler(engine, StepGraphs.on(engine.target, engine.options, engine.draft_model), Limits(**limits))
+    return Scheduler(engine, CUDAGraphRunner.on(engine.target, engine.options, engine.draft_model), Limits(**limits))
 
 
 def recurrent(model_type: str = "llama", **changes: object) -> Engine:
@@ -54,7 +54,7 @@ def test_rows_without_drafts_share_captured_steps(make):
 def test_drafts_are_kept_by_their_odds_in_captured_steps():
     models = [tiny_model("llama"), tiny_model("qwen2", num_hidden_layers=1)]
     models[0].generation_config.eos_token_id = None
-    engine = by_odds(*(Target(model.cuda()) for model in models))
+    engine = rejection_sampling(*(Target(model.cuda()) for model in models))
     engine.options = OPTIONS
     jobs = without_drafts(random_jobs(24, seed=5))
     scheduler = served(engine, max_batch_size=5)

@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 from conftest import assert_close_by_scale
 from redrafter import kernels
 from redrafter.attention.tree_attention import tree_attention
-from redrafter.cache.block_manager import BLOCK
 from redrafter.kernels import ancestors, commit
 from redrafter.kernels import pick as kernel_pick
 from redrafter.kernels import tree_attention as kernel
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.linear import thin_linear
 from redrafter.sampling.noise import gumbel, streams
 from redrafter.tree.beam_search import pick
@@ -44,12 +44,12 @@ def problem(
     nodes to be computed; the others stand in the cache already."""
     new = nodes if new is None else new
     generator = torch.Generator().manual_seed(len(lengths) * 1000 + nodes)
-    rows, blocks = len(lengths), max(lengths) // BLOCK + nodes // BLOCK + 2
+    rows, blocks = len(lengths), max(lengths) // BLOCK_SIZE + nodes // BLOCK_SIZE + 2
     order = torch.randperm(rows * blocks, generator=generator) + 1
     table = order.view(rows, blocks).int()
     count = rows * new + padding
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
-    keys, values = (random(layers, (rows * blocks + 1) * BLOCK, heads, d) for d in (dk, dv))
+    keys, values = (random(layers, (rows * blocks + 1) * BLOCK_SIZE, heads, d) for d in (dk, dv))
     tokens = torch.zeros(rows, nodes, dtype=torch.long)
     if causal:
         tree = chain(tokens)
@@ -82,7 +82,9 @@ def check(arguments, *, scale=0.3, window=0, softcap=0.0, sinks=None, tolerance=
     expected = REFERENCE(*other, scale, window, softcap, sinks)
     found = kernel(*arguments, scale, window, softcap, sinks)
     for pool in (3, 5):
-        assert torch.equal(arguments[pool][:, BLOCK:], other[pool][:, BLOCK:])  # block 0 holds what nobody reads
+        assert torch.equal(
+            arguments[pool][:, BLOCK_SIZE:], other[pool][:, BLOCK_SIZE:]
+        )  # block 0 holds what nobody reads
     assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance), (
         (found - expected).abs().max()
     )
@@ -185,11 +187,11 @@ def test_padding_comes_out_as_zero():
 
 def test_committing_equals_one_gather_and_scatter():
     generator = torch.Generator().manual_seed(0)
-    pool = torch.randn(3, 20 * BLOCK, 2, 40, generator=generator).to(DEVICE)
+    pool = torch.randn(3, 20 * BLOCK_SIZE, 2, 40, generator=generator).to(DEVICE)
     table = (torch.randperm(19, generator=generator)[:12] + 1).view(3, 4).int().to(DEVICE)
     length = torch.tensor([0, 13, 30], device=DEVICE)
     nodes = torch.tensor([[0, 1, 2, 3, 0], [0, 2, 5, 9, 0], [0, 3, 0, 0, 0]], device=DEVICE)
-    slots = lambda at: (table.gather(1, at // BLOCK) * BLOCK + at % BLOCK).flatten()  # noqa: E731
+    slots = lambda at: (table.gather(1, at // BLOCK_SIZE) * BLOCK_SIZE + at % BLOCK_SIZE).flatten()  # noqa: E731
     expected = pool.clone()
     to = length[:, None] + torch.arange(5, device=DEVICE)
     expected[:, slots(to)] = pool[:, slots(length[:, None] + nodes)]

@@ -20,7 +20,7 @@ pytest.importorskip("llguidance")
 
 from test_serve import Program, pair  # noqa: F401  (a fixture)
 
-from redrafter.cache.paged import PagedStore
+from redrafter.cache.paged import KVCachePool
 from redrafter.serve.chat.tool_schema import schema_of
 from redrafter.serve.chat.tools import described
 from redrafter.serve.protocol.requests import ChatRequest
@@ -268,7 +268,7 @@ def test_sixty_four_at_once_get_what_each_would_alone(alone):
 
 def test_rows_that_are_put_back_write_the_same(alone):
     shapes = alone.engine.target.shapes
-    share = 100 * PagedStore.block_bytes(shapes) / psutil.virtual_memory().available
+    share = 100 * KVCachePool.block_bytes(shapes) / psutil.virtual_memory().available
     program = Program("--max-batch-size", "64", "--kv-cache-free-gpu-memory-fraction", f"{share:.9f}")
     check_all(program, alone, [ask(number) for number in range(64)])
     assert gauge(program, "num_preemptions_total") > 0

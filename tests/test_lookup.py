@@ -5,8 +5,8 @@ import torch
 
 from conftest import paged, tiny_model, uneven_batch
 from redrafter import ArgumentError, PromptLookup
-from redrafter.engine.prompt_lookup import LookupProposer
-from redrafter.step import State
+from redrafter.drafting.prompt_lookup import LookupProposer
+from redrafter.drafting.proposer import State
 
 
 def drafts(text, *, ngram=2, draft_len=4, room=6):

@@ -16,7 +16,7 @@ from redrafter.train.config import TrainConfig
 from redrafter.train.head_loss import CHUNK_BYTES, CHUNK_ON_CPU, Objective, chunk_anchors, head_loss
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loss import Unroll, anchors, targets, weight
-from redrafter.train.teacher import Reading, Teacher
+from redrafter.train.teacher import Teacher, TeacherOutput
 
 OBJECTIVES = [Objective(1, 0, 3), Objective(0, 0, 3), Objective(0.9, 1, 2), Objective(0.3, 0.7, 3)]
 
@@ -53,7 +53,7 @@ def counts_of(logits: Tensor, label: Tensor, weights: Tensor) -> tuple[list[int]
     return seen, right
 
 
-def reading_of(model: torch.nn.Module, drafter: RecurrentDrafter, tokens: Tensor) -> Reading:
+def reading_of(model: torch.nn.Module, drafter: RecurrentDrafter, tokens: Tensor) -> TeacherOutput:
     with Teacher(model, drafter.config.target_layers) as teacher:
         return teacher.read(tokens)
 
@@ -122,7 +122,7 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
         hidden.append(got[1][0])
     total, objective = torch.zeros(()), Objective(0.7, 0.6, 30)
     for i in range(7):
-        state, said, own, taken = None, [], [], drafter.take(hidden[i])
+        state, said, own, taken = None, [], [], drafter.fuse_hidden(hidden[i])
         for k in range(1, min(3, 7 - i) + 1):
             guess, state = drafter.step(target.embed(text[0, i + k]).detach(), state, taken)
             said.append(guess)
@@ -172,7 +172,7 @@ def test_user_turns_and_padding_never_contribute():
     noisy = [x + torch.randn_like(x) * ~mask[:, :, None] for x in (read.embedding, read.logits)]
     others = torch.where(mask, tokens, tokens.flip(1))
     # A prompt's last hidden state does belong to a turn.
-    assert torch.equal(unroll(others, mask, Reading(read.hidden, *noisy)).loss, before)
+    assert torch.equal(unroll(others, mask, TeacherOutput(read.hidden, *noisy)).loss, before)
     ours = tokens.clone()
     ours[0, 6] = (ours[0, 6] + 1) % VOCAB
     assert not torch.equal(unroll(ours, mask, read).loss, before)
@@ -223,7 +223,7 @@ def test_accuracy_is_conditional_on_the_steps_before():
     drafter.advance = advance
     hidden = torch.zeros(1, 30, HIDDEN)
     unroll, mask = Unroll(drafter, TrainConfig(draft_len=3)), torch.ones(1, 30, dtype=torch.bool)
-    found = unroll(tokens, mask, Reading(hidden, hidden, torch.zeros(1, 30, VOCAB)))
+    found = unroll(tokens, mask, TeacherOutput(hidden, hidden, torch.zeros(1, 30, VOCAB)))
     alive = [right[:28, 0], right[:27, :2].all(1), right[:26].all(1)]
     assert found.right.tolist() == [int(x.sum()) for x in alive]
     assert found.seen.tolist() == [28, int(alive[0][:27].sum()), int(alive[1][:26].sum())]
@@ -279,7 +279,7 @@ class Largest(TorchDispatchMode):
 def largest_of(vocabulary: int, config: TrainConfig) -> tuple[int, int]:
     """Numbers in the largest tensor made in a forward and backward, and in the largest kept in between."""
     drafter, tokens = tiny_drafter(vocab_size=vocabulary, exit_dim=16), torch.randint(vocabulary, (3, 20))
-    read = Reading(torch.randn(3, 20, HIDDEN), torch.randn(3, 20, HIDDEN), torch.randn(3, 20, vocabulary))
+    read = TeacherOutput(torch.randn(3, 20, HIDDEN), torch.randn(3, 20, HIDDEN), torch.randn(3, 20, vocabulary))
     unroll, kept = Unroll(drafter, config), []
     with Largest(read.logits, *drafter.parameters()) as largest:
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
@@ -328,7 +328,7 @@ def test_a_new_drafter_starts_simple_and_sees_its_tokens(recurrence):
     drafter = new_drafter(model, config)
     assert not any(weight.any() for weight in drafter.layers.parameters()) and len(drafter.layers) == 3
     hidden, embedding = torch.randn(50, 3 * HIDDEN), model.get_input_embeddings().weight
-    assert torch.equal(drafter.take(hidden), hidden[:, :HIDDEN]) and drafter.dtype == torch.float32
+    assert torch.equal(drafter.fuse_hidden(hidden), hidden[:, :HIDDEN]) and drafter.dtype == torch.float32
     if recurrence == "apple":
         read, beside = drafter.rnn_w(embedding).std(), 1.0
     else:

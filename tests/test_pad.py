@@ -159,7 +159,7 @@ def test_a_padded_drafter_drafts_the_same(pair, changes, dtype):
     last, outputs = torch.randn(3, 1, HIDDEN, dtype=dtype), 1e-3 * torch.randn(3, 9, HIDDEN, dtype=dtype)
     features = torch.cat([last, outputs[:, : len(drafter.config.target_layers)]], dim=1)  # [3, 1 + layers, D]
     both = (features, torch.nn.functional.pad(features, (0, wide - HIDDEN)))
-    hiddens = [each.take(seen.flatten(1)) for each, seen in zip((drafter, padded), both, strict=True)]
+    hiddens = [each.fuse_hidden(seen.flatten(1)) for each, seen in zip((drafter, padded), both, strict=True)]
     torch.testing.assert_close(hiddens[1][:, :HIDDEN], hiddens[0])
     table, states = pair[0].get_input_embeddings(), [None, None]
     for token in IDS[:3, :5].T:

@@ -22,10 +22,10 @@ from conftest import (
 from redrafter import ArgumentError, CacheFullError, Engine
 from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention
 from redrafter.cache.dense import LayerShape
-from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.options import EngineOptions
-from redrafter.step import Plain
 from redrafter.target.fused_linear import linear_calls, same_inputs
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import tree_of
@@ -48,7 +48,7 @@ def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
     q, k, v = (torch.randn(2 * only + 3, *shape, generator=random) for shape in ((4, 8), (2, 8), (2, 6)))
     found = []
     for attend in (tree_attention, gathered_attention):
-        store = PagedStore(shapes, 8)
+        store = KVCachePool(shapes, 8)
         for pool in store.pools:
             pool.normal_(generator=torch.Generator().manual_seed(1))
         plan = PagedCache(store, table).plan(tree, lengths, (0,))
@@ -76,7 +76,7 @@ def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architectu
         target.prefill(prompts, lengths, dense)
         expected = target.verify(tree, lengths, dense)
         for _ in range(2):
-            cache = PagedCache(PagedStore(target.paged_shapes, 5), table)
+            cache = PagedCache(KVCachePool(target.paged_shapes, 5), table)
             target.prefill(prompts, lengths, cache)
             found = target.verify(tree, lengths, cache)
             for mine, theirs in zip(found, expected, strict=True):
@@ -235,7 +235,7 @@ def test_requests_in_several_threads_disturb_none(llama):
 
 
 def test_lengths_have_limits(llama):
-    engine = Engine(Target(llama), Plain(), EngineOptions(max_input_len=12, max_seq_len=20))
+    engine = Engine(Target(llama), PlainProposer(), EngineOptions(max_input_len=12, max_seq_len=20))
     prompt = torch.arange(3, 14)[None]
     assert engine.generate(prompt, max_new_tokens=50).shape[1] <= 20
     with pytest.raises(ArgumentError, match="max_input_len is 12"):

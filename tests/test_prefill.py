@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import ARCHITECTURES, HIDDEN, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter.attention.prefill import Piece, pieces
-from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
 
@@ -34,7 +34,7 @@ def a_cache(target: Target, on_pages: bool, rows: int = 3, slots: int = 48) -> o
     if on_pages:
         blocks = slots // 16
         table = torch.randperm(rows * blocks, generator=torch.Generator().manual_seed(5)).view(rows, blocks).int() + 1
-        return PagedCache(PagedStore(target.paged_shapes, 1 + rows * blocks), table)
+        return PagedCache(KVCachePool(target.paged_shapes, 1 + rows * blocks), table)
     cache = target.new_cache(rows)
     cache.reserve(slots)
     return cache

@@ -19,8 +19,8 @@ from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
 from redrafter.checkpoints.loading import boxed_pair, load_tokenizer
 from redrafter.data.documents import documents
 from redrafter.data.rows import Row, fingerprint, read_rows
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError, CheckpointError
-from redrafter.step import Plain
 from redrafter.target.target import Target
 from redrafter.train.regenerate import answering
 from redrafter.train.regenerate.answering import next_batch
@@ -77,7 +77,7 @@ def engine() -> Engine:
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     model.lm_head.weight.data[EOS] *= 1.8
-    return Engine(Target(model), Plain())
+    return Engine(Target(model), PlainProposer())
 
 
 @pytest.fixture(scope="module")
@@ -451,7 +451,7 @@ def test_command_says_in_one_line_what_is_wrong(saved, tmp_path, capsys, more, r
 
 def test_a_drafter_drafts_where_there_is_one(saved):
     plain = parse(command(saved, Path("own.jsonl"))[1:])
-    assert type(load(plain)[0].proposer) is Plain
+    assert type(load(plain)[0].proposer) is PlainProposer
     assert type(load(replace(plain, drafter=str(saved / "drafter")))[0]) is ReDrafter
     assert type(load(replace(plain, model=str(boxed_pair())))[0]) is ReDrafter
 

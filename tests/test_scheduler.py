@@ -9,25 +9,25 @@ import torch
 
 from conftest import VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine
-from redrafter.cache.block_manager import BLOCK
-from redrafter.cache.paged import PagedStore
-from redrafter.engine.cuda_graphs import StepGraphs
+from redrafter.cache.paged import KVCachePool
+from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.scheduler import Limits, QueueFullError, Scheduler
-from redrafter.scheduler.sequence import Job, Piece, Settings
+from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
 from redrafter.serve.warm_up import warm_up
 from redrafter.target.target import Target
 
 KINDS = {
-    "greedy": Settings(temperature=0),
-    "sampled": Settings(temperature=0.8, seed=11),
-    "top_k": Settings(temperature=1.3, top_k=12, seed=5),
-    "top_p": Settings(temperature=0.9, top_p=0.8, seed=6),
-    "min_p": Settings(min_p=0.05, seed=7),
-    "penalised": Settings(temperature=0, repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=-0.3),
-    "biased": Settings(seed=8, logit_bias={4: 3.0, 6: -100.0}),
-    "minimum": Settings(temperature=0, min_new_tokens=9, ends=frozenset({2, 11, 30, 31, 32})),
-    "ends": Settings(seed=12, ends=frozenset(range(2, 30))),
+    "greedy": SamplingParams(temperature=0),
+    "sampled": SamplingParams(temperature=0.8, seed=11),
+    "top_k": SamplingParams(temperature=1.3, top_k=12, seed=5),
+    "top_p": SamplingParams(temperature=0.9, top_p=0.8, seed=6),
+    "min_p": SamplingParams(min_p=0.05, seed=7),
+    "penalised": SamplingParams(temperature=0, repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=-0.3),
+    "biased": SamplingParams(seed=8, logit_bias={4: 3.0, 6: -100.0}),
+    "minimum": SamplingParams(temperature=0, min_new_tokens=9, ends=frozenset({2, 11, 30, 31, 32})),
+    "ends": SamplingParams(seed=12, ends=frozenset(range(2, 30))),
 }
 
 
@@ -35,9 +35,9 @@ class Sink:
     """Remembers what it is told."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[SequenceDelta] = []
 
-    def __call__(self, job: Job, piece: Piece) -> None:
+    def __call__(self, job: TokenSequence, piece: SequenceDelta) -> None:
         assert not self.pieces or self.pieces[-1].finish is None
         self.pieces.append(piece)
 
@@ -46,17 +46,17 @@ class Sink:
         return [token for piece in self.pieces for token in piece.tokens]
 
 
-def job(prompt: list[int], room: int, settings: Settings) -> Job:
-    return Job(prompt, room, settings, Sink())
+def job(prompt: list[int], room: int, settings: SamplingParams) -> TokenSequence:
+    return TokenSequence(prompt, room, settings, Sink())
 
 
 def scheduler(engine: Engine, blocks: int = 200, speculate: bool = True, **limits: object) -> Scheduler:
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
-    graphs = StepGraphs(engine.target, *(PagedStore(model.paged_shapes, blocks) for model in models))
+    graphs = CUDAGraphRunner(engine.target, *(KVCachePool(model.paged_shapes, blocks) for model in models))
     return Scheduler(engine, graphs, Limits(**limits), speculate)
 
 
-def alone(engine: Engine, job: Job) -> list[int]:
+def alone(engine: Engine, job: TokenSequence) -> list[int]:
     """What `generate` writes for it, plainly."""
     settings = job.settings
     kinds = {"do_sample": False}
@@ -74,7 +74,7 @@ def alone(engine: Engine, job: Job) -> list[int]:
     return found[0, ids.shape[1] :].tolist()
 
 
-def run(scheduler: Scheduler, jobs: list[Job], apart: int = 0) -> None:
+def run(scheduler: Scheduler, jobs: list[TokenSequence], apart: int = 0) -> None:
     """apart: rounds between the coming of one and the next."""
     for each in jobs:
         scheduler.submit(each)
@@ -89,7 +89,7 @@ def run(scheduler: Scheduler, jobs: list[Job], apart: int = 0) -> None:
         assert each.sink.pieces[-1].error is None, each.sink.pieces[-1].error
 
 
-def random_jobs(count: int, seed: int = 0, longest: int = 40, room: int = 24) -> list[Job]:
+def random_jobs(count: int, seed: int = 0, longest: int = 40, room: int = 24) -> list[TokenSequence]:
     made = random.Random(seed)
     kinds = list(KINDS.values())
     jobs = []
@@ -191,7 +191,7 @@ def test_a_beginning_that_was_read_is_not_read_again(engine):
     served = scheduler(engine)
     run(served, [first])
     run(served, [second])
-    assert (first.reused, second.reused) == (0, 40 // BLOCK * BLOCK)
+    assert (first.reused, second.reused) == (0, 40 // BLOCK_SIZE * BLOCK_SIZE)
     assert second.sink.tokens == alone(engine, second)
     other = scheduler(engine, reuse=False)
     again = job(second.prompt, 9, KINDS["greedy"])
@@ -235,7 +235,7 @@ def test_a_cancelled_request_is_gone_after_a_round(engine):
 
 
 def test_log_probabilities_are_the_models_own(engine):
-    each = job([5, 6, 7], 12, Settings(temperature=0.7, seed=3, logprobs=4))
+    each = job([5, 6, 7], 12, SamplingParams(temperature=0.7, seed=3, logprobs=4))
     run(scheduler(engine), [each, job([9], 3, KINDS["greedy"])])
     told = [line for piece in each.sink.pieces for line in piece.logprobs]
     assert len(told) == len(each.sink.tokens) == 12
@@ -252,7 +252,7 @@ def test_log_probabilities_are_the_models_own(engine):
 def test_a_log_probability_is_a_number_even_of_what_the_model_never_writes(engine, monkeypatch):
     head, never = engine.model.lm_head.forward, torch.tensor([90])
     monkeypatch.setattr(engine.model.lm_head, "forward", lambda hidden: head(hidden).index_fill(-1, never, -math.inf))
-    each = job([5, 6, 7], 6, Settings(temperature=0, logprobs=VOCAB))
+    each = job([5, 6, 7], 6, SamplingParams(temperature=0, logprobs=VOCAB))
     run(scheduler(engine), [each])
     told = [line for piece in each.sink.pieces for line in piece.logprobs]
     assert len(told) == 6 and all(min(likeliest.values()) == -9999 for _, likeliest in told)
@@ -266,7 +266,7 @@ def test_a_text_ends_where_it_is_told_to(engine):
         seen.extend(tokens)
         return next((i for i, token in enumerate(tokens) if token == whole[7]), None)
 
-    each = Job([5, 6, 7], 20, KINDS["greedy"], Sink(), stops)
+    each = TokenSequence([5, 6, 7], 20, KINDS["greedy"], Sink(), stops)
     run(scheduler(engine), [each])
     end = whole.index(whole[7]) + 1
     assert each.sink.tokens == whole[:end] and each.sink.pieces[-1].finish == "stop"
@@ -283,9 +283,9 @@ def test_what_cannot_be_served_is_refused(engine):
         with pytest.raises(ArgumentError, match=says):
             served.submit(job(prompt, 5, KINDS["greedy"]))
     for settings in (
-        Settings(min_new_tokens=10**20),
-        Settings(ends=frozenset({VOCAB})),
-        Settings(logit_bias={-1: 1.0}),
+        SamplingParams(min_new_tokens=10**20),
+        SamplingParams(ends=frozenset({VOCAB})),
+        SamplingParams(logit_bias={-1: 1.0}),
     ):
         with pytest.raises(ArgumentError, match=r"out of range|must be from"):
             served.submit(job([5], 5, settings))
@@ -299,9 +299,9 @@ def test_what_cannot_be_served_is_refused(engine):
 @pytest.mark.parametrize(
     "step",
     [
-        "running_batch.Rows.add",
-        "running_batch.Rows.extend",
-        "running_batch.Rows.step",
+        "running_batch.RunningBatch.add",
+        "running_batch.RunningBatch.extend",
+        "running_batch.RunningBatch.step",
         "scheduler.first_draw",
         "scheduler.Scheduler._forward",
     ],
@@ -328,7 +328,7 @@ def test_an_error_ends_the_rows_that_were_in_it_and_no_others(engine, monkeypatc
         served.submit(each)
     served.round()
     with monkeypatch.context() as patched:
-        patched.setattr("redrafter.scheduler.running_batch.Rows.step", lambda self: 1 / 0)
+        patched.setattr("redrafter.scheduler.running_batch.RunningBatch.step", lambda self: 1 / 0)
         served.round()
     assert all(isinstance(each.sink.pieces[-1].error, ZeroDivisionError) or each.ended for each in jobs)
     later = random_jobs(3, seed=4)
@@ -339,7 +339,7 @@ def test_an_error_ends_the_rows_that_were_in_it_and_no_others(engine, monkeypatc
 
 
 def test_ten_thousand_blocks_later_nothing_is_lost(engine):
-    """Rows that come, end, are put back and are cancelled, again and again."""
+    """RunningBatch that come, end, are put back and are cancelled, again and again."""
     served, made = scheduler(engine, blocks=20, max_batch_size=6, max_num_tokens=70), random.Random(1)
     for seed in range(20):
         jobs = random_jobs(12, seed=seed, longest=30, room=20)

@@ -8,19 +8,21 @@ from test_scheduler import KINDS, Sink, alone, nothing_is_held, random_jobs, run
 
 from conftest import tiny_drafter, tiny_model, with_tree
 from redrafter import Engine
-from redrafter.cache.block_manager import BLOCK
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler import waiting_queue as waiting
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.prefill_budget import LEAST, SECONDS, Pace, choose, cost
 from redrafter.scheduler.scheduler import CANCELLED, TURN, Scheduler
-from redrafter.scheduler.sequence import Job, Settings
+from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 from redrafter.scheduler.waiting_queue import WaitingQueue
 
 GREEDY = KINDS["greedy"]
 
 
-def job(client: str, prompt: list[int] | None = None, room: int = 4, settings: Settings = GREEDY, **more) -> Job:
-    return Job(prompt or [5, 6, 7], room, settings, Sink(), client=client, **more)
+def job(
+    client: str, prompt: list[int] | None = None, room: int = 4, settings: SamplingParams = GREEDY, **more
+) -> TokenSequence:
+    return TokenSequence(prompt or [5, 6, 7], room, settings, Sink(), client=client, **more)
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +36,20 @@ class Slow:
     """The same queue, with everything searched for."""
 
     def __init__(self) -> None:
-        self.waiting: list[Job] = []
-        self.placed: list[Job] = []
+        self.waiting: list[TokenSequence] = []
+        self.placed: list[TokenSequence] = []
         self.used: dict[str, float] = {}
         self.fair = 0.0
 
     def places(self, client: str) -> int:
         return sum(each.client == client for each in self.placed)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: TokenSequence) -> None:
         if all(each.client != job.client for each in self.waiting):
             self.used[job.client] = max(self.used.get(job.client, 0), self.fair)
         self.waiting.append(job)
 
-    def firsts(self) -> list[Job]:
+    def firsts(self) -> list[TokenSequence]:
         """Of every client whose turn it may be, the first text."""
         heads = {each.client: each for each in reversed(self.waiting)}.values()
         if not heads:
@@ -55,16 +57,16 @@ class Slow:
         rank = {each: (self.places(each.client) > 0, self.used[each.client]) for each in heads}
         return [each for each in heads if rank[each] == min(rank.values())]
 
-    def start(self, job: Job) -> None:
+    def start(self, job: TokenSequence) -> None:
         self.fair = max(self.fair, min(self.used[each.client] for each in self.waiting))
         self.waiting.remove(job)
         self.placed.append(job)
 
-    def charge(self, job: Job, tokens: int) -> None:
+    def charge(self, job: TokenSequence, tokens: int) -> None:
         self.used[job.client] += tokens
         self.fair += tokens / len({each.client for each in (*self.waiting, *self.placed)})
 
-    def put_back(self, job: Job) -> None:
+    def put_back(self, job: TokenSequence) -> None:
         self.placed.remove(job)
         self.waiting.insert(0, job)
 
@@ -179,7 +181,7 @@ def test_no_number_of_new_clients_keeps_an_older_one_waiting():
     assert first is old
 
 
-def used(jobs: list[Job]) -> dict[str, int]:
+def used(jobs: list[TokenSequence]) -> dict[str, int]:
     return {
         client: sum(each.written + len(each.prompt) for each in jobs if each.client == client and each.written)
         for client in "ab"
@@ -316,7 +318,7 @@ def test_a_cancelled_text_costs_nothing_while_hundreds_of_others_wait(engine, mo
     served.round()
     left = jobs[60:]
     touched = []
-    monkeypatch.setattr(Job, "__eq__", lambda self, other: touched.append(1) or self is other)
+    monkeypatch.setattr(TokenSequence, "__eq__", lambda self, other: touched.append(1) or self is other)
     served.cancel(*left)
     assert served.waiting == 58 and not any(each.ended for each in left)
     served.round()
@@ -343,7 +345,7 @@ def test_cancelling_what_was_never_submitted_does_nothing(engine):
     assert served.idle and never.sink.pieces[-1].finish == "length"
 
 
-def reading(*left: int) -> list[Job]:
+def reading(*left: int) -> list[TokenSequence]:
     return [job(f"{n}", [5] * tokens) for n, tokens in enumerate(left)]
 
 
@@ -406,7 +408,7 @@ def test_no_round_reads_more_than_its_pace(engine, monkeypatch):
         Scheduler, "_forward", lambda self, chosen, longest: (chunks.append(longest), forward(self, chosen, longest))
     )
     monkeypatch.setattr(Pace, "measured", lambda self, tokens, seconds: None)
-    served.pace.tokens = 2 * BLOCK
+    served.pace.tokens = 2 * BLOCK_SIZE
     long = job("a", [3 + n % 50 for n in range(75)])
     run(served, [long])
     assert chunks == [32, 32, 11] and long.sink.tokens == alone(engine, long)
@@ -449,7 +451,7 @@ def test_one_client_cannot_fill_the_queue_for_all(engine):
     run(served, [])
 
 
-@pytest.mark.parametrize("where", ["scheduler.Scheduler._lease", "scheduler.choose", "running_batch.Rows.step"])
+@pytest.mark.parametrize("where", ["scheduler.Scheduler._lease", "scheduler.choose", "running_batch.RunningBatch.step"])
 def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
     served = scheduler(engine, max_batch_size=2)
     jobs = [job(f"{n % 3}", [5 + n], 5) for n in range(10)]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conftest import VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine, boxed_pair
 from redrafter.scheduler.prompt_logprobs import score
-from redrafter.scheduler.sequence import Job
+from redrafter.scheduler.sequence import TokenSequence
 from redrafter.target.target import Target
 
 GREEDY = KINDS["greedy"]
@@ -32,12 +32,12 @@ def engine() -> Engine:
     return with_tree(model, tiny_drafter(), 4, 4)
 
 
-def scored_job(length: int, room: int = 0, count: int = 3, seed: int = 0) -> Job:
+def scored_job(length: int, room: int = 0, count: int = 3, seed: int = 0) -> TokenSequence:
     made = random.Random(seed)
     return job([made.randrange(3, VOCAB) for _ in range(length)], room, replace(GREEDY, prompt_logprobs=count))
 
 
-def check(engine: Engine, found: Job, atol: float = 1e-4) -> None:
+def check(engine: Engine, found: TokenSequence, atol: float = 1e-4) -> None:
     """Compare a job's scores with one forward of the model as transformers has it."""
     with torch.no_grad():
         logits = engine.model(torch.tensor([list(found.prompt)])).logits[0].float()

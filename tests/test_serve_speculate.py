@@ -1,4 +1,4 @@
-"""Rows that want no drafts beside rows that do, and drafts that are kept by their odds."""
+"""RunningBatch that want no drafts beside rows that do, and drafts that are kept by their odds."""
 
 from dataclasses import replace
 
@@ -9,23 +9,23 @@ from test_scheduler import KINDS, alone, job, nothing_is_held, random_jobs, run,
 from conftest import tiny_drafter, tiny_model, with_tree
 from redrafter import DraftTarget, Engine
 from redrafter.cli import main
-from redrafter.scheduler.sequence import Job
-from redrafter.step import Plain
+from redrafter.drafting.proposer import PlainProposer
+from redrafter.scheduler.sequence import TokenSequence
 from redrafter.target.target import Target
 
 
-def without_drafts(jobs: list[Job]) -> list[Job]:
+def without_drafts(jobs: list[TokenSequence]) -> list[TokenSequence]:
     """Every other job, told not to speculate."""
     for each in jobs[::2]:
         each.settings = replace(each.settings, speculate=False)
     return jobs
 
 
-def by_odds(target: Target, draft: Target) -> Engine:
+def rejection_sampling(target: Target, draft: Target) -> Engine:
     return DraftTarget(target, draft, draft_len=3, acceptance="rejection")
 
 
-def kept_by_odds(engine: Engine, job: Job) -> list[int]:
+def kept_by_odds(engine: Engine, job: TokenSequence) -> list[int]:
     """What `generate` writes for a job, with drafts where the job takes any."""
     settings = job.settings
     if settings.greedy or not settings.speculate:
@@ -82,7 +82,7 @@ def test_what_a_draft_model_may_not_have_read_is_not_found_again(models):
 
 
 def test_drafts_are_kept_by_their_odds_as_generate_keeps_them(models):
-    engine = by_odds(*models)
+    engine = rejection_sampling(*models)
     jobs = without_drafts(random_jobs(16, seed=5))
     run(scheduler(engine, max_batch_size=5, max_num_tokens=60), jobs, 1)
     for each in jobs:
@@ -91,7 +91,7 @@ def test_drafts_are_kept_by_their_odds_as_generate_keeps_them(models):
 
 
 def test_a_base_is_served_alone(models):
-    engine = Engine(models[0], Plain())
+    engine = Engine(models[0], PlainProposer())
     jobs = random_jobs(6, seed=7)
     run(scheduler(engine, max_batch_size=4), jobs, 1)
     for each in jobs:

@@ -16,7 +16,7 @@ from llguidance.hf import from_tokenizer
 from redrafter import boxed_pair
 from redrafter.grammar.compiled import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
-from redrafter.scheduler.sequence import Piece
+from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.chat import Chat
 from redrafter.serve.answers.openai_format import Choice
 from redrafter.serve.chat.reader import Call, ChatReader, Fragment, Span
@@ -236,7 +236,7 @@ def told(form: Chat, tokenizer: Any, ids: list[int], sizes: list[int]) -> tuple[
     )
     while True:
         size, *sizes = sizes or [len(ids)]
-        piece = Piece(ids[:size], accepted=min(1, size), finish="stop" if size >= len(ids) else None)
+        piece = SequenceDelta(ids[:size], accepted=min(1, size), finish="stop" if size >= len(ids) else None)
         ids = ids[size:]
         text, lines = choice.take(job, [piece])
         for part in form.parts(0, text, lines, choice, False):

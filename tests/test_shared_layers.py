@@ -8,8 +8,8 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from conftest import paged, row_texts, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import Engine
-from redrafter.cache.dense import LayerShape, RaggedCache
-from redrafter.cache.paged import PagedStore
+from redrafter.cache.dense import DenseCache, LayerShape
+from redrafter.cache.paged import KVCachePool
 from redrafter.target.target import Target
 
 NEW = 20
@@ -72,16 +72,16 @@ def test_on_the_paged_cache_a_layer_attends_to_the_pool_of_the_one_it_shares_wit
     target = Target(sharing_model("gemma4_text", 3))
     assert target.unpaged is None
     assert [shape.source for shape in target.paged_shapes] == [None, None, None, 1, 2, 1]
-    store = PagedStore(target.paged_shapes, 4)
+    store = KVCachePool(target.paged_shapes, 4)
     assert store.homes[3] is not None
     for layer, source in ((3, 1), (4, 2), (5, 1)):
         assert store.homes[layer] == store.homes[source]
-    assert PagedStore.block_bytes(target.paged_shapes) == PagedStore.block_bytes(target.paged_shapes[:3])
+    assert KVCachePool.block_bytes(target.paged_shapes) == KVCachePool.block_bytes(target.paged_shapes[:3])
     assert sum(len(pool) for pool in store.pools) == 2 * 3
 
 
 def test_a_layer_that_stores_nothing_takes_no_memory_and_no_keys():
-    cache = RaggedCache([SHAPE, SHAPE.storing_nothing()], rows=2)
+    cache = DenseCache([SHAPE, SHAPE.storing_nothing()], rows=2)
     cache.reserve(16)
     assert sum(len(pool.data) for pool in cache._pools) == 2
     assert cache.layers[1].keys is None

@@ -4,8 +4,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import tiny_drafter, tiny_model, uneven_batch, with_tree
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import Plain, prefill, step
+from redrafter.step import prefill, step
 
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique", "aten::item"}
 
@@ -44,7 +45,7 @@ def run(engine, proposer, seeds, count):
 
 def test_steps_have_the_same_operators_and_shapes_whatever_is_accepted():
     engine = with_tree(tiny_model("llama"), tiny_drafter(), 4, 3)
-    for proposer in (engine.proposer, Plain()):
+    for proposer in (engine.proposer, PlainProposer()):
         for seeds in (None, torch.tensor([1, 2, 3])):
             traces = run(engine, proposer, seeds, count=7)[1:]  # the first one makes constants that are kept
             first = traces[0][0]

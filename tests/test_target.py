@@ -4,7 +4,7 @@ from torch import nn
 
 from conftest import ARCHITECTURES, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import CheckpointError, UnsupportedError
-from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import tree_of
 
@@ -155,7 +155,7 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, page
     with torch.inference_mode():
         for levels in ([10], [1, 4, 7, 10]):
             if paged:
-                cache = PagedCache(PagedStore(target.paged_shapes, 7), torch.tensor([[3, 1], [4, 2], [6, 5]]).int())
+                cache = PagedCache(KVCachePool(target.paged_shapes, 7), torch.tensor([[3, 1], [4, 2], [6, 5]]).int())
             else:
                 cache = target.new_cache(3)
                 cache.reserve(32)

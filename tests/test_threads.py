@@ -10,7 +10,7 @@ from test_drafter import random_drafter
 
 from conftest import in_threads, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine, PromptLookup
-from redrafter.engine.cuda_graphs import StepGraphs
+from redrafter.engine.cuda_graphs import CUDAGraphRunner
 
 THREADS, ROUNDS = 6, 2
 WAYS = [
@@ -78,6 +78,6 @@ def test_first_requests_at_once_make_one_set_of_graphs(monkeypatch):
         made.append(object())
         return made[-1]
 
-    monkeypatch.setattr(StepGraphs, "on", slowly)
+    monkeypatch.setattr(CUDAGraphRunner, "on", slowly)
     engine = with_tree(tiny_model("llama"), tiny_drafter(), 2, 2)
     assert len(set(in_threads(lambda _: engine._open_graphs(), 4))) == len(made) == 1

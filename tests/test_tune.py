@@ -8,8 +8,8 @@ from redrafter import ReDrafter, boxed_pair
 from redrafter.bench.tune import BEHIND, Timing, Tuner, candidates, choose, table
 from redrafter.checkpoints.loading import TreeShape
 from redrafter.cli import main
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.tuning import Tuning
-from redrafter.step import Plain
 
 SMALL, LARGE = TreeShape(1, 3, 4), TreeShape(5, 5, 26)
 
@@ -51,7 +51,7 @@ def test_what_tune_writes_is_what_from_pretrained_picks_up(home, capsys):
     engine = ReDrafter.from_pretrained(boxed_pair())
     assert engine.tuning == tuning
     for rows, shape in tuning.shapes.items():
-        assert isinstance(engine.proposer_for(rows), Plain) == (shape is None)
+        assert isinstance(engine.proposer_for(rows), PlainProposer) == (shape is None)
 
 
 def test_the_table_is_printed_and_drawn(home, capsys):

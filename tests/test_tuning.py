@@ -11,6 +11,7 @@ from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.loading import TreeShape
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.tuning import (
     Tuning,
     default_shape,
@@ -19,7 +20,6 @@ from redrafter.engine.tuning import (
     target_fingerprint,
     tuning_path,
 )
-from redrafter.step import Plain
 from redrafter.target.target import Target
 
 SHAPES = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
@@ -83,7 +83,7 @@ def test_a_tuned_shape_is_one_proposer(target):
         proposer = engine.proposer_for(rows)
         assert proposer is engine.proposer_for(rows)
         if shape is None:
-            assert isinstance(proposer, Plain)
+            assert isinstance(proposer, PlainProposer)
         else:
             assert TreeShape(proposer.beams, proposer.depth, proposer.nodes) == shape
     assert engine.proposer_for(1) is not engine.proposer_for(4)
@@ -190,7 +190,7 @@ def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
     engine = ReDrafter(gpu, tiny_drafter())
     assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
     assert (engine.proposer_for(16).beams, engine.proposer_for(16).nodes) == (5, 8)
-    assert isinstance(engine.proposer_for(129), Plain)
+    assert isinstance(engine.proposer_for(129), PlainProposer)
     assert ReDrafter(gpu, tiny_drafter(), TreeShape(node_budget=20)).proposer_for(500).nodes == 20
 
 

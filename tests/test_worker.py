@@ -10,11 +10,11 @@ from test_scheduler import alone, job, nothing_is_held, scheduler
 
 from conftest import tiny_drafter, tiny_model, with_tree
 from redrafter import Engine
-from redrafter.scheduler.sequence import Settings
+from redrafter.scheduler.sequence import SamplingParams
 from redrafter.serve import worker as worker_module
 from redrafter.serve.worker import SlowConsumerError, Stopped, Worker
 
-GREEDY = Settings(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def worker(engine):
 
 
 def test_a_slow_listener_gets_more_at_once(engine):
-    worker, settings = Worker(scheduler(engine, speculate=False)), Settings(temperature=0)
+    worker, settings = Worker(scheduler(engine, speculate=False)), SamplingParams(temperature=0)
     worker.start()
 
     async def listen(pause: float) -> list[tuple[int, list[int]]]:
@@ -61,7 +61,7 @@ def test_a_first_token_does_not_wait_for_a_step(engine, monkeypatch):
     monkeypatch.setattr(served, "step", lambda: (waited.append(told.wait(5)), step()))
 
     async def listen() -> None:
-        async for _ in worker.pieces([[5, 6, 7]], 8, Settings(temperature=0), lambda: None):
+        async for _ in worker.pieces([[5, 6, 7]], 8, SamplingParams(temperature=0), lambda: None):
             told.set()
 
     worker.start()
@@ -104,7 +104,7 @@ def test_alternatives_count_among_what_is_pending(worker, monkeypatch):
     monkeypatch.setattr(worker_module, "BEHIND", 0.0)
 
     async def listen(logprobs: int | None) -> None:
-        settings = Settings(temperature=0, logprobs=logprobs)
+        settings = SamplingParams(temperature=0, logprobs=logprobs)
         async with aclosing(worker.pieces([[5, 6, 7]], 60, settings, lambda: None)) as pieces:
             _, taken, _ = await anext(pieces)
             while not taken.ended:

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from variants import FinalBeams, Uncoupled
 
 from redrafter import Engine, GenerateOutput, RecurrentDrafter
+from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.noise import gumbel
-from redrafter.step import Proposer
 from redrafter.target.target import Target
 
 BUDGETS = (4, 6, 8, 10, 12, 16, 20)

@@ -14,7 +14,7 @@ from recipe import Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from redrafter import Engine
-from redrafter.step import Plain
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.target.target import Target
 
 TEMPERATURES = (0.4, 0.7, 1.0, 1.0)
@@ -26,7 +26,7 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
     dtype = torch.bfloat16 if recipe.torch_device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(recipe.torch_device)
-    engine = Engine(Target(model), Plain())
+    engine = Engine(Target(model), PlainProposer())
     rows = read_rows(recipe.data, recipe.exclude)
     starts = prompts(rows, tokenizer, recipe.text_rows, split="train", tokens=recipe.text_prompt, seed=recipe.seed)
     starts = [start["ids"] for start in starts if len(start["ids"]) <= recipe.text_prompt]

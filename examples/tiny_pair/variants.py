@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from redrafter.cache.paged import KVCache
+from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import AnyCache, State
 from redrafter.tree.token_tree import Tree
 
 
@@ -32,7 +33,7 @@ class Uncoupled:
     def depth(self) -> int:
         return self.inner.depth
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None = None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None = None) -> Tree:
         return self.inner.propose(state, sampler, None if noise is None else torch.zeros_like(noise))
 
 
@@ -45,7 +46,7 @@ class FinalBeams(Uncoupled):
 
     never: int
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None = None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None = None) -> Tree:
         tree = super().propose(state, sampler, noise)
         prefix = tree.ancestors[:, -self.inner.beams :].any(dim=1)  # [B, N]
         return replace(tree, tokens=torch.where(prefix, tree.tokens, self.never))

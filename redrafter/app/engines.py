@@ -8,14 +8,15 @@ from typing import Any
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.checkpoints.loading import DRAFTER_FOLDER, bind, default_sampling, holds_drafter
 from redrafter.drafting.draft_model import DraftModelProposer
+from redrafter.drafting.prompt_lookup import LookupProposer
+from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.prompt_lookup import LookupProposer, PromptLookup
+from redrafter.engine.prompt_lookup import PromptLookup
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.step import Plain, Proposer
 from redrafter.target.target import Target
 
 __all__ = [
@@ -86,8 +87,8 @@ def with_config(options: LoadOptions, draft: DraftOptions) -> tuple[LoadOptions,
     for name, value in (("device", options.device), *((n, getattr(draft, n)) for n in _IN_CONFIG)):
         if value is not None:
             raise ArgumentError(f"--draft-target-model-config says what --{name.replace('_', '-')} says: leave one out")
-    draft_len, draft_device, device, by_odds = _read_config(text)
-    acceptance = "rejection" if by_odds else "match"
+    draft_len, draft_device, device, rejection_sampling = _read_config(text)
+    acceptance = "rejection" if rejection_sampling else "match"
     draft = replace(draft, draft_len=draft_len, draft_device=draft_device, acceptance=acceptance)
     return replace(options, device=device), replace(draft, draft_target_model_config=None)
 
@@ -100,9 +101,9 @@ def _read_config(text: str) -> tuple[int, str, str, bool]:
     shape = '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
     try:
         value: Any = ast.literal_eval(text.replace("true", "True").replace("false", "False"))
-        draft_len, *devices, by_odds = value
+        draft_len, *devices, rejection_sampling = value
         lists = len(devices) == 2 and all(isinstance(each, list) and each for each in devices)
-        if not lists or type(draft_len) is not int or not isinstance(by_odds, bool):
+        if not lists or type(draft_len) is not int or not isinstance(rejection_sampling, bool):
             raise ValueError
         if not all(type(index) is int and index >= 0 for each in devices for index in each):
             raise ValueError
@@ -114,7 +115,7 @@ def _read_config(text: str) -> tuple[int, str, str, bool]:
                 f"--draft-target-model-config puts the {name} on {len(each)} devices, which needs tensor parallelism: "
                 "that does not exist here yet; give one device each"
             )
-    return draft_len, f"cuda:{devices[0][0]}", f"cuda:{devices[1][0]}", by_odds
+    return draft_len, f"cuda:{devices[0][0]}", f"cuda:{devices[1][0]}", rejection_sampling
 
 
 def drafts_by(way: str, model: str, options: LoadOptions, draft: DraftOptions) -> str | None:
@@ -137,7 +138,7 @@ def load_engine(way: str, model: str | Target, options: LoadOptions, draft: Draf
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"] = options.device
     if way == PLAIN:
-        engine = Engine(bind(model, **load), Plain(), EngineOptions(**use))
+        engine = Engine(bind(model, **load), PlainProposer(), EngineOptions(**use))
         engine.do_sample = default_sampling(model) if isinstance(model, str) else None
         return engine
     own = [name for name in ("draft_len", "ngram", "acceptance") if name in _FLAGS[way]]

@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from redrafter.attention.mask import AttentionKind, additive
 from redrafter.attention.tree_attention import RUNNING_PLAN, explicit_attention
-from redrafter.cache.block_manager import BLOCK
+from redrafter.kernels.block_size import BLOCK_SIZE
 
 __all__ = ["PROMPT_ATTENTION_NAME", "PagedPrompt", "Piece", "PromptPlan", "pieces", "prompt_attention"]
 
@@ -80,7 +80,9 @@ class PagedPrompt:
     def of(cls, pools: Any, table: Tensor, forward: Sequence[Piece]) -> "PagedPrompt":
         """table: `[B, M]`, the blocks of each row in order of position."""
         at = torch.arange(max(piece.end for piece in forward))
-        seen = [(table[p.row].long()[at[: p.end] // BLOCK] * BLOCK + at[: p.end] % BLOCK) for p in forward]
+        seen = [
+            (table[p.row].long()[at[: p.end] // BLOCK_SIZE] * BLOCK_SIZE + at[: p.end] % BLOCK_SIZE) for p in forward
+        ]
         return cls(pools, torch.cat([slots[p.first :] for p, slots in zip(forward, seen, strict=True)]), seen)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -100,7 +102,7 @@ class PagedPrompt:
 class PromptPlan:
     """One forward over pieces of prompts, T tokens one behind the other, as attention must know it.
 
-    kinds: per layer. paged: where keys and values go; None where the model hands them to a `RaggedCache` itself.
+    kinds: per layer. paged: where keys and values go; None where the model hands them to a `DenseCache` itself.
     masks: along the edges of windows, made when they are first needed.
     """
 
@@ -112,7 +114,7 @@ class PromptPlan:
     def attended(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each piece's keys and values `[H, S, d]`, from its row's first token on to its own end or further.
 
-        key, value: `[1, H, T, d]`, of the new tokens, or what a `RaggedCache` holds, `[B, H, S, d]`.
+        key, value: `[1, H, T, d]`, of the new tokens, or what a `DenseCache` holds, `[B, H, S, d]`.
         """
         if self.paged is not None:
             yield from self.paged.store(layer, key[0], value[0])

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from redrafter import kernels
 from redrafter.attention.mask import AttentionKind, additive, visible
-from redrafter.cache.block_manager import BLOCK
+from redrafter.kernels.block_size import BLOCK_SIZE
 
 __all__ = [
     "ATTENTION_NAME",
@@ -66,8 +66,8 @@ class Plan:
         rows, nodes, new = self.sizes
         table, length = self.table[:-1].view(rows, -1).long(), self.length[:-1]
         at = torch.arange(int(length.max()) + nodes)
-        page = table.gather(1, (at // BLOCK).clamp(max=table.shape[1] - 1).expand(rows, -1))
-        slots = page.where(at // BLOCK < table.shape[1], 0) * BLOCK + at % BLOCK  # [B, S]
+        page = table.gather(1, (at // BLOCK_SIZE).clamp(max=table.shape[1] - 1).expand(rows, -1))
+        slots = page.where(at // BLOCK_SIZE < table.shape[1], 0) * BLOCK_SIZE + at % BLOCK_SIZE  # [B, S]
         scratch = length[:, None] + torch.arange(nodes - new, nodes)
         return slots, slots.gather(1, scratch).flatten()
 
@@ -125,16 +125,16 @@ def tree_attention(
     table, depth = table[:-1].view(rows, -1).long(), depth[:-1].view(rows, nodes)
     ancestors, length = ancestors[:-1].view(rows, new, nodes), length[:-1]
     at = length[:, None] + torch.arange(nodes - new, nodes, device=length.device)  # [B, M], the scratch slots
-    page = table.gather(1, (at // BLOCK).clamp(max=table.shape[1] - 1)).where(at // BLOCK < table.shape[1], 0)
-    slots = (page * BLOCK + at % BLOCK).flatten()
+    page = table.gather(1, (at // BLOCK_SIZE).clamp(max=table.shape[1] - 1)).where(at // BLOCK_SIZE < table.shape[1], 0)
+    slots = (page * BLOCK_SIZE + at % BLOCK_SIZE).flatten()
     keys[key_layer].index_copy_(0, slots, key[:count])
     values[value_layer].index_copy_(0, slots, value[:count])
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for row in range(rows):
         n, own = int(length[row]), slice(row * new, (row + 1) * new)
         before = torch.arange(n + nodes - new, device=length.device)
-        page = table[row].gather(0, (before // BLOCK).clamp(max=table.shape[1] - 1))
-        slots = page.where(before // BLOCK < table.shape[1], 0) * BLOCK + before % BLOCK
+        page = table[row].gather(0, (before // BLOCK_SIZE).clamp(max=table.shape[1] - 1))
+        slots = page.where(before // BLOCK_SIZE < table.shape[1], 0) * BLOCK_SIZE + before % BLOCK_SIZE
         k, v = torch.cat([keys[key_layer][slots], key[own]]), torch.cat([values[value_layer][slots], value[own]])
         k, v = (repeat(x, "s h d -> s (h g) d", g=query.shape[1] // heads).float() for x in (k, v))
         scores = torch.einsum("nhd,shd->hns", query[own].float(), k) * scale

@@ -10,13 +10,13 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from redrafter.drafting.proposer import Proposer
 from redrafter.engine.batch import Batch, DenseBatch, PagedBatch
 from redrafter.engine.cuda_graphs import capture
 from redrafter.engine.request import Request, read_request
 from redrafter.errors import first_line
 from redrafter.measure.timing import median_ms
 from redrafter.measure.workload import Workload
-from redrafter.step import Proposer
 from redrafter.tree.token_tree import Tree
 
 __all__ = ["Checks", "Stage", "long_texts", "staged"]

@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.checkpoints.loading import TreeShape
+from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.decoding import decode
 from redrafter.engine.outputs import GenerateOutput
@@ -23,7 +24,6 @@ from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
 from redrafter.sampling.hf_processors import RowTemperature
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import Proposer
 
 __all__ = ["Timing", "Tuner", "candidates", "choose", "table"]
 

@@ -11,18 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redrafter.errors import CacheFullError
+from redrafter.kernels.block_size import BLOCK_SIZE
 
-__all__ = ["BLOCK", "BlockPool", "Lease"]
-
-BLOCK = 16  # slots per block
+__all__ = ["BlockManager", "BlockTable"]
 
 
 @dataclass
-class Lease:
+class BlockTable:
     """What one row holds.
 
-    blocks: ids, in order of position; slot s of the row lives in block `blocks[s // BLOCK]`.
-    reused: leading tokens whose keys and values are already there: a multiple of `BLOCK`, less than the prompt has.
+    blocks: ids, in order of position; slot s of the row lives in block `blocks[s // BLOCK_SIZE]`.
+    reused: leading tokens whose keys and values are already there, a multiple of `BLOCK_SIZE` below the prompt's.
     salt: only rows with the same salt share blocks.
     """
 
@@ -32,7 +31,7 @@ class Lease:
 
 
 class _Node:
-    """A stored block: `tokens`, `BLOCK` of them, after the text of `parent`. A root has no parent and no block."""
+    """A stored block: `tokens`, `BLOCK_SIZE` of them, after the text of `parent`. A root has no parent and no block."""
 
     def __init__(self, block: int, parent: "_Node | None", tokens: tuple[int, ...]):
         self.block, self.parent, self.tokens = block, parent, tokens
@@ -47,7 +46,7 @@ class _Root(_Node):
         self.salt = salt
 
 
-class BlockPool:
+class BlockManager:
     """Blocks 1..blocks-1, leased to rows. Block 0 is never leased: idle rows and padding write there.
 
     A row writes only to its own blocks. It shares full blocks strictly before the first token that it computes, and it
@@ -76,7 +75,7 @@ class BlockPool:
         """Blocks that `admit` could hand out now: those held by no row, whether or not a text is still stored there."""
         return len(self._empty) + len(self._idle)
 
-    def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: str | None = None) -> Lease:
+    def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: str | None = None) -> BlockTable:
         """Blocks for a row that will never touch more than `slots` slots: prompt, new tokens and scratch.
 
         The longest stored chain of full blocks of `prompt[:-1]` is shared: at least the last token is computed anew,
@@ -85,12 +84,12 @@ class BlockPool:
         """
         assert 0 < len(prompt) <= slots
         shared = [node.block for node in self._find(prompt[:-1], salt)] if reuse else []
-        fresh = -(-slots // BLOCK) - len(shared)
+        fresh = -(-slots // BLOCK_SIZE) - len(shared)
         free = self.free - sum(block in self._idle for block in shared)  # what is shared cannot be evicted for the rest
         if fresh > free:
             raise CacheFullError(
-                f"the KV cache is full: {slots} tokens need {fresh} blocks of {BLOCK} besides {len(shared)} reused, "
-                f"and {free} of {self._blocks - 1} are free; "
+                f"the KV cache is full: {slots} tokens need {fresh} blocks of {BLOCK_SIZE} "
+                f"besides {len(shared)} reused, and {free} of {self._blocks - 1} are free; "
                 "raise kv_cache_free_gpu_memory_fraction, or lower max_new_tokens or the batch"
             )
         for block in shared:
@@ -98,38 +97,38 @@ class BlockPool:
         blocks = shared + [self._empty.popleft() if self._empty else self._evict() for _ in range(fresh)]
         for block in blocks:
             self._rows[block] += 1
-        return Lease(blocks, len(shared) * BLOCK, salt)
+        return BlockTable(blocks, len(shared) * BLOCK_SIZE, salt)
 
-    def grow(self, lease: Lease, slots: int) -> None:
+    def grow(self, lease: BlockTable, slots: int) -> None:
         """Let a row touch `slots` slots. Raises `CacheFullError`, with nothing changed, when too few are free."""
-        fresh = -(-slots // BLOCK) - len(lease.blocks)
+        fresh = -(-slots // BLOCK_SIZE) - len(lease.blocks)
         if fresh > self.free:
             raise CacheFullError(
-                f"the KV cache is full: {fresh} more blocks of {BLOCK} are needed, {self.free} are free"
+                f"the KV cache is full: {fresh} more blocks of {BLOCK_SIZE} are needed, {self.free} are free"
             )
         for _ in range(fresh):
             block = self._empty.popleft() if self._empty else self._evict()
             self._rows[block] += 1
             lease.blocks.append(block)
 
-    def publish(self, lease: Lease, tokens: Sequence[int]) -> None:
+    def publish(self, lease: BlockTable, tokens: Sequence[int]) -> None:
         """Let later rows reuse the full blocks of `tokens`: the row's committed tokens from its first on, whose keys
         and values are valid in its blocks. Of blocks with an equal text and salt, the one published first stays the one
         found.
         """
-        full = len(tokens) // BLOCK
+        full = len(tokens) // BLOCK_SIZE
         assert full <= len(lease.blocks), "more tokens than the row has slots"
         if not full:
             return
         node: _Node = self._roots.setdefault(lease.salt, _Root(lease.salt))
         for index, block in enumerate(lease.blocks[:full]):
-            piece = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
+            piece = tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
             if piece not in node.children:
                 assert block not in self._nodes, "the row's text has changed since it was published"
                 node.children[piece] = self._nodes[block] = _Node(block, node, piece)
             node = node.children[piece]
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: BlockTable) -> None:
         """Take the row's blocks back, once; its lease is empty then.
 
         Published ones stay findable until they are needed for something else. They are evicted least recently released
@@ -159,8 +158,8 @@ class BlockPool:
         node: _Node | None = self._roots.get(salt)
         if node is None:
             return found
-        for start in range(0, len(tokens), BLOCK):  # a short last piece is nobody's child
-            child = node.children.get(tuple(tokens[start : start + BLOCK]))
+        for start in range(0, len(tokens), BLOCK_SIZE):  # a short last piece is nobody's child
+            child = node.children.get(tuple(tokens[start : start + BLOCK_SIZE]))
             if child is None:
                 break
             found.append(child)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from redrafter.attention.prefill import Piece
 
-__all__ = ["LayerShape", "RaggedCache", "grouped"]
+__all__ = ["DenseCache", "LayerShape", "grouped"]
 
 GRAIN = 64  # slots; the window grows in these steps, so that shapes seldom change
 
@@ -77,7 +77,7 @@ class _Layer(CacheLayerMixin):
     is_sliding = False  # full length is kept on sliding layers too: there is no ring buffer to roll back
     is_initialized = True
 
-    def __init__(self, cache: "RaggedCache", keys: tuple[_Pool, int], values: tuple[_Pool, int]):
+    def __init__(self, cache: "DenseCache", keys: tuple[_Pool, int], values: tuple[_Pool, int]):
         self._cache, self._homes = cache, (keys, values)
 
     @property
@@ -128,7 +128,7 @@ class _EmptyLayer(_Layer):
     is_initialized = False
     keys = values = None  # type: ignore[assignment]
 
-    def __init__(self, cache: "RaggedCache"):
+    def __init__(self, cache: "DenseCache"):
         self._cache = cache
 
     def update(
@@ -140,7 +140,7 @@ class _EmptyLayer(_Layer):
         return 0
 
 
-class RaggedCache(Cache):
+class DenseCache(Cache):
     """Keys and values of `rows` rows. Row b's committed tokens are in slots 0..n_b-1; a tree's node i goes to n_b + i.
 
     window: slots that attention reads, a host number at least as large as every row's length plus the tree.
@@ -193,9 +193,9 @@ class RaggedCache(Cache):
                 pool.look(self.rows, window)
 
     @contextmanager
-    def part(self, rows: Tensor, slots: int) -> Iterator["RaggedCache"]:
+    def part(self, rows: Tensor, slots: int) -> Iterator["DenseCache"]:
         """Give a cache of these rows alone, `[B']` int64, whose first `slots` slots a row are theirs afterwards."""
-        part = RaggedCache(self._shapes, len(rows), self.contiguous)
+        part = DenseCache(self._shapes, len(rows), self.contiguous)
         part.reserve(slots)
         yield part
         for mine, its in zip(self._pools, part._pools, strict=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -9,19 +10,21 @@ from torch import Tensor
 from redrafter import kernels
 from redrafter.attention.prefill import PagedPrompt, Piece
 from redrafter.attention.tree_attention import Plan
-from redrafter.cache.block_manager import BLOCK, Lease
-from redrafter.cache.dense import LayerShape, grouped
+from redrafter.cache.block_manager import BlockTable
+from redrafter.cache.dense import DenseCache, LayerShape, grouped
 from redrafter.errors import CacheFullError
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["PagedCache", "PagedStore", "table_of"]
+__all__ = ["KVCache", "KVCachePool", "PagedCache", "table_of"]
 
 
-class PagedStore:
+class KVCachePool:
     """The memory of one model: pools of `count` blocks.
 
-    All layers whose keys or values have one shape share a pool `[G, blocks * BLOCK, heads, dim]`, so that committing a
-    path is one gather and one scatter a pool. Block 0 belongs to nobody: idle rows and padding write there.
+    All layers whose keys or values have one shape share a pool `[G, blocks * BLOCK_SIZE, heads, dim]`, so that
+    committing a path is one gather and one scatter a pool. Block 0 belongs to nobody: idle rows and padding write
+    there.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], count: int):
@@ -29,7 +32,7 @@ class PagedStore:
         self.pools: list[Tensor] = []
         homes: dict[tuple[int, str], tuple[Tensor, int]] = {}
         for (heads, dim, dtype, device), members in grouped(shapes).items():
-            self.pools.append(torch.zeros(len(members), count * BLOCK, heads, dim, dtype=dtype, device=device))
+            self.pools.append(torch.zeros(len(members), count * BLOCK_SIZE, heads, dim, dtype=dtype, device=device))
             homes |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
         sources = [i if shape.heads else shape.source for i, shape in enumerate(shapes)]
         self.homes = tuple(None if i is None else (*homes[i, "keys"], *homes[i, "values"]) for i in sources)
@@ -37,12 +40,12 @@ class PagedStore:
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape]) -> int:
         """Bytes of one block over all layers."""
-        return BLOCK * sum(s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in shapes)
+        return BLOCK_SIZE * sum(s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in shapes)
 
     @classmethod
     def in_free_memory(
         cls, models: Sequence[Sequence[LayerShape]], *, fraction: float, most: int
-    ) -> list["PagedStore"]:
+    ) -> list["KVCachePool"]:
         """One for each model, of the same count: at most `most` blocks, in at most `fraction` of their device's memory
         that is free now. models: what their layers store."""
         free = _free_memory(models[0][0].device)
@@ -61,9 +64,9 @@ class PagedCache:
     What is here has fixed shapes and reads nothing on the host, so it may stand in a CUDA graph.
     """
 
-    def __init__(self, store: PagedStore, table: Tensor):
+    def __init__(self, store: KVCachePool, table: Tensor):
         self.store, self.table = store, table
-        self.window = table.shape[1] * BLOCK
+        self.window = table.shape[1] * BLOCK_SIZE
 
     def plan(self, tree: Tree, length: Tensor, windows: tuple[int, ...]) -> Plan:
         """Return what attention must know of a forward over `tree`'s new nodes.
@@ -85,7 +88,7 @@ class PagedCache:
         return PagedPrompt.of(self.store.homes, self.table, forward)
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
-        """Move the path's keys and values next to the committed ones, as `RaggedCache.commit` does."""
+        """Move the path's keys and values next to the committed ones, as `DenseCache.commit` does."""
         if nodes.shape[1] == 1:
             return  # node 0 already stands where it belongs
         if kernels.TRITON and length.is_cuda:
@@ -99,10 +102,10 @@ class PagedCache:
 
     def slots(self, at: Tensor) -> Tensor:
         """Map slots `[B, M']` counted along each row, to flat ones of the pools, `[B * M']`."""
-        return (self.table.gather(1, at // BLOCK) * BLOCK + at % BLOCK).flatten()
+        return (self.table.gather(1, at // BLOCK_SIZE) * BLOCK_SIZE + at % BLOCK_SIZE).flatten()
 
 
-def table_of(leases: Sequence[Lease], device: torch.device) -> Tensor:
+def table_of(leases: Sequence[BlockTable], device: torch.device) -> Tensor:
     """The blocks of some rows as a cache's table, `[B, M]` int32."""
     wanted = max(len(lease.blocks) for lease in leases)
     table = torch.tensor([lease.blocks + [0] * (wanted - len(lease.blocks)) for lease in leases], dtype=torch.int32)
@@ -121,3 +124,7 @@ def _free_memory(device: torch.device) -> int:
 def _spare(x: Tensor) -> Tensor:
     """Flat, with one entry more; see `Plan`."""
     return torch.cat([x.flatten(), x.new_zeros(1)])
+
+
+KVCache: TypeAlias = DenseCache | PagedCache
+"""Keys and values of `B` rows, in either form."""

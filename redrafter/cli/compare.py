@@ -80,7 +80,7 @@ class _Way:
     def exact(self) -> bool:
         """Whether plain decoding's tokens are promised."""
         engine = self.pair.engine
-        return not (engine.by_odds and self.writing.sampling)
+        return not (engine.rejection_sampling and self.writing.sampling)
 
     def run(self, batch: Sequence[Sequence[int]], writing: GenerationOptions) -> Run:
         self.pair.engine.forget_prefixes()

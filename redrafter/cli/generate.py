@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
         # The same seeds, and the same work of printing, to nowhere.
         streamer = None if args.json else job.printer(io.StringIO())
         plain = job.decode(replace(options, speculate=False), streamer, found.stats.seeds)
-        by_odds = job.pair.engine.by_odds and options.sampling
-        comparison = _Comparison.of(found, plain, compared=not by_odds)
+        rejection_sampling = job.pair.engine.rejection_sampling and options.sampling
+        comparison = _Comparison.of(found, plain, compared=not rejection_sampling)
         print(comparison.line(plain), file=sys.stderr)
     if args.json:
         print(json.dumps(job.document(found, comparison)))

@@ -23,7 +23,7 @@ from redrafter.convert import base as bases
 from redrafter.convert import drafters
 from redrafter.convert.config import ConvertConfig, parse
 from redrafter.convert.plan import Plan
-from redrafter.convert.targets import TARGETS, Source, Wish
+from redrafter.convert.targets import TARGETS, ConversionRequest, Source
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.atomic_folder import check_folder, write_folder
 
@@ -73,7 +73,7 @@ def plan(config: ConvertConfig) -> Plan:
     if tokenizer is not None and not (tokenizer / "tokenizer_config.json").is_file():
         raise ArgumentError(f"--tokenizer-dir {tokenizer} has no tokenizer_config.json")
     source = Source(drafter, None if base is None or config.to == "apple" else bases.read(base), tokenizer)
-    made = TARGETS[config.to](source, Wish(config.defaults, config.dtype, config.tp_size))
+    made = TARGETS[config.to](source, ConversionRequest(config.defaults, config.dtype, config.tp_size))
     return Plan(made.weights, made.copies, made.texts, made.notes, config.copy)
 
 

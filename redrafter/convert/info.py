@@ -21,7 +21,7 @@ from redrafter.convert import base as bases
 from redrafter.convert import drafters
 from redrafter.convert.base import Base
 from redrafter.convert.drafters import Drafter
-from redrafter.convert.targets import Source, Wish, possible
+from redrafter.convert.targets import ConversionRequest, Source, possible
 from redrafter.convert.tensors import Stored
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.checkpoint_kind import check_place, kind_of
@@ -49,7 +49,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     found["drafter"] = {"path": str(drafter.place)} | _drafter(drafter)
     found["drafter"]["share_of_model"] = round(_count(drafter.tensors) / max(found["model"]["parameters"] or 1, 1), 4)
     if _is_pair(drafter.kind):
-        said = Wish().over(drafter)
+        said = ConversionRequest().over(drafter)
         found["shape"] = asdict(said.shape) | {"greedy_search": said.greedy_search}
     try:
         base.check(drafter.config)

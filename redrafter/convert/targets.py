@@ -18,7 +18,7 @@ from redrafter.convert.tensors import Stored, cast, shards
 from redrafter.drafting.drafter import DrafterConfig
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 
-__all__ = ["TARGETS", "Source", "Wish", "possible"]
+__all__ = ["TARGETS", "ConversionRequest", "Source", "possible"]
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
@@ -33,7 +33,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Wish:
+class ConversionRequest:
     """What was asked for. None: as it is."""
 
     defaults: Defaults = field(default_factory=Defaults)
@@ -48,7 +48,7 @@ class Wish:
         return Defaults(asked.shape.over(said.shape).over(own), greedy)
 
 
-def drafter(source: Source, wish: Wish) -> Plan:
+def drafter(source: Source, wish: ConversionRequest) -> Plan:
     """This project's drafter."""
     shape = wish.over(source.drafter).shape
     check_beams(source.drafter.config, shape.num_beams)
@@ -66,7 +66,7 @@ def _drafter(source: Source, dtype: str | None, shape: TreeShape) -> Plan:
     return Plan({WEIGHTS: tensors}, _papers(found), {"config.json": _dict(config)}, _recurrence(found))
 
 
-def to_apple(source: Source, wish: Wish) -> Plan:
+def to_apple(source: Source, wish: ConversionRequest) -> Plan:
     """Apple's drafter, in the current naming."""
     config = source.drafter.config
     apple.check(config)
@@ -76,7 +76,7 @@ def to_apple(source: Source, wish: Wish) -> Plan:
     return Plan({WEIGHTS: tensors}, {}, {"config.json": apple.their_config(config, dtype)}, _recurrence(source.drafter))
 
 
-def merged(source: Source, wish: Wish) -> Plan:
+def merged(source: Source, wish: ConversionRequest) -> Plan:
     """A base and its drafter in one directory, which `ReDrafter.from_pretrained` opens by itself."""
     base, found = _needs_base(source, "redrafter"), source.drafter
     base.check(found.config)
@@ -113,7 +113,7 @@ def merged(source: Source, wish: Wish) -> Plan:
     return Plan(weights, copies, texts | {SHAPE_FILE: said}, notes)
 
 
-def to_trtllm(source: Source, wish: Wish) -> Plan:
+def to_trtllm(source: Source, wish: ConversionRequest) -> Plan:
     """A TensorRT-LLM ReDrafter checkpoint."""
     base, found = _needs_base(source, "trtllm"), source.drafter
     trtllm.check_drafter(found.config)
@@ -147,7 +147,7 @@ def to_trtllm(source: Source, wish: Wish) -> Plan:
     return Plan(files, {}, {"config.json": text}, notes)
 
 
-TARGETS: dict[str, Callable[[Source, Wish], Plan]] = {
+TARGETS: dict[str, Callable[[Source, ConversionRequest], Plan]] = {
     "redrafter": merged,
     "trtllm": to_trtllm,
     "apple": to_apple,
@@ -160,7 +160,7 @@ def possible(source: Source) -> dict[str, str]:
     found = {}
     for name, target in TARGETS.items():
         try:
-            target(source, Wish())
+            target(source, ConversionRequest())
             found[name] = "yes"
         except (UnsupportedError, ArgumentError, MismatchError) as error:
             found[name] = f"no: {error}"

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from redrafter.step import Proposer
+    from redrafter.drafting.proposer import Proposer
 
-__all__ = ["DraftLength"]
+__all__ = ["AdaptiveDraftLength"]
 
 MEMORY = 0.9  # of what was seen, what still counts a step later
 PRIOR = (3.0, 4.0)  # drafts kept and drafts judged, of a row of which nothing is known yet
 
 
-class DraftLength:
+class AdaptiveDraftLength:
     """The length that promises most tokens for the time, out of those that there are proposers for.
 
     A row whose drafts are kept with probability a each comes to 1 + a + ... + a^K tokens in a step that is K drafts

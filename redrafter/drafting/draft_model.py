@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from redrafter.cache.paged import KVCache
+from redrafter.drafting.proposer import State
 from redrafter.sampling.noise import DRAFT
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import AnyCache, State
 from redrafter.target.target import Target
 from redrafter.tree.beam_search import beam_search
 from redrafter.tree.token_tree import Tree, chain, tree_of
@@ -45,11 +46,11 @@ class DraftModelProposer:
     confidence: Callable[[int], float] | None = None
 
     @property
-    def scratch(self) -> int:
+    def scratch_slots(self) -> int:
         """Of the draft model, which holds what is cut, too."""
         return 1 + self.beams * self.depth
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None) -> Tree:
         assert cache is not None, "a draft model has a cache"
         home, away = state.length.device, self.model.device
         if home != away:  # ids alone cross
@@ -65,7 +66,7 @@ class DraftModelProposer:
         return tree if home == away else tree.to(home)
 
     def _search(
-        self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache
     ) -> tuple[Tree, list[Tensor]]:
         """The tree, and per level the scores `[B, W, V]` that its tokens were picked from, before noise."""
         grown = _Lattice(state.pending)
@@ -98,16 +99,16 @@ class DraftModelProposer:
         )
         return tree, seen
 
-    def _ask_first(self, state: State, cache: AnyCache) -> Tensor:
+    def _ask_first(self, state: State, cache: KVCache) -> Tensor:
         """What may follow the pending token, `[B, 1, V]`. The last committed token goes before it: when all drafts of a
         step are kept, the last of them is one that the draft model has proposed and not read."""
         behind = (state.length - 1).clamp(min=0)  # rows that hold nothing stand still in block 0
         pair = state.tokens.gather(1, behind[:, None] + torch.arange(2, device=behind.device))  # [B, 2]
         return self._ask(chain(pair), behind, cache, only=torch.ones_like(behind))
 
-    def _ask(self, tree: Tree, length: Tensor, cache: AnyCache, only: Tensor | None = None) -> Tensor:
+    def _ask(self, tree: Tree, length: Tensor, cache: KVCache, only: Tensor | None = None) -> Tensor:
         """Logits at the tree's new nodes over the target's ids, `[B, M, V]`."""
-        tree = replace(tree, tokens=self.model.known(tree.tokens))
+        tree = replace(tree, tokens=self.model.clamp_to_vocab(tree.tokens))
         logits, _ = self.model.verify(tree, length, cache, only)
         if logits.shape[-1] < self.vocab_size:
             return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=torch.finfo(logits.dtype).min)

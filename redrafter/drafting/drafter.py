@@ -166,7 +166,7 @@ class RecurrentDrafter(PreTrainedModel):
         """F, of the hidden states that `take` is given."""
         return self.config.hidden_size * (1 + len(self.config.target_layers))
 
-    def take(self, hidden: Tensor) -> Tensor:
+    def fuse_hidden(self, hidden: Tensor) -> Tensor:
         """What all steps of a draft read of the target's hidden state: `[..., F]`, the last one after the final norm
         and then the outputs of `target_layers`, to `[..., D]`. Those are brought to a root mean square of 1."""
         if self.fuse is None:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from redrafter.cache.paged import KVCache
 from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import AnyCache, State
 from redrafter.target.target import Target
 from redrafter.tree.beam_search import beam_search
 from redrafter.tree.token_tree import Tree
@@ -35,10 +36,10 @@ class RecurrentProposer:
     model = None  # its drafter keeps no keys and values
 
     @property
-    def scratch(self) -> int:
+    def scratch_slots(self) -> int:
         return self.nodes
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: AnyCache | None = None) -> Tree:
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None = None) -> Tree:
         return self.search(state, sampler, noise)
 
     def search(
@@ -46,7 +47,7 @@ class RecurrentProposer:
     ) -> Tree:
         """The tree after each row's pending token. enough: as `beam_search` asks it."""
         carried: Tensor | None = None  # [B, w, D], the recurrence of each beam
-        hidden, ids = self.drafter.take(state.hidden)[:, None], self.drafter.draft_ids
+        hidden, ids = self.drafter.fuse_hidden(state.hidden)[:, None], self.drafter.draft_ids
         advance = _compiled_advance() if self.compiled else _advance
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from redrafter.cache.block_manager import Lease
+from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.paged import PagedCache, table_of
-from redrafter.drafting.adaptive_length import DraftLength
-from redrafter.engine.cuda_graphs import CapturedStep, StepGraphs, bucket
+from redrafter.drafting.adaptive_length import AdaptiveDraftLength
+from redrafter.drafting.proposer import Proposer, State
+from redrafter.engine.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket
 from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import Drawn, Proposer, State, prefill, step
+from redrafter.step import StepOutput, prefill, step
 from redrafter.target.target import Target
 
 __all__ = ["Batch", "DenseBatch", "PagedBatch", "room"]
@@ -26,11 +27,11 @@ class Batch(Protocol):
     proposer: Proposer  # of the next step
     depth: int  # the deepest that any proposer of this batch may draft
 
-    def prefill(self) -> tuple[Drawn, list[list[int]]]:
+    def prefill(self) -> tuple[StepOutput, list[list[int]]]:
         """Read the prompts. Returns what was drawn, and the same on the host: per row its tokens and, last, the
         accepted length."""
 
-    def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
+    def step(self, longest: int) -> tuple[StepOutput, list[list[int]]]:
         """One step for all rows that move; the report of others says nothing. longest: committed tokens of the longest
         row."""
 
@@ -44,13 +45,15 @@ class Batch(Protocol):
 class DenseBatch:
     """On caches of the batch's own, as large as its longest row: any device, any model that can be served at all."""
 
-    def __init__(self, target: Target, proposer: Proposer, request: Request, lengths: DraftLength | None = None):
+    def __init__(
+        self, target: Target, proposer: Proposer, request: Request, lengths: AdaptiveDraftLength | None = None
+    ):
         self.target, self.proposer, self.request, self._lengths = target, proposer, request, lengths
         self.depth = proposer.depth
         self.cache: Any = target.new_cache(len(request.length))
         self.draft_cache: Any = None if proposer.model is None else proposer.model.new_cache(len(request.length))
 
-    def prefill(self) -> tuple[Drawn, list[list[int]]]:
+    def prefill(self) -> tuple[StepOutput, list[list[int]]]:
         request, longest = self.request, max(self.request.lengths)
         self._reserve(longest)
         width = max(request.limits) + room(self.proposer)
@@ -67,11 +70,11 @@ class DenseBatch:
         )
         return drawn, _read(drawn)
 
-    def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
-        if len(self.request.length) == self.proposer.scratch == 1:
+    def step(self, longest: int) -> tuple[StepOutput, list[list[int]]]:
+        if len(self.request.length) == self.proposer.scratch_slots == 1:
             self.cache.reserve_one(longest)
         else:
-            self._reserve(longest + self.proposer.depth + self.proposer.scratch)  # that overshoot
+            self._reserve(longest + self.proposer.depth + self.proposer.scratch_slots)  # that overshoot
         if self.target.rereads(longest):
             self.target.reread(self.state.tokens, self.state.length, self.state.active, self.cache)
         self.state, drawn = step(
@@ -105,11 +108,11 @@ class PagedBatch:
 
     def __init__(
         self,
-        graphs: StepGraphs,
+        graphs: CUDAGraphRunner,
         proposer: Proposer,
         request: Request,
         proposer_for: Callable[[int], Proposer] | None = None,
-        lengths: DraftLength | None = None,
+        lengths: AdaptiveDraftLength | None = None,
     ):
         graphs.check_adapters()
         self.graphs, self.proposer, self.request, self._proposer_for = graphs, proposer, request, proposer_for
@@ -122,8 +125,8 @@ class PagedBatch:
         ids = request.prompts.tolist()
         self._texts = [row[:length] for row, length in zip(ids, request.lengths, strict=True)]
         self.captured: CapturedStep | None = None
-        self.leases: list[Lease] = []
-        extra = max(room(each) + each.scratch for each in proposers)
+        self.leases: list[BlockTable] = []
+        extra = max(room(each) + each.scratch_slots for each in proposers)
         with graphs.lock:
             try:
                 for text, limit in zip(self._texts, request.limits, strict=True):
@@ -132,7 +135,7 @@ class PagedBatch:
                 self._release()
                 raise
 
-    def prefill(self) -> tuple[Drawn, list[list[int]]]:
+    def prefill(self) -> tuple[StepOutput, list[list[int]]]:
         request, device = self.request, self.graphs.target.device
         table = table_of(self.leases, device)
         reused = [lease.reused for lease in self.leases]
@@ -152,7 +155,7 @@ class PagedBatch:
         self._load(state, table, request.sampler)
         return drawn, _read(drawn)
 
-    def step(self, longest: int) -> tuple[Drawn, list[list[int]]]:
+    def step(self, longest: int) -> tuple[StepOutput, list[list[int]]]:
         assert self.captured is not None, "prefill comes first"
         state, target = self.captured.state, self.graphs.target
         if target.rereads(longest):
@@ -231,6 +234,6 @@ def room(proposer: Proposer) -> int:
     return 2 * proposer.depth + 1
 
 
-def _read(drawn: Drawn) -> list[list[int]]:
+def _read(drawn: StepOutput) -> list[list[int]]:
     """The only read from the device in a step."""
     return drawn.report().tolist()

@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redrafter.cache.block_manager import BLOCK, BlockPool
-from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.cache.block_manager import BlockManager
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.drafting.proposer import Proposer, State
 from redrafter.engine.options import MOST_ROWS, EngineOptions
 from redrafter.errors import ArgumentError, first_line
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.hf_processors import RowTemperature
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import Proposer, State, step
+from redrafter.step import step
 from redrafter.target.adapters import active_adapters
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
 
-__all__ = ["CapturedStep", "StepGraphs", "bucket", "capture", "new_state", "prepare"]
+__all__ = ["CUDAGraphRunner", "CapturedStep", "bucket", "capture", "new_state", "prepare"]
 
 _LOG = logging.getLogger(__name__)
 LONGEST = 32768  # tokens of a text, where nothing says how long texts become
@@ -132,16 +134,16 @@ def new_state(target: Target, rows: int, width: int) -> State:
     return State(zeros(rows, width), zeros(rows), hidden, zeros(rows).bool())
 
 
-class StepGraphs:
+class CUDAGraphRunner:
     """Captured steps of one target, kept from request to request, on one paged store.
 
     draft_store: a draft model's memory. Both models hold a row's text in blocks of the same ids, so one pool of ids
     serves both, and a prefix that is found is found in both.
     """
 
-    def __init__(self, target: Target, store: PagedStore, draft_store: PagedStore | None = None):
+    def __init__(self, target: Target, store: KVCachePool, draft_store: KVCachePool | None = None):
         self.target, self.store, self.draft_store = target, store, draft_store
-        self.blocks = BlockPool(store.count)
+        self.blocks = BlockManager(store.count)
         self._kept: dict[tuple, CapturedStep] = {}
         self._lent = 0
         self.lock = threading.RLock()  # of the blocks and of what is kept, for requests in several threads
@@ -160,15 +162,15 @@ class StepGraphs:
     @classmethod
     def on(
         cls, target: Target, options: EngineOptions, draft_model: Target | None = None, rows: int = MOST_ROWS
-    ) -> "StepGraphs":
+    ) -> "CUDAGraphRunner":
         """Take memory for keys and values, for at most so many rows of the longest text; on a GPU, compile the models'
         forwards if that is wished."""
         longest = min(x for x in (target.context, options.max_seq_len, LONGEST) if x is not None)
         models = [target] if draft_model is None else [target, draft_model]
-        stores = PagedStore.in_free_memory(
+        stores = KVCachePool.in_free_memory(
             [model.paged_shapes for model in models],
             fraction=options.kv_cache_free_gpu_memory_fraction,
-            most=rows * -(-(longest + SLACK) // BLOCK),
+            most=rows * -(-(longest + SLACK) // BLOCK_SIZE),
         )
         for model, store in zip(models, stores, strict=True):
             # It may be prepared, by another engine; and a model may draft for itself.
@@ -192,7 +194,7 @@ class StepGraphs:
         key = (rows, width, id(proposer), sampler.seeds is None, sampler.fused)
         step = self._kept.get(key) if shared else None
         if step is None:
-            blocks = -(-(width + proposer.scratch) // BLOCK)
+            blocks = -(-(width + proposer.scratch_slots) // BLOCK_SIZE)
             cache = PagedCache(self.store, torch.zeros(rows, blocks, dtype=torch.int32, device=self.target.device))
             step = self.step_over(new_state(self.target, rows, width), proposer, cache, _buffers(sampler, rows))
             self.capture(step, self._pool if shared else None)
@@ -232,7 +234,7 @@ class StepGraphs:
 
 
 @torch.inference_mode()
-def prepare(target: Target, store: PagedStore, compile: bool) -> None:
+def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     """Merge and compile the forward, on a small tree whose sizes all differ, so that none is taken for another."""
     zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
     cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))

@@ -13,7 +13,7 @@ from redrafter.engine.outputs import GenerateOutput, GenerateStats, Stats
 from redrafter.engine.request import Request
 from redrafter.engine.stopping import cut, first_stop
 from redrafter.engine.streaming import StepStreamer
-from redrafter.step import Drawn
+from redrafter.step import StepOutput
 
 __all__ = ["decode"]
 
@@ -62,7 +62,7 @@ def decode(batch: Batch, request: Request, input_ids: Tensor, stream: StepStream
 def _take(
     rows: list[_Row],
     batch: Batch,
-    drawn: Drawn,
+    drawn: StepOutput,
     report: list[list[int]],
     request: Request,
     stream: StepStreamer | None,

@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 
 from redrafter.checkpoints.loading import bind
 from redrafter.checkpoints.tokenizers_match import check_vocabularies
-from redrafter.drafting.adaptive_length import DraftLength
+from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
+from redrafter.drafting.proposer import Proposer
 from redrafter.engine.batch import Batch
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.step import Proposer
 from redrafter.target.adapters import base_of
 from redrafter.target.target import Target
 from redrafter.tree.beam_search import node_count
@@ -70,7 +70,7 @@ class DraftTarget(Engine):
                 num_beams,
                 length,
                 node_count(node_budget, num_beams, length, target.device),
-                sampled=self.by_odds,
+                sampled=self.rejection_sampling,
                 confidence=self._doubt if adaptive and not captured else None,
             )
             for length in sorted(lengths)
@@ -78,7 +78,7 @@ class DraftTarget(Engine):
         super().__init__(target, self._by_length[draft_len], options)
 
     @property
-    def by_odds(self) -> bool:
+    def rejection_sampling(self) -> bool:
         return self.acceptance == "rejection"
 
     @classmethod
@@ -138,17 +138,17 @@ class DraftTarget(Engine):
     def open_batch(
         self, request: Request, proposer: Proposer, proposer_for: Callable[[int], Proposer] | None = None
     ) -> Batch:
-        if self.by_odds:  # it looks at the whole distribution
+        if self.rejection_sampling:  # it looks at the whole distribution
             request = replace(request, sampler=replace(request.sampler, keep_scores=True))
         return super().open_batch(request, proposer, proposer_for)
 
-    def lengths_for(self, proposer: Proposer, request: Request) -> DraftLength | None:
+    def lengths_for(self, proposer: Proposer, request: Request) -> AdaptiveDraftLength | None:
         if not self.adaptive or not isinstance(proposer, DraftModelProposer):
             return None
         rows = len(request.lengths)
         # Where drafts end in doubt too, only those that promise something are made, about every other one.
         share = 1.0 if proposer.confidence is None else 0.5
-        return DraftLength(self._by_length, rows, share * self._draft_cost + self._node_cost * (rows - 1))
+        return AdaptiveDraftLength(self._by_length, rows, share * self._draft_cost + self._node_cost * (rows - 1))
 
     def _doubt(self, rows: int) -> float:
         """How likely a draft must be to be right to be worth another one behind it, in a step of so many rows."""

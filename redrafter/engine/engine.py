@@ -12,11 +12,12 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from redrafter.cache.block_manager import BlockPool
-from redrafter.drafting.adaptive_length import DraftLength
+from redrafter.cache.block_manager import BlockManager
+from redrafter.drafting.adaptive_length import AdaptiveDraftLength
+from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.engine.batch import Batch, DenseBatch, PagedBatch
 from redrafter.engine.call_arguments import NEUTRAL, prompt_of, with_stop_strings, without_neutral
-from redrafter.engine.cuda_graphs import StepGraphs
+from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.engine.decoding import decode
 from redrafter.engine.model_inputs import without_empty_inputs
 from redrafter.engine.options import EngineOptions
@@ -34,7 +35,6 @@ from redrafter.engine.request import (
 from redrafter.engine.streaming import ColumnStream, StepStreamer
 from redrafter.errors import ArgumentError
 from redrafter.sampling.grammar_masks import check_grammars
-from redrafter.step import Plain, Proposer
 from redrafter.target.autocast import check_autocast, check_eval
 from redrafter.target.target import Target
 
@@ -53,9 +53,9 @@ class Engine:
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
-        self.plain = Plain()
+        self.plain = PlainProposer()
         self.draft_model = proposer.model
-        self._graphs: StepGraphs | None = None
+        self._graphs: CUDAGraphRunner | None = None
         self._lender: Engine | None = None  # whose graphs are used, when not its own
         self._warned = False
         self._lock = threading.Lock()  # of two first requests at once, one makes the graphs of both
@@ -85,14 +85,14 @@ class Engine:
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
         return DenseBatch(self.target, proposer, request, lengths)
 
-    def _open_graphs(self) -> StepGraphs:
+    def _open_graphs(self) -> CUDAGraphRunner:
         with self._lock:
             if self._graphs is None:
                 draft_model = None if self.draft_unpacked else self.draft_model
-                self._graphs = StepGraphs.on(self.target, self.options, draft_model)
+                self._graphs = CUDAGraphRunner.on(self.target, self.options, draft_model)
             return self._graphs
 
-    def lengths_for(self, proposer: Proposer, request: Request) -> DraftLength | None:
+    def lengths_for(self, proposer: Proposer, request: Request) -> AdaptiveDraftLength | None:
         """What says after each step how far to draft in the next; None: as far as ever."""
         return None
 
@@ -115,7 +115,7 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Read the next prompts from the first token on, as if never seen. For when no batch is open."""
         if (graphs := (self._lender or self)._graphs) is not None:
-            graphs.blocks = BlockPool(graphs.store.count)
+            graphs.blocks = BlockManager(graphs.store.count)
 
     def lend_to(self, other: "Engine") -> None:
         """Let another engine on the same target use this one's GPU memory and captured steps beside its own."""
@@ -123,7 +123,7 @@ class Engine:
         other._lender = None if other is self else self
 
     @property
-    def by_odds(self) -> bool:
+    def rejection_sampling(self) -> bool:
         """Tell whether sampled drafts are kept by rejection sampling; sampled tokens are then not plain decoding's."""
         return False
 

@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 from redrafter.checkpoints.loading import TreeShape, check_beams, load_drafter, load_model, past_training
 from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning
 from redrafter.files.checkpoint_kind import check_drafter
-from redrafter.step import Proposer
 from redrafter.target.target import Target
 from redrafter.tree.beam_search import node_count
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.cache.block_manager import BLOCK
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.launch import follows_closely
 
 __all__ = ["tree_attention"]
@@ -208,7 +208,7 @@ def _shape(groups: int, queries: int, blocks: int, small: bool) -> tuple[int, in
     Measured on an H200; docs/gpu.md has the table.
     """
     block_m = max(triton.next_power_of_2(queries), 16)
-    long = blocks * BLOCK > LONG
+    long = blocks * BLOCK_SIZE > LONG
     if not small:
         block_m, block_s, stages = min(block_m, 32), 32, 1
     elif block_m <= 16:
@@ -265,7 +265,7 @@ def tree_attention(
         k_pool.stride(0), v_pool.stride(0),
         scale, nodes, cached, blocks, splits, tiles,
         HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_S=block_s,
-        PAGE=BLOCK, WINDOW=window, SOFTCAP=softcap, SPLIT=splits > 1, HAS_SINKS=sinks is not None,
+        PAGE=BLOCK_SIZE, WINDOW=window, SOFTCAP=softcap, SPLIT=splits > 1, HAS_SINKS=sinks is not None,
         CACHED=cached > 0, FOLLOW=follow, launch_pdl=follow, num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
     if splits > 1:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.cache.block_manager import BLOCK
+from redrafter.kernels.block_size import BLOCK_SIZE
 
 __all__ = ["commit"]
 
@@ -39,5 +39,5 @@ def commit(pool: Tensor, table: Tensor, length: Tensor, nodes: Tensor) -> None:
     width = heads * dim
     _move[(rows, layers, triton.cdiv(width, CHUNK))](
         pool, length, nodes.contiguous(), table, slots * width, width, table.shape[1], depth,
-        PAGE=BLOCK, BLOCK_D=triton.next_power_of_2(depth), CHUNK=CHUNK,
+        PAGE=BLOCK_SIZE, BLOCK_D=triton.next_power_of_2(depth), CHUNK=CHUNK,
     )  # fmt: skip

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from redrafter.drafting.proposer import Proposer
 from redrafter.engine.outputs import GenerateOutput, GenerateStats
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError
-from redrafter.step import Proposer
 
 __all__ = ["Run", "Workload", "padded"]
 

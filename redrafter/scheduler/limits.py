@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.scheduler.sequence import Job, Settings
+from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 from redrafter.scheduler.waiting_queue import WaitingQueue
 
 __all__ = ["Limits", "QueueFullError", "check"]
@@ -19,7 +19,7 @@ class Limits:
     """What a server may take on.
 
     Attributes:
-        max_batch_size: Rows that step at once, and prompts that are being read: the places of the server.
+        max_batch_size: RunningBatch that step at once, and prompts that are being read: the places of the server.
         max_num_tokens: Tokens of one forward, drafts and chunks of prompts.
         max_seq_len: Tokens of a text, prompt included; None: the model's context.
         max_queue_size: Texts that wait for a place, 0 for any number; see `refuse_if_full`.
@@ -57,7 +57,7 @@ class Limits:
             )
 
 
-def check(jobs: Sequence[Job], longest: int, vocabulary: int) -> None:
+def check(jobs: Sequence[TokenSequence], longest: int, vocabulary: int) -> None:
     """Raise `ArgumentError` for a text that can never be served.
 
     Args:
@@ -78,7 +78,7 @@ def check(jobs: Sequence[Job], longest: int, vocabulary: int) -> None:
         _check_ids(job.prompt, vocabulary)
 
 
-def _check_settings(settings: Settings, vocabulary: int) -> None:
+def _check_settings(settings: SamplingParams, vocabulary: int) -> None:
     _check_ids(settings.ends, vocabulary)
     _check_ids(settings.logit_bias, vocabulary)
     for name in ("top_k", "min_new_tokens", "seed"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from redrafter.scheduler.sequence import Job
+from redrafter.scheduler.sequence import TokenSequence
 
 __all__ = ["Pace", "Share", "choose", "cost"]
 
@@ -11,7 +11,7 @@ FIRST = 512  # tokens of the first forward, before any was measured
 LEAST = 64  # tokens of a forward however slow the machine is; fewer would take about as long
 FASTER, SLOWER = 2.0, 0.25  # the most by which one forward changes the next
 
-Share = tuple[Job, int]  # a text, and how many more tokens of its prompt are read
+Share = tuple[TokenSequence, int]  # a text, and how many more tokens of its prompt are read
 
 
 class Pace:
@@ -42,10 +42,10 @@ class _Forward:
 
     def __init__(self, padded: bool):
         self._padded = padded
-        self.shares: dict[Job, int] = {}
+        self.shares: dict[TokenSequence, int] = {}
         self._total = self._longest = 0
 
-    def take(self, job: Job, budget: int, whole: bool) -> None:
+    def take(self, job: TokenSequence, budget: int, whole: bool) -> None:
         """Read as much of a prompt as a forward of `budget` tokens has room for. whole: all of it or nothing."""
         before = self.shares.get(job, 0)
         room = budget - self._total + before
@@ -61,7 +61,7 @@ class _Forward:
             self._longest = max(self._longest, share)
 
 
-def choose(reading: Sequence[Job], budget: int, padded: bool, chunked: bool) -> list[list[Share]]:
+def choose(reading: Sequence[TokenSequence], budget: int, padded: bool, chunked: bool) -> list[list[Share]]:
     """Choose which prompts are read next, and how many tokens of each.
 
     Half of a forward is for the prompts that have the fewest tokens left, so that a short one never stands behind the

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from redrafter.cache.block_manager import BLOCK
 from redrafter.cache.paged import PagedCache
+from redrafter.drafting.proposer import Proposer, State
 from redrafter.engine.batch import room
-from redrafter.engine.cuda_graphs import CapturedStep, StepGraphs, bucket, new_state
+from redrafter.engine.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket, new_state
 from redrafter.engine.engine import Engine
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.grammar_masks import RowGrammars
 from redrafter.sampling.hf_processors import Processor
 from redrafter.sampling.processors import (
@@ -28,10 +29,10 @@ from redrafter.sampling.processors import (
     RowTopP,
 )
 from redrafter.sampling.sampler import Sampler
-from redrafter.scheduler.sequence import Job, Settings
-from redrafter.step import Drawn, Proposer, State
+from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+from redrafter.step import StepOutput
 
-__all__ = ["RowSettings", "Rows"]
+__all__ = ["RowSettings", "RunningBatch"]
 
 NARROW = {"cpu": 256, "cuda": 2048}  # positions that rows have room for at least; it doubles as longer ones come
 
@@ -50,7 +51,7 @@ class RowSettings:
         self.ids = torch.arange(vocabulary, device=device)
         self._wide: tuple[Tensor, Tensor] | None = None  # bias and end tokens, made when somebody needs them
 
-    def write(self, row: int, settings: Settings, prompt: int, limit: int) -> None:
+    def write(self, row: int, settings: SamplingParams, prompt: int, limit: int) -> None:
         """Put one request's settings in a row's place."""
         self.seeds[row], self.prompt[row], self.limit[row] = settings.seed, prompt, limit
         self.greedy[row], self.temperature[row] = settings.greedy, 1.0 if settings.greedy else settings.temperature
@@ -125,34 +126,34 @@ class RowSettings:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Rows with room for texts of one width."""
+    """RunningBatch with room for texts of one width."""
 
     state: State
     table: Tensor
 
 
-class Rows:
+class RunningBatch:
     """What steps. jobs: by place, without gaps.
 
     depth: the deepest that any proposer may draft. room: positions past its text that a row may touch.
     """
 
-    def __init__(self, engine: Engine, graphs: StepGraphs, most: int, speculate: bool = True):
+    def __init__(self, engine: Engine, graphs: CUDAGraphRunner, most: int, speculate: bool = True):
         self.engine, self.graphs = engine, graphs
         sizes = {bucket(rows) for rows in range(1, most + 1)}
         self._proposers: dict[int, Proposer] = {
             rows: engine.proposer_for(rows) if speculate else engine.plain for rows in sizes
         }
         self.depth = max(each.depth for each in self._proposers.values())
-        self.room = max(room(each) + each.scratch for each in self._proposers.values())
+        self.room = max(room(each) + each.scratch_slots for each in self._proposers.values())
         self.settings = RowSettings(max(sizes), engine.target.vocab_size, engine.target.device)
-        self.jobs: list[Job] = []
+        self.jobs: list[TokenSequence] = []
         self._width = 0
         self._buffers: _Buffers | None = None
         self._kept: dict[tuple[int, bool, bool, bool], CapturedStep] = {}
         self._guides = RowGrammars([])
 
-    def add(self, job: Job, hidden: Tensor) -> None:
+    def add(self, job: TokenSequence, hidden: Tensor) -> None:
         """A row whose committed tokens are in its blocks. hidden: `[F]`, of the forward that drew the pending token."""
         assert job.lease is not None
         self._widen(job.limit + self.room)
@@ -166,14 +167,14 @@ class Rows:
         table[place] = 0
         self.extend(job)
 
-    def extend(self, job: Job) -> None:
+    def extend(self, job: TokenSequence) -> None:
         """Tell the step of a row's blocks, which may have become more."""
         assert job.lease is not None and job.place is not None
         table = self._own.table
         blocks = job.lease.blocks[: table.shape[1]]
         table[job.place, : len(blocks)] = torch.tensor(blocks, dtype=table.dtype, device=table.device)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: TokenSequence) -> None:
         """Let the last row take a row's place."""
         place, last = job.place, len(self.jobs) - 1
         assert place is not None
@@ -190,7 +191,7 @@ class Rows:
         table[last] = 0
         job.place = None
 
-    def step(self) -> tuple[Drawn, list[list[int]]]:
+    def step(self) -> tuple[StepOutput, list[list[int]]]:
         """One step of all rows, without drafts where none of them takes any. The report is by place: a row's tokens
         and, last, how many drafts were accepted."""
         rows, drafting = bucket(len(self.jobs)), any(job.settings.speculate for job in self.jobs)
@@ -203,7 +204,7 @@ class Rows:
         step.replay()
         return step.drawn, step.read()
 
-    def sampler_of(self, jobs: Sequence[Job]) -> Sampler:
+    def sampler_of(self, jobs: Sequence[TokenSequence]) -> Sampler:
         """For rows that are not in place yet."""
         own = RowSettings(len(jobs), self.engine.target.vocab_size, self.engine.target.device)
         for row, job in enumerate(jobs):
@@ -232,8 +233,8 @@ class Rows:
         own = State(state.tokens[first], state.length[first], state.hidden[first], state.active[first])
         cache = PagedCache(self.graphs.store, self._own.table[first])
         proposer = self._proposers[rows] if drafting else self.engine.plain
-        by_odds = drafting and self.engine.by_odds
-        sampler = self.settings.sampler(rows, simple, self._guides if guided else None, keep_scores=by_odds)
+        rejection_sampling = drafting and self.engine.rejection_sampling
+        sampler = self.settings.sampler(rows, simple, self._guides if guided else None, keep_scores=rejection_sampling)
         step = self.graphs.step_over(own, proposer, cache, sampler)
         if step.done is not None:
             active = own.active.clone()
@@ -248,7 +249,7 @@ class Rows:
             return
         target, most = self.engine.target, len(self.settings.seeds)
         self._width = max(NARROW[target.device.type], 1 << (positions - 1).bit_length())
-        table = torch.zeros(most, self._width // BLOCK, dtype=torch.int32, device=target.device)
+        table = torch.zeros(most, self._width // BLOCK_SIZE, dtype=torch.int32, device=target.device)
         wider = _Buffers(new_state(target, most, self._width), table)
         if self._buffers is not None:
             old = self._buffers

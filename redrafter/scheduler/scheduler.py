@@ -18,18 +18,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from redrafter.cache.block_manager import BLOCK
 from redrafter.cache.paged import PagedCache, table_of
-from redrafter.engine.cuda_graphs import StepGraphs
+from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.engine.engine import Engine
 from redrafter.engine.outputs import Stats
 from redrafter.engine.stopping import cut
 from redrafter.errors import ArgumentError, CacheFullError, UnsupportedError
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.limits import Limits, QueueFullError, check
 from redrafter.scheduler.prefill_budget import Pace, choose, cost
 from redrafter.scheduler.prompt_logprobs import LEAST, score
-from redrafter.scheduler.running_batch import Rows
-from redrafter.scheduler.sequence import Finish, Job, Piece
+from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.sequence import Finish, SequenceDelta, TokenSequence
 from redrafter.scheduler.waiting_queue import WaitingQueue
 from redrafter.step import first_draw, read
 
@@ -44,7 +44,7 @@ CANCELLED = 512  # cancelled texts that a round ends at most; telling of each ta
 class Scheduler:
     """`submit` and `cancel` from any thread; `round` from one. Nobody else may decode on the same graphs."""
 
-    def __init__(self, engine: Engine, graphs: StepGraphs, limits: Limits, speculate: bool = True):
+    def __init__(self, engine: Engine, graphs: CUDAGraphRunner, limits: Limits, speculate: bool = True):
         if engine.draft_model is not None and engine.draft_model.device != engine.target.device:
             raise UnsupportedError(
                 f"the draft model is on {engine.draft_model.device} and the target on {engine.target.device}; a server "
@@ -54,13 +54,17 @@ class Scheduler:
         if reason:
             raise UnsupportedError(f"{engine.target.name} cannot be served on a paged cache: {reason}")
         self.engine, self.graphs, self.limits = engine, graphs, limits
-        self.rows = Rows(engine, graphs, limits.max_batch_size, speculate)
-        known = [limits.max_seq_len, engine.target.steady_context, (graphs.store.count - 1) * BLOCK - self.rows.room]
+        self.rows = RunningBatch(engine, graphs, limits.max_batch_size, speculate)
+        known = [
+            limits.max_seq_len,
+            engine.target.steady_context,
+            (graphs.store.count - 1) * BLOCK_SIZE - self.rows.room,
+        ]
         self.longest = min(each for each in known if each is not None)
         self._lock = threading.Lock()  # of who waits, and of who was cancelled
         self._queue = WaitingQueue()
-        self._cancelled: deque[Job] = deque()  # not ended yet; those with a place stand first
-        self._reading: dict[Job, None] = {}  # in the order of their admission
+        self._cancelled: deque[TokenSequence] = deque()  # not ended yet; those with a place stand first
+        self._reading: dict[TokenSequence, None] = {}  # in the order of their admission
         self._padded = engine.target.device.type != "cpu"
         self.pace = Pace(limits.max_num_tokens)
         self._came = self._rounds = self.preempted = 0
@@ -77,7 +81,7 @@ class Scheduler:
     def running(self) -> int:
         return len(self._reading) + len(self.rows.jobs)
 
-    def submit(self, *jobs: Job) -> None:
+    def submit(self, *jobs: TokenSequence) -> None:
         """Let the texts of one client wait for their turn, all or none of them.
 
         Raises:
@@ -97,7 +101,7 @@ class Scheduler:
                 job.order = self._came
                 self._queue.add(job)
 
-    def cancel(self, *jobs: Job) -> None:
+    def cancel(self, *jobs: TokenSequence) -> None:
         """Stop texts before their next step. Those that have ended, or were never submitted, are left as they are."""
         with self._lock:
             for job in jobs:
@@ -142,10 +146,10 @@ class Scheduler:
         except Exception as error:
             _LOG.exception("a round failed: %d requests are given up", self.running)
             for job in self._placed:  # none of them can be trusted any more
-                self._end(job, Piece((), finish="error", error=error), keep=False)
+                self._end(job, SequenceDelta((), finish="error", error=error), keep=False)
 
     @property
-    def _placed(self) -> tuple[Job, ...]:
+    def _placed(self) -> tuple[TokenSequence, ...]:
         """The texts that hold a place, each once: one is in both where adding its row failed."""
         return tuple(dict.fromkeys((*self.rows.jobs, *self._reading)))
 
@@ -153,7 +157,7 @@ class Scheduler:
         for _ in range(min(len(self._cancelled), CANCELLED)):
             job = self._cancelled.popleft()
             if not job.ended:
-                self._end(job, Piece((), finish="cancelled"))
+                self._end(job, SequenceDelta((), finish="cancelled"))
 
     def _admit(self) -> None:
         """Give places and blocks to those whose turn it is, as many as there is room for."""
@@ -176,7 +180,7 @@ class Scheduler:
                     self._queue.put_back(job)
                 return
 
-    def _lease(self, job: Job, placeless: bool) -> bool:
+    def _lease(self, job: TokenSequence, placeless: bool) -> bool:
         """Give blocks to a text that was given a place. Tells whether there were enough."""
         turn, job.turn = job.turn, self._rounds
         slots = (job.limit if self.limits.guaranteed_no_evict else job.to_read + 1) + self.rows.room
@@ -188,7 +192,7 @@ class Scheduler:
                     job.lease = self.graphs.blocks.admit(text, slots, reuse, job.salt)
             except CacheFullError as error:
                 if self.running == 1:  # it would not fit into an empty cache either
-                    self._end(job, Piece((), finish="error", error=error))
+                    self._end(job, SequenceDelta((), finish="error", error=error))
                     return True
                 if not (placeless and self._free_a_place(slots)):
                     job.turn = turn
@@ -218,12 +222,12 @@ class Scheduler:
             if job.lease is not None and self._rounds - (job.turn or 0) >= TURN and self._queue.running(job.client) > 1
         ]
         blocks = self.graphs.blocks.free + sum(len(job.lease.blocks) for job in texts if job.lease is not None)
-        if not texts or blocks * BLOCK < slots:
+        if not texts or blocks * BLOCK_SIZE < slots:
             return False
         self._put_back(self._newest(texts))
         return True
 
-    def _newest(self, jobs: Sequence[Job]) -> Job:
+    def _newest(self, jobs: Sequence[TokenSequence]) -> TokenSequence:
         """Return the newest text of the client with most places. The oldest text of all is never it, unless alone."""
         return max(jobs, key=lambda job: (self._queue.running(job.client), job.order))
 
@@ -231,18 +235,18 @@ class Scheduler:
         """Read on in the prompts. Those that are scored are read apart from others, which need the logits of their last
         tokens alone."""
         most = self.limits.max_num_tokens - len(self.rows.jobs) * self.rows.nodes
-        budget = max(min(most, self.pace.tokens) if self.limits.chunked else most, BLOCK)
+        budget = max(min(most, self.pace.tokens) if self.limits.chunked else most, BLOCK_SIZE)
         kinds = [[job for job in self._reading if job.unscored is unscored] for unscored in (False, True)]
         kinds = [jobs for jobs in kinds if jobs]
         for jobs in kinds:
-            for chosen in choose(jobs, max(budget // len(kinds), BLOCK), self._padded, self.limits.chunked):
+            for chosen in choose(jobs, max(budget // len(kinds), BLOCK_SIZE), self._padded, self.limits.chunked):
                 began = time.perf_counter()
                 self._forward(chosen, max(share for _, share in chosen))
                 if self.engine.target.device.type == "cuda":
                     torch.cuda.synchronize(self.engine.target.device)  # else only its launch is measured
                 self.pace.measured(cost(chosen, self._padded), time.perf_counter() - began)
 
-    def _forward(self, chosen: Sequence[tuple[Job, int]], longest: int) -> None:
+    def _forward(self, chosen: Sequence[tuple[TokenSequence, int]], longest: int) -> None:
         target, device = self.engine.target, self.engine.target.device
         jobs = [job for job, _ in chosen]
         width = max(job.read + share for job, share in chosen) + 1
@@ -280,13 +284,15 @@ class Scheduler:
         self._begin([jobs[row] for row in done], tokens[done], upto[done], logits[done], hidden[done], cache.window)
 
     def _begin(
-        self, jobs: Sequence[Job], tokens: Tensor, upto: Tensor, logits: Tensor, hidden: Tensor, window: int
+        self, jobs: Sequence[TokenSequence], tokens: Tensor, upto: Tensor, logits: Tensor, hidden: Tensor, window: int
     ) -> None:
-        """Rows whose prompts are read. New ones draw their first token; a text that was begun has it, and where nothing
-        is to follow, none is drawn."""
+        """Admit the rows whose prompts are read.
+
+        New ones draw their first token; a text that was begun has it, and where nothing is to follow, none is drawn.
+        """
         for job in jobs:
             if not job.room:
-                self._end(job, Piece((), finish="length"))
+                self._end(job, SequenceDelta((), finish="length"))
         new = [row for row, job in enumerate(jobs) if not job.written and not job.ended]
         if new:
             fresh = [jobs[row] for row in new]
@@ -305,7 +311,7 @@ class Scheduler:
         for job in tuple(self.rows.jobs):
             while job.lease is not None:
                 needed = min(len(job.text), job.limit) + self.rows.room
-                if needed <= len(job.lease.blocks) * BLOCK:
+                if needed <= len(job.lease.blocks) * BLOCK_SIZE:
                     break
                 try:
                     with self.graphs.lock:
@@ -313,11 +319,11 @@ class Scheduler:
                     self.rows.extend(job)
                 except CacheFullError as error:
                     if self.running == 1:
-                        self._end(job, Piece((), finish="error", error=error))
+                        self._end(job, SequenceDelta((), finish="error", error=error))
                     else:
                         self._put_back(self._newest(self._placed))
 
-    def _put_back(self, job: Job) -> None:
+    def _put_back(self, job: TokenSequence) -> None:
         """Let a row wait again. What it has read may be found in the cache when its turn comes, or is read anew."""
         self.preempted += 1
         self._leave(job, keep=True)
@@ -337,7 +343,9 @@ class Scheduler:
             drafted = drawn.drafted if job.settings.speculate else 0
             self._take(job, tokens[: accepted + 1], accepted, wanted.get(place), drafted)
 
-    def _take(self, job: Job, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int = 0) -> None:
+    def _take(
+        self, job: TokenSequence, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int = 0
+    ) -> None:
         """Write down what was drawn, up to where the text ends. logits: `[count, V]`. drafted: drafts verified."""
         new, ended = cut(tokens, job.room - job.written, job.settings.ends)
         finish: Finish | None = None
@@ -352,16 +360,16 @@ class Scheduler:
             job.stats.count(drafted, accepted, len(new))
         if job.guide is not None and job.guide.error is not None:
             error = ArgumentError(job.guide.error)
-            self._end(job, Piece(new, accepted, finish="error", error=error, drafted=drafted))
+            self._end(job, SequenceDelta(new, accepted, finish="error", error=error, drafted=drafted))
             return
         told = None if logits is None else _logprobs(logits, new, job.settings.logprobs)
-        piece = Piece(new, accepted, told, finish, drafted=drafted)
+        piece = SequenceDelta(new, accepted, told, finish, drafted=drafted)
         if finish is None:
             job.sink(job, piece)
         else:
             self._end(job, piece)
 
-    def _end(self, job: Job, piece: Piece, keep: bool = True) -> None:
+    def _end(self, job: TokenSequence, piece: SequenceDelta, keep: bool = True) -> None:
         placed = job.place is not None or job in self._reading
         self._leave(job, keep)
         with self._lock:
@@ -372,11 +380,11 @@ class Scheduler:
             job.ended = True
         job.sink(job, piece)
 
-    def _charge(self, job: Job, tokens: int) -> None:
+    def _charge(self, job: TokenSequence, tokens: int) -> None:
         with self._lock:
             self._queue.charge(job, tokens)
 
-    def _leave(self, job: Job, keep: bool) -> None:
+    def _leave(self, job: TokenSequence, keep: bool) -> None:
         """Take a job's place and blocks. keep: its keys and values may be found again."""
         if job.lease is not None:
             if keep:
@@ -394,7 +402,7 @@ class Scheduler:
         self._reading.pop(job, None)
         job.read = 0
 
-    def _publish(self, job: Job, tokens: int) -> None:
+    def _publish(self, job: TokenSequence, tokens: int) -> None:
         assert job.lease is not None
         if self.limits.reuse and not (self.graphs.draft_store is not None and self.engine.draft_model is None):
             with self.graphs.lock:

@@ -5,19 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from redrafter.cache.block_manager import Lease
+from redrafter.cache.block_manager import BlockTable
 from redrafter.engine.outputs import Stats
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.text import GuidedText
 from redrafter.scheduler.prompt_logprobs import PromptScore
 
-__all__ = ["Finish", "Job", "Piece", "Settings"]
+__all__ = ["Finish", "SamplingParams", "SequenceDelta", "TokenSequence"]
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class SamplingParams:
     """How a row draws, in the names of `generate`. As they stand here, all but `seed` leave their processor off.
 
     temperature: 0 for greedy. ends: ids that end the text. logprobs: how many of the likeliest tokens are wanted beside
@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SequenceDelta:
     """What a step added to a text. accepted: how many of the tokens, its first ones, were drafts. logprobs: of each
     token its own and those of the likeliest, by id; None unless asked for. finish: why the text ends here. drafted: how
     many drafts were verified; the first token comes without any, and so does what a plain step writes."""
@@ -69,7 +69,7 @@ class Piece:
 
 
 @dataclass(eq=False)  # a text is only ever itself: comparing fields would look through whole prompts
-class Job:
+class TokenSequence:
     """A prompt, what is to follow it, and how far that is.
 
     Attributes:
@@ -96,13 +96,13 @@ class Job:
 
     prompt: Sequence[int]
     room: int
-    settings: Settings
-    sink: Callable[["Job", Piece], object]
+    settings: SamplingParams
+    sink: Callable[["TokenSequence", SequenceDelta], object]
     stops: Callable[[Sequence[int]], int | None] | None = None
     client: str = ""
     salt: str | None = None
     text: list[int] = field(default_factory=list)
-    lease: Lease | None = None
+    lease: BlockTable | None = None
     read: int = 0
     reused: int = 0
     order: int = 0

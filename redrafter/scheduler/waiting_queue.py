@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from redrafter.scheduler.sequence import Job
+from redrafter.scheduler.sequence import TokenSequence
 
 __all__ = ["WaitingQueue"]
 
@@ -42,7 +42,7 @@ class _Client:
 
     name: str
     used: float
-    waiting: OrderedDict[Job, None] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[TokenSequence, None] = field(default_factory=OrderedDict)
     running: int = 0
 
 
@@ -109,7 +109,7 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, job: Job) -> bool:
+    def __contains__(self, job: TokenSequence) -> bool:
         client = self._clients.get(job.client)
         return client is not None and job in client.waiting
 
@@ -128,7 +128,7 @@ class WaitingQueue:
         found = self._clients.get(client)
         return 0 if found is None else found.running
 
-    def add(self, job: Job) -> None:
+    def add(self, job: TokenSequence) -> None:
         """Let a new text wait behind the others of its client."""
         client = self._clients.get(job.client)
         if client is None:
@@ -137,32 +137,32 @@ class WaitingQueue:
             client.used = max(client.used, self._fair)
         self._wait(client, job)
 
-    def put_back(self, job: Job) -> None:
+    def put_back(self, job: TokenSequence) -> None:
         """Let a text that had a place wait again, before the others of its client."""
         client = self._clients[job.client]
         client.running -= 1
         self._wait(client, job)
         client.waiting.move_to_end(job, last=False)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: TokenSequence) -> None:
         """Take out a text that shall not be begun."""
         client = self._clients[job.client]
         self._take_out(client, job)
         self._forget(client)
 
-    def clear(self) -> list[Job]:
+    def clear(self) -> list[TokenSequence]:
         """Take out all texts that wait. Returns them."""
         jobs = [job for client in self._clients.values() for job in client.waiting]
         for job in jobs:
             self.remove(job)
         return jobs
 
-    def first(self) -> Job | None:
+    def first(self) -> TokenSequence | None:
         """Return the text whose turn it is, without taking it out; None if none waits."""
         client = self._without_place.first() or self._with_place.first()
         return None if client is None else next(iter(client.waiting))
 
-    def start(self, job: Job) -> None:
+    def start(self, job: TokenSequence) -> None:
         """Take out a text to give it a place."""
         client = self._clients[job.client]
         heads = (self._without_place.first(), self._with_place.first())
@@ -171,25 +171,25 @@ class WaitingQueue:
         self._take_out(client, job)
         self._list(client)
 
-    def charge(self, job: Job, tokens: int) -> None:
+    def charge(self, job: TokenSequence, tokens: int) -> None:
         """Put tokens that were read or written for a text with a place on its client's account."""
         self._clients[job.client].used += tokens
         self._fair += tokens / len(self._clients)
 
-    def end(self, job: Job) -> None:
+    def end(self, job: TokenSequence) -> None:
         """Take back the place of a text that has ended."""
         client = self._clients[job.client]
         client.running -= 1
         self._list(client)
         self._forget(client)
 
-    def _wait(self, client: _Client, job: Job) -> None:
+    def _wait(self, client: _Client, job: TokenSequence) -> None:
         self._waiting_clients += not client.waiting
         self._count += 1
         client.waiting[job] = None
         self._list(client)
 
-    def _take_out(self, client: _Client, job: Job) -> None:
+    def _take_out(self, client: _Client, job: TokenSequence) -> None:
         del client.waiting[job]
         self._count -= 1
         self._waiting_clients -= not client.waiting

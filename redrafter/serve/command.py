@@ -38,7 +38,7 @@ class Server:
     keys: ApiKeys = field(default_factory=ApiKeys)
 
     def __post_init__(self) -> None:
-        from redrafter.engine.cuda_graphs import StepGraphs
+        from redrafter.engine.cuda_graphs import CUDAGraphRunner
         from redrafter.scheduler.scheduler import Scheduler
         from redrafter.serve.metrics import Metrics
         from redrafter.serve.network.guard import Admission
@@ -53,7 +53,7 @@ class Server:
         limits = self.options.limits(self.load.max_seq_len)
         least = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes beside them
         rows = max(limits.max_batch_size, least)
-        graphs = StepGraphs.on(engine.target, engine.options, engine.draft_model, rows)
+        graphs = CUDAGraphRunner.on(engine.target, engine.options, engine.draft_model, rows)
         scheduler = Scheduler(engine, graphs, limits, self.options.speculate)
         metrics = Metrics(scheduler, self.name)
         self.worker = Worker(scheduler, metrics.told)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import Finish, Job, Piece
+from redrafter.scheduler.sequence import Finish, SequenceDelta, TokenSequence
 
 __all__ = ["Metrics"]
 
@@ -45,7 +45,7 @@ class Metrics:
         self._whole = self._histogram("e2e_request_latency_seconds", "From coming to the end", _WHOLE)
         self.registry.register(self)
 
-    def told(self, job: Job, piece: Piece) -> None:
+    def told(self, job: TokenSequence, piece: SequenceDelta) -> None:
         now = time.perf_counter()
         self._written.inc(len(piece.tokens))
         if job.first is None and (piece.tokens or piece.finish == "length"):
@@ -80,7 +80,7 @@ class Metrics:
             (
                 CounterMetricFamily,
                 "num_preemptions",
-                "Rows put back, for want of blocks or for a client without any",
+                "RunningBatch put back, for want of blocks or for a client without any",
                 scheduler.preempted,
             ),
         ):

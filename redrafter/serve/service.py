@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.engine.stopping import end_tokens
 from redrafter.grammar.grammar import Grammar
-from redrafter.scheduler.sequence import Settings
+from redrafter.scheduler.sequence import SamplingParams
 from redrafter.serve.answers.chat import Chat
 from redrafter.serve.answers.openai_format import Choice, Completion, answer, stream, told, with_cuts_told
 from redrafter.serve.answers.prompt_logprobs import check_scores, prompt_logprobs
@@ -123,7 +123,7 @@ class Service:
         request: AnyRequest,
         prompts: Sequence[list[int]],
         room: int,
-        settings: Settings,
+        settings: SamplingParams,
         form: Completion | Chat,
         facts: Facts,
         best: tuple[int, int] = (1, 1),
@@ -164,7 +164,7 @@ class Service:
         own = client if self.apart else ""
         return json.dumps([own, asked]) if own or asked else None
 
-    def _settings(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> Settings:
+    def _settings(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
         """As asked for; else as the model's own generation config has it; else as OpenAI has it."""
         engine = self.worker.scheduler.engine
         own = engine.model.generation_config
@@ -179,7 +179,7 @@ class Service:
         temperature = request.temperature if request.temperature is not None else own.temperature or plain
         if grammar is not None and request.ignore_eos:
             raise ApiError(400, "a text that follows a grammar ends with it: leave out ignore_eos", "ignore_eos")
-        return Settings(
+        return SamplingParams(
             temperature=temperature if temperature >= COLDEST else 0.0,
             top_k=max(pick("top_k", 0), 0),
             top_p=pick("top_p", 1.0),

@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-from redrafter.cache.block_manager import BlockPool
+from redrafter.cache.block_manager import BlockManager
 from redrafter.scheduler.prefill_budget import Pace
 from redrafter.scheduler.running_batch import NARROW
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import Job, Settings
+from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 
 __all__ = ["warm_up"]
 
 LENGTHS = (1, 5, 17, 40, 100, 200, 500, 1000)  # tokens of prompts, for which kernels differ
-PLAIN, CUT = Settings(temperature=0), Settings(top_p=0.9)  # the two kinds of steps
+PLAIN, CUT = SamplingParams(temperature=0), SamplingParams(top_p=0.9)  # the two kinds of steps
 
 
 def warm_up(scheduler: Scheduler) -> None:
@@ -27,13 +27,13 @@ def warm_up(scheduler: Scheduler) -> None:
         _write(scheduler, 1, length, PLAIN)
         _write(scheduler, min(2, limits.max_batch_size), length, PLAIN)
     scheduler.limits = limits
-    scheduler.graphs.blocks = BlockPool(scheduler.graphs.store.count)  # none of this is to be found again
+    scheduler.graphs.blocks = BlockManager(scheduler.graphs.store.count)  # none of this is to be found again
     scheduler.pace = Pace(limits.max_num_tokens)  # nor are first times to slow what follows
 
 
-def _write(scheduler: Scheduler, rows: int, length: int, settings: Settings) -> None:
+def _write(scheduler: Scheduler, rows: int, length: int, settings: SamplingParams) -> None:
     """Texts of two tokens: one that follows the prompt, one of a step."""
     texts = [[1 + row % 7] * length for row in range(rows)]
-    scheduler.submit(*(Job(text, 2, settings, lambda job, piece: None) for text in texts))
+    scheduler.submit(*(TokenSequence(text, 2, settings, lambda job, piece: None) for text in texts))
     while not scheduler.idle:
         scheduler.round()

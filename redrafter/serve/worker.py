@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from redrafter.errors import ReDrafterError
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import Job, Piece, Settings
+from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
 
 __all__ = ["SlowConsumerError", "Stopped", "Worker"]
 
@@ -21,7 +21,7 @@ PENDING = 1 << 14  # tokens of one request that may wait to be taken; each of a 
 BEHIND = 10.0  # seconds for which more than that may wait: a fast engine writes them before a reader has turned round
 PATIENCE = 10.0  # seconds that `stop` waits for the round that is under way
 
-_Item = tuple[int, Piece]
+_Item = tuple[int, SequenceDelta]
 
 
 class Stopped(Exception):
@@ -40,7 +40,7 @@ class _Stream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
-        self.jobs: list[Job] = []
+        self.jobs: list[TokenSequence] = []
         self.error: Exception | None = None
         self.called = False  # the loop was told that there is something, and has not looked since
         self._items: deque[_Item] = deque()
@@ -58,7 +58,7 @@ class _Stream:
         """Whether too much waits to be taken, and has waited for too long."""
         return self.error is None and self.pending > PENDING and time.monotonic() - self._since > BEHIND
 
-    def write(self, number: int, piece: Piece) -> None:
+    def write(self, number: int, piece: SequenceDelta) -> None:
         """Add a piece, in the engine's thread; none after an error."""
         if self.error is None:
             if not self._items:
@@ -94,7 +94,9 @@ class _Stream:
 class Worker:
     """Runs the rounds of a scheduler, in a thread of its own, as long as there is work."""
 
-    def __init__(self, scheduler: Scheduler, told: Callable[[Job, Piece], object] = lambda job, piece: None):
+    def __init__(
+        self, scheduler: Scheduler, told: Callable[[TokenSequence, SequenceDelta], object] = lambda job, piece: None
+    ):
         """Args:
         scheduler: What serves; nobody else may call its rounds.
         told: Called with every piece, in the engine's thread.
@@ -137,11 +139,11 @@ class Worker:
         self,
         prompts: Sequence[Sequence[int]],
         room: int,
-        settings: Settings,
+        settings: SamplingParams,
         stops: Callable[[], Callable | None],
         client: str = "",
         salt: str | None = None,
-    ) -> AsyncIterator[tuple[int, Job, list[Piece]]]:
+    ) -> AsyncIterator[tuple[int, TokenSequence, list[SequenceDelta]]]:
         """Serve some prompts, prompt i under seed + i.
 
         Whoever is slower than the engine gets more at once; whoever takes nothing for `BEHIND` seconds while `PENDING`
@@ -170,14 +172,14 @@ class Worker:
                 raise Stopped
             for number, prompt in enumerate(prompts):
                 own = replace(settings, seed=settings.seed + number)
-                stream.jobs.append(Job(prompt, room, own, self._sink(stream, number), stops(), client, salt))
+                stream.jobs.append(TokenSequence(prompt, room, own, self._sink(stream, number), stops(), client, salt))
             self.scheduler.submit(*stream.jobs)
             if self._stopping:  # it may have come too late for anybody to see
                 raise Stopped
             self._work.set()
             left = len(stream.jobs)
             while left:
-                found: defaultdict[int, list[Piece]] = defaultdict(list)
+                found: defaultdict[int, list[SequenceDelta]] = defaultdict(list)
                 for number, piece in await stream.take():
                     found[number].append(piece)
                     left -= piece.finish is not None
@@ -188,8 +190,8 @@ class Worker:
             self.scheduler.cancel(*stream.jobs)  # to those that have ended, that does nothing
             self._work.set()
 
-    def _sink(self, stream: _Stream, number: int) -> Callable[[Job, Piece], None]:
-        def tell(job: Job, piece: Piece) -> None:
+    def _sink(self, stream: _Stream, number: int) -> Callable[[TokenSequence, SequenceDelta], None]:
+        def tell(job: TokenSequence, piece: SequenceDelta) -> None:
             self._told(job, piece)
             stream.write(number, piece)
             if stream.abandoned:
@@ -251,6 +253,6 @@ def _wake(streams: Sequence[_Stream]) -> None:
         stream.wake()
 
 
-def _weight(piece: Piece) -> int:
+def _weight(piece: SequenceDelta) -> int:
     """Count what a piece holds: its tokens, and the likeliest ones that are told beside them."""
     return len(piece.tokens) + sum(len(likeliest) for _, likeliest in piece.logprobs or ())

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from redrafter.kernels.thin_linear import is_thin, product
 
-__all__ = ["MergedLinears", "linear_calls", "same_inputs"]
+__all__ = ["FusedLinears", "linear_calls", "same_inputs"]
 
 
 @contextmanager
@@ -95,7 +95,7 @@ class _Next(_StandIn):
         return piece
 
 
-class MergedLinears:
+class FusedLinears:
     """A context in which a model's groups of linear layers are one product each; outside of it the model is as it was.
 
     groups: names, a group of one being a layer by itself. The weights of a group move into one tensor of which each

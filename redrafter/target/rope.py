@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redrafter.cache.dense import RaggedCache
+from redrafter.cache.dense import DenseCache
 from redrafter.tree.token_tree import Tree
 
 __all__ = ["SwitchingRope", "dynamic_context", "find_rope", "warn_of_dynamic_rope"]
@@ -52,7 +52,7 @@ def warn_of_dynamic_rope(config: Any, name: str) -> None:
         )
 
 
-def find_rope(model: Any, config: Any, cache: RaggedCache) -> "SwitchingRope | None":
+def find_rope(model: Any, config: Any, cache: DenseCache) -> "SwitchingRope | None":
     """Return the rope of a model, where it switches, and how the model's own `generate` takes that.
 
     cache: an empty one for one row of the model.

@@ -17,12 +17,12 @@ from redrafter.target.attention_probe import AttentionProbe
 from redrafter.target.aux_hidden import decoder_stack
 from redrafter.target.float32 import in_float32
 from redrafter.target.quantization import is_quantized
-from redrafter.target.trial_trees import WRONG, AnyCache, Bound, Trial, far_lengths, far_trial, near_trial, run_trial
+from redrafter.target.trial_trees import WRONG, Bound, KVCache, Trial, far_lengths, far_trial, near_trial, run_trial
 
 __all__ = ["SelfTest"]
 
 FAR_LAYERS = 4  # layers that a far trial computes at least
-NewCache = Callable[[Sequence[LayerShape], int, int], AnyCache]  # of layers, rows and slots a row
+NewCache = Callable[[Sequence[LayerShape], int, int], KVCache]  # of layers, rows and slots a row
 
 
 class SelfTest:
@@ -84,7 +84,7 @@ class SelfTest:
                 if trial is not None:
                     self._compare(trial, new_cache(trial.shapes, 1, trial.slots), allowed)
 
-    def _compare(self, trial: Trial, cache: AnyCache, allowed: "_Tolerance") -> None:
+    def _compare(self, trial: Trial, cache: KVCache, allowed: "_Tolerance") -> None:
         found, expected = run_trial(self._target, trial, cache).float(), trial.expected.float()
         error = (found - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
         if not bool((error.max() <= allowed.worst) & (error.median() <= allowed.typical)):

@@ -1,7 +1,7 @@
 """Any Hugging Face causal LM, asked about token trees.
 
 The model is used as it is: no forked modelling code, nothing stored on it. It gets explicit positions, a 4-D additive
-mask (one per kind of attention layer) and a `RaggedCache`. When a target is bound, one small tree is compared with
+mask (one per kind of attention layer) and a `DenseCache`. When a target is bound, one small tree is compared with
 plain forwards; an architecture whose answers differ is refused, so what is served is right.
 """
 
@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from redrafter import kernels
 from redrafter.attention.mask import additive, visible
 from redrafter.attention.positions import by_position, slot_readers
-from redrafter.cache.block_manager import BLOCK
-from redrafter.cache.dense import LayerShape, RaggedCache
-from redrafter.cache.paged import PagedCache, PagedStore
+from redrafter.cache.dense import DenseCache, LayerShape
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import MismatchError, UnsupportedError
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.autocast import check_autocast
@@ -30,7 +30,7 @@ from redrafter.target.quantization import warn_of_shared_scales
 from redrafter.target.rope import SwitchingRope, dynamic_context, find_rope, warn_of_dynamic_rope
 from redrafter.target.self_test import SelfTest
 from redrafter.target.supported import check_supported, explained, head_width, stored_shapes
-from redrafter.target.varlen_forward import PackedForward
+from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import Tree, chain
 
 __all__ = ["Target", "context_of"]
@@ -85,8 +85,8 @@ class Target:
         """Positions up to which what a row has in its cache stays valid; None when the model names no limit."""
         return self.context if self.rope is None else self.rope.at
 
-    def new_cache(self, rows: int) -> RaggedCache:
-        return RaggedCache(self.shapes, rows, self._contiguous)
+    def new_cache(self, rows: int) -> DenseCache:
+        return DenseCache(self.shapes, rows, self._contiguous)
 
     @property
     def feature_size(self) -> int:
@@ -126,7 +126,7 @@ class Target:
         """The target's own embedding table, `[...]` ids to `[..., D]`: what a drafter's recurrence reads."""
         return self.embedding(tokens)
 
-    def known(self, tokens: Tensor) -> Tensor:
+    def clamp_to_vocab(self, tokens: Tensor) -> Tensor:
         """Ids of another model's texts, those that this one's embedding lacks replaced: they stand in no text of its
         own, and any says as much."""
         return tokens.where(tokens < self.vocab_size, 0)
@@ -135,7 +135,7 @@ class Target:
         self,
         tree: Tree,
         length: Tensor,
-        cache: RaggedCache | PagedCache,
+        cache: DenseCache | PagedCache,
         only: Tensor | None = None,
         text: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ class Target:
         """The tree as far as its tokens can be accepted behind rows of `length` `[B]` committed tokens."""
         return tree if self.rope is None else self.rope.kept(tree, length)
 
-    def reread(self, tokens: Tensor, length: Tensor, active: Tensor, cache: RaggedCache | PagedCache) -> None:
+    def reread(self, tokens: Tensor, length: Tensor, active: Tensor, cache: DenseCache | PagedCache) -> None:
         """Read those rows anew whose text is about to become longer than the context that its cache is valid for.
 
         Args:
@@ -184,7 +184,7 @@ class Target:
         self,
         prompts: Tensor,
         length: Tensor,
-        cache: RaggedCache | PagedCache,
+        cache: DenseCache | PagedCache,
         *,
         start: Tensor | None = None,
         new: int | None = None,
@@ -208,7 +208,7 @@ class Target:
         self,
         prompts: Tensor,
         length: Tensor,
-        cache: RaggedCache | PagedCache,
+        cache: DenseCache | PagedCache,
         text: Tensor,
         *,
         start: Tensor | None = None,
@@ -229,7 +229,7 @@ class Target:
         prompts: Tensor,
         start: Tensor,
         length: Tensor,
-        cache: RaggedCache | PagedCache,
+        cache: DenseCache | PagedCache,
         text: Tensor,
         new: int,
         most: int,
@@ -260,7 +260,7 @@ class Target:
         return logits, hidden
 
     def _padded(
-        self, tree: Tree, length: Tensor, cache: RaggedCache, only: Tensor | None, long: Tensor | None
+        self, tree: Tree, length: Tensor, cache: DenseCache, only: Tensor | None, long: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         read: list[Tensor] = []
         outputs: list[Tensor] = []
@@ -331,7 +331,7 @@ class Target:
         self.kinds = probe.by_name(self.config)
         self._probe, self._slot_readers = probe, slot_readers(self.model)
         self._layer_kinds = probe.by_layer(self.config.num_hidden_layers)
-        self.packed = PackedForward(self.model, self.head, self.config, self.context, probe.windows, self._slot_readers)
+        self.packed = VarlenForward(self.model, self.head, self.config, self.context, probe.windows, self._slot_readers)
         window = min((kind.window for kind in self.kinds.values() if kind.window), default=0)
         longest = window + 3 if window <= 64 else 5  # reach past the window where that is cheap
         self._self_test = SelfTest(self, probe, longest)
@@ -385,15 +385,15 @@ class Target:
             return f"its attention cannot be replaced: {error}"
         return None
 
-    def _ragged_cache(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> RaggedCache:
-        cache = RaggedCache(shapes, rows, self._contiguous)
+    def _ragged_cache(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> DenseCache:
+        cache = DenseCache(shapes, rows, self._contiguous)
         cache.reserve(slots)
         return cache
 
     def _paged_cache(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> PagedCache:
-        blocks = -(-slots // BLOCK)
+        blocks = -(-slots // BLOCK_SIZE)
         table = torch.arange(1, 1 + rows * blocks, dtype=torch.int32, device=self.device).view(rows, blocks)
-        return PagedCache(PagedStore(shapes, 1 + rows * blocks), table)
+        return PagedCache(KVCachePool(shapes, 1 + rows * blocks), table)
 
 
 def context_of(config: object) -> int | None:

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from redrafter.cache.dense import LayerShape, RaggedCache
+from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import PagedCache
 from redrafter.errors import UnsupportedError, first_line
 from redrafter.tree.token_tree import Tree, chain, tree_of
 
-__all__ = ["WRONG", "AnyCache", "Bound", "Trial", "far_lengths", "far_trial", "near_trial", "run_trial"]
+__all__ = ["WRONG", "Bound", "KVCache", "Trial", "far_lengths", "far_trial", "near_trial", "run_trial"]
 
 ROOM = 8  # slots that a trial needs behind a row's committed tokens
 FAR_BYTES = 1 << 30  # of keys and values in one far trial; farther trials are left out
 BORDER = re.compile("window|chunk|original_max|floor|local|keep|block|stride|span|topk")  # names of such numbers
 WRONG = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
-AnyCache = RaggedCache | PagedCache
+KVCache = DenseCache | PagedCache
 
 
 class Bound(Protocol):
@@ -38,10 +38,10 @@ class Bound(Protocol):
     dtype: torch.dtype
     context: int | None
 
-    def verify(self, tree: Tree, length: Tensor, cache: AnyCache) -> tuple[Tensor, Tensor]: ...
+    def verify(self, tree: Tree, length: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]: ...
 
     def prefill(
-        self, prompts: Tensor, length: Tensor, cache: AnyCache, *, most: int | None = None
+        self, prompts: Tensor, length: Tensor, cache: KVCache, *, most: int | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -99,7 +99,7 @@ def far_trial(target: Bound, length: int, shapes: Sequence[LayerShape]) -> Trial
     return Trial(nodes, at, None, shapes, states, _along(out.logits.to(target.device))[None])
 
 
-def run_trial(target: Bound, trial: Trial, cache: AnyCache) -> Tensor:
+def run_trial(target: Bound, trial: Trial, cache: KVCache) -> Tensor:
     """Return the logits `[B, 6, V]` of the trial's tree on a cache: prefill, verify, commit, verify.
 
     Raises:
@@ -178,10 +178,10 @@ def _stored(
     return ((layer, state) for layer, state in enumerate(states) if shapes[layer].heads)
 
 
-def _fill(cache: AnyCache, trial: Trial) -> None:
+def _fill(cache: KVCache, trial: Trial) -> None:
     """Put a far trial's keys and values into the first slots of its only row."""
     count = int(trial.length[0])
-    if isinstance(cache, RaggedCache):
+    if isinstance(cache, DenseCache):
         cache.address(torch.zeros_like(trial.length), count)
         for layer, (keys, values) in _stored(trial.shapes, trial.states):
             cache.update(keys, values, layer)

@@ -14,14 +14,14 @@ from redrafter.attention.mask import AttentionKind
 from redrafter.attention.positions import by_position
 from redrafter.attention.prefill import PROMPT_ATTENTION_NAME, PromptPlan, pieces
 from redrafter.attention.tree_attention import ATTENTION_NAME, RUNNING_PLAN, Plan, tree_attention_forward
-from redrafter.cache.dense import RaggedCache
+from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import PagedCache
 from redrafter.target.aux_hidden import in_this_thread, join, tapped
-from redrafter.target.fused_linear import MergedLinears, linear_calls, same_inputs
+from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
 from redrafter.target.rope import SwitchingRope
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["PackedForward"]
+__all__ = ["VarlenForward"]
 
 ALIGN = 8  # tokens; a forward is padded to a multiple, which matrix products like, and which makes it never one token
 
@@ -36,7 +36,7 @@ AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
-class PackedForward:
+class VarlenForward:
     """A causal LM's forward over packed trees. Nothing of it stays on the model between calls.
 
     windows: positions that each layer looks back, 0 for all; see `attention_probe`. slot_readers: see `by_position`.
@@ -63,7 +63,7 @@ class PackedForward:
         self._run: Any = self._plain
         self.rope: SwitchingRope | None = None
         self._long: Any = None
-        self._merged: MergedLinears | None = None
+        self._merged: FusedLinears | None = None
         self.lock: Any = _LOCKS.setdefault(model, threading.RLock())
 
     def __call__(
@@ -106,7 +106,7 @@ class PackedForward:
         prompts: Tensor,
         start: Tensor,
         length: Tensor,
-        cache: RaggedCache | PagedCache,
+        cache: DenseCache | PagedCache,
         kinds: Sequence[AttentionKind],
         most: int | None,
         long: Tensor | None,
@@ -133,7 +133,7 @@ class PackedForward:
             counts = [piece.count for piece in forward]
             ends = torch.tensor(counts).cumsum(0) - 1
             plan = PromptPlan(forward, kinds, cache.place(forward))
-            dense = cache if isinstance(cache, RaggedCache) else None
+            dense = cache if isinstance(cache, DenseCache) else None
             far = None if long is None else torch.cat([long[piece.row].expand(piece.count) for piece in forward])
             with (
                 self.lock,
@@ -164,7 +164,7 @@ class PackedForward:
         """Watch a forward. From the next call on, linear layers that read the same tensor are one product."""
         with linear_calls(self._model) as calls:
             forward()
-        self._merged = MergedLinears(self._model, same_inputs(calls))
+        self._merged = FusedLinears(self._model, same_inputs(calls))
 
     def compile(self, compiled: bool = True) -> None:
         """From the next call on, run the forward as torch.compile makes it, or as it is."""
@@ -177,7 +177,7 @@ class PackedForward:
         wanted: Tensor,
         plan: Plan | PromptPlan,
         long: Tensor | None,
-        cache: RaggedCache | None = None,
+        cache: DenseCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """ids, positions: `[T]`. wanted: `[R]`, tokens to compute the head at. long: `[T]`. Returns `[R, V]` and
         `[R, F]`."""

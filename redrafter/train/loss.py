@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.train.config import TrainConfig
 from redrafter.train.head_loss import Objective, chunk_anchors, chunk_loss, head_loss
-from redrafter.train.teacher import Reading
+from redrafter.train.teacher import TeacherOutput
 
 __all__ = ["Losses", "Unroll", "anchors", "targets", "weight"]
 
@@ -78,7 +78,7 @@ class Unroll(nn.Module):
         self.register_buffer("own", own, persistent=False)  # [V], the drafter's id of each of the target's, or -1
         self._compute = torch.compile(chunk_loss) if config.compile else chunk_loss
 
-    def forward(self, tokens: Tensor, mask: Tensor, reading: Reading) -> Losses:
+    def forward(self, tokens: Tensor, mask: Tensor, reading: TeacherOutput) -> Losses:
         """tokens: `[B, T]`, on the drafter's device. mask: `[B, T]` bool, better on the host. reading: of tokens."""
         config, drafter, device = self.config, self.drafter, tokens.device
         chunk = self._chunk(device)
@@ -94,7 +94,7 @@ class Unroll(nn.Module):
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
         embedding = reading.embedding.flatten(0, 1).to(drafter.dtype)
-        hidden = drafter.take(reading.hidden.flatten(0, 1)[chosen].to(drafter.dtype))  # [A, D]
+        hidden = drafter.fuse_hidden(reading.hidden.flatten(0, 1)[chosen].to(drafter.dtype))  # [A, D]
         state, read = None, []
         for k in range(config.draft_len):
             x, state = drafter.advance(embedding[place[:, k]], state, hidden)

@@ -13,11 +13,11 @@ from redrafter.attention.mask import AttentionKind, additive
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.aux_hidden import decoder_layers, join, tapped
 
-__all__ = ["Reading", "Teacher"]
+__all__ = ["Teacher", "TeacherOutput"]
 
 
 @dataclass(frozen=True)
-class Reading:
+class TeacherOutput:
     """What a base made of texts. hidden: `[B, T, F]`, what a drafter reads (see `features`). embedding: `[B, T, D]`, of
     the texts' tokens. logits: `[B, T, V]`."""
 
@@ -82,7 +82,7 @@ class Teacher:
             self._seen.outputs.append(output)
 
     @torch.no_grad()
-    def read(self, tokens: Tensor, segment: Tensor | None = None) -> Reading:
+    def read(self, tokens: Tensor, segment: Tensor | None = None) -> TeacherOutput:
         """tokens: `[B, T]`; rows end in any ids as padding, which a causal model's earlier positions do not see.
         segment: `[B, T]`, which text of its row each token is of; None where each row is one text."""
         packed = {} if segment is None else self._packed(segment)
@@ -92,7 +92,7 @@ class Teacher:
         finally:
             self._seen = None
         assert seen.last is not None and seen.embedding is not None, "the model's head and embedding were not called"
-        return Reading(join(seen.last, seen.outputs), seen.embedding, logits)
+        return TeacherOutput(join(seen.last, seen.outputs), seen.embedding, logits)
 
     def _packed(self, segment: Tensor) -> dict[str, Any]:
         """Positions that begin anew with each text, and masks that keep texts from each other."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.engine.outputs import Stats
 from redrafter.errors import ArgumentError
-from redrafter.scheduler.sequence import Job, Piece
+from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.serve.answers.prompt_logprobs import PromptLine, by_text, prompt_lines, prompt_logprobs
 from redrafter.serve.answers.text import TextStream, text_of
 from redrafter.serve.protocol.requests import ApiError, StreamOptions
@@ -22,7 +22,7 @@ __all__ = ["Choice", "Completion", "Line", "answer", "stream", "told", "with_cut
 
 _LOG = logging.getLogger(__name__)
 
-Pieces = AsyncIterator[tuple[int, Job, list[Piece]]]
+Pieces = AsyncIterator[tuple[int, TokenSequence, list[SequenceDelta]]]
 # A token's text, its id, its log-probability and the likeliest ones'.
 Line = tuple[str, int, float, Mapping[int, float]]
 
@@ -32,7 +32,7 @@ class Choice:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], drafts: bool = False):
         self._tokenizer, self._stream, self._drafts = tokenizer, TextStream(tokenizer, stops), drafts
-        self.job: Job | None = None
+        self.job: TokenSequence | None = None
         self.taken = 0  # tokens; the engine may be ahead of that
         self.lines: list[Line] = []
         self.logprob = 0.0  # of all tokens, the one that ends the text too, where log-probabilities were asked for
@@ -42,13 +42,13 @@ class Choice:
     def text(self) -> str:
         return self._stream.text
 
-    def take(self, job: Job, pieces: Sequence[Piece]) -> tuple[str, list[Line]]:
+    def take(self, job: TokenSequence, pieces: Sequence[SequenceDelta]) -> tuple[str, list[Line]]:
         """What pieces add: text, and log-probabilities where they were asked for."""
         self.job = job
         found = [self._take(job, piece) for piece in pieces]
         return "".join(text for text, _ in found), [line for _, lines in found for line in lines]
 
-    def _take(self, job: Job, piece: Piece) -> tuple[str, list[Line]]:
+    def _take(self, job: TokenSequence, piece: SequenceDelta) -> tuple[str, list[Line]]:
         if piece.finish == "error":
             theirs = isinstance(piece.error, ArgumentError)
             raise ApiError(400 if theirs else 500, f"{piece.error}" if theirs else f"the engine failed: {piece.error}")
@@ -233,7 +233,7 @@ def told(choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def _usage(choices: Iterable[Choice], prompts: Collection[Job]) -> dict[str, Any]:
+def _usage(choices: Iterable[Choice], prompts: Collection[TokenSequence]) -> dict[str, Any]:
     """Tokens so far. prompts: the jobs whose prompts count."""
     read, written = sum(len(job.prompt) for job in prompts), sum(choice.taken for choice in choices)
     return {

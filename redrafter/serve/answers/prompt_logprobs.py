@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.engine.detokenizer import Detokenizer
-from redrafter.scheduler.sequence import Job
+from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.answers.text import text_of
 from redrafter.serve.protocol.requests import ApiError
 
@@ -47,7 +47,7 @@ def check_scores(prompts: Sequence[Sequence[int]], count: int | None) -> None:
         )
 
 
-def prompt_lines(job: Job, count: int, tokenizer: PreTrainedTokenizerBase) -> list[PromptLine]:
+def prompt_lines(job: TokenSequence, count: int, tokenizer: PreTrainedTokenizerBase) -> list[PromptLine]:
     """Return a prompt's tokens with their log-probabilities and `count` of the likeliest at each place."""
     first, *others = job.prompt
     offsets = _offsets(job, tokenizer)
@@ -59,7 +59,7 @@ def prompt_lines(job: Job, count: int, tokenizer: PreTrainedTokenizerBase) -> li
     return lines
 
 
-def _offsets(job: Job, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+def _offsets(job: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Yield how long the text before each token of a prompt is, without special tokens, as it is echoed."""
     detokenizer, offset = Detokenizer(tokenizer), 0
     for token in job.prompt:
@@ -83,7 +83,7 @@ def by_text(
     return found
 
 
-def prompt_logprobs(job: Job, count: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any] | None]:
+def prompt_logprobs(job: TokenSequence, count: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any] | None]:
     """Return, in vLLM's shape, each token of a prompt and `count` of the likeliest at its place, by id; None for the
     first token, which follows nothing."""
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import State
 from redrafter.target.target import Target
 from redrafter.tree.accept import accept
 from redrafter.tree.token_tree import Tree, keep_best

@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.outputs import GenerateOutput
 from redrafter.engine.stopping import end_tokens
 from redrafter.measure.workload import padded
-from redrafter.step import Plain
 from redrafter.target.target import Target
 
 __all__ = ["Texts", "repeated", "written"]
@@ -57,7 +57,7 @@ def written(
     Prompt i is written on under seed + i. ends: ids that end a text, the generation config's when None. rows: prompts
     decoded at once. report: told after each batch how many are done.
     """
-    engine, ends = Engine(target, Plain(), options), sorted(end_tokens(target.model) if ends is None else ends)
+    engine, ends = Engine(target, PlainProposer(), options), sorted(end_tokens(target.model) if ends is None else ends)
     tokens, order = list(map(list, prompts)), sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     settings: dict[str, Any] = _NEUTRAL | ({"eos_token_id": ends} if ends else {}) | {"do_sample": temperature > 0}
     if temperature > 0:

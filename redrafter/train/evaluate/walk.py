@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.proposer import State
 from redrafter.engine.outputs import Stats
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import State
 from redrafter.target.target import Target
 from redrafter.train.evaluate.shapes import Shape, judge
 from redrafter.train.evaluate.texts import Texts, written

@@ -19,12 +19,12 @@ from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.program import guarded
 from redrafter.checkpoints.loading import holds_drafter, load_model, load_tokenizer
 from redrafter.data.rows import Row, fingerprint, read_rows
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.engine import Engine
 from redrafter.engine.tuning import target_fingerprint
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.atomic_file import check_writable
 from redrafter.measure.facts import versions
-from redrafter.step import Plain
 from redrafter.target.target import Target
 from redrafter.train.regenerate.answering import Writer, mine
 from redrafter.train.regenerate.config import RegenerateConfig, parse
@@ -128,7 +128,7 @@ def load(config: RegenerateConfig) -> tuple[Engine, PreTrainedTokenizerBase]:
     trust = options.trust_remote_code
     tokenizer = load_tokenizer(name, trust_remote_code=trust)
     model = load_model(name, dtype=options.dtype, device=options.device, trust_remote_code=trust)
-    return Engine(Target(model), Plain()), tokenizer
+    return Engine(Target(model), PlainProposer()), tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
