@@ -1,12 +1,12 @@
 """The report as pictures. Needs matplotlib, which only this needs."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import write_figure
+from redrafter.measure.picture import check_matplotlib
 
 __all__ = ["check_plots", "draw"]
 
@@ -15,8 +15,7 @@ PLAIN, FAST, FLOOR = "#7f7f7f", "#1f77b4", "#d62728"
 
 def check_plots(directory: Path) -> None:
     """Refuse what cannot be drawn or written before anything is measured."""
-    if find_spec("matplotlib") is None:
-        raise ArgumentError("--plots needs matplotlib: pip install 'redrafter[bench]'")
+    check_matplotlib("--plots")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,27 +1,16 @@
 """The picture of a tuning: how much faster than plain decoding each tree is, by batch size."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from redrafter.bench.tune import Timing
 from redrafter.checkpoints.loading import TreeShape
-from redrafter.errors import ArgumentError
-from redrafter.files.atomic_file import check_writable, write_figure
+from redrafter.files.atomic_file import write_figure
 
-__all__ = ["check_plot", "plot"]
+__all__ = ["plot"]
 
 GREY, BLUE = "#b0b0b0", "#1f77b4"
-
-
-def check_plot(path: Path) -> None:
-    """Raise `ArgumentError` when nothing can be drawn, before anything is measured."""
-    if find_spec("matplotlib") is None:
-        raise ArgumentError("--plot needs matplotlib: pip install 'redrafter[bench]'")
-    if path.suffix != ".png":
-        raise ArgumentError(f"--plot draws a .png, got {str(path)!r}")
-    check_writable(path, "--plot")
 
 
 def plot(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: str, path: str | Path) -> None:

@@ -17,13 +17,14 @@ from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions, TuneOptions
 from redrafter.bench.tune import Tuner, candidates, choose, table
-from redrafter.bench.tune_plot import check_plot, plot
+from redrafter.bench.tune_plot import plot
 from redrafter.checkpoints.loading import TreeShape
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
+from redrafter.measure.picture import check_picture
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.version import __version__
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, choose, write, and print the table."""
     options = read_options(TuneOptions, args)
     if options.plot is not None:
-        check_plot(Path(options.plot))
+        check_picture(Path(options.plot))
     if options.out is not None:
         check_writable(Path(options.out), "--out")
     prompts = read_prompts(options.prompts)

@@ -21,13 +21,13 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import PROMPTS, LoadOptions, PromptOptions
 from redrafter.app.parser import Parser
 from redrafter.app.program import guarded
-from redrafter.bench.tune_plot import check_plot
 from redrafter.checkpoints.loading import check_beams
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.stopping import end_tokens
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable, write_whole
+from redrafter.measure.picture import check_picture
 from redrafter.train.evaluate.plot import plot
 from redrafter.train.evaluate.prompts import categories
 from redrafter.train.evaluate.report import Result, lines, report
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         options = read_options(EvaluateOptions, args)
         if options.plot is not None:
-            check_plot(Path(options.plot))
+            check_picture(Path(options.plot))
         if options.json is not None:
             check_writable(Path(options.json), "--json")
         pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
