@@ -17,7 +17,7 @@ zoo: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo
 
 hostile: $(READY)
-	$(BIN)/python tests/fuzz_server.py --requests 8000 $(if $(SCHEMATHESIS),--schemathesis $(SCHEMATHESIS))
+	PYTHONPATH=tests $(BIN)/python tests/serve/fuzz_server.py --requests 8000 $(if $(SCHEMATHESIS),--schemathesis $(SCHEMATHESIS))
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

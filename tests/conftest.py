@@ -1,9 +1,8 @@
-"""Tiny targets of many architectures, and proposers that are right always, never, or at random."""
+"""The environment of all tests, and the fixtures that many of them use."""
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,170 +13,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch puts off
 
 import transformers
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
-from redrafter.cache.paged import KVCachePool
-from redrafter.checkpoints.loading import TreeShape
-from redrafter.drafting.proposer import State
-from redrafter.engine.cuda_graphs import CUDAGraphRunner, prepare
-from redrafter.sampling.sampler import Sampler
-from redrafter.target.target import Target
-from redrafter.tree.token_tree import Tree, tree_of
-
-VOCAB, HIDDEN, CONTEXT = 97, 32, 96
+from helpers.models import tiny_model
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits
-
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.2,  # wide enough that the top two logits are seldom near a tie
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
-_SLIDING = {"sliding_window": 6, "head_dim": 8}
-_LATENT = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-}
-
-# model type -> what differs from the common shape
-ARCHITECTURES: dict[str, dict] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 8},
-    "mistral": _SLIDING,
-    "gemma2": _SLIDING | {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
-    "gemma3_text": _SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "gpt2": {},
-    "gpt_neox": {},
-    "olmo2": {},
-    "qwen3_moe": _EXPERTS | {"head_dim": 8},
-    "gpt_oss": _SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": None},
-    "deepseek_v3": _LATENT,
-}
-
-
-def tiny_model(model_type: str, **changes: object) -> PreTrainedModel:
-    """A random model of that architecture, fp32, with its own seed."""
-    shape = _COMMON | ARCHITECTURES.get(model_type, {}) | changes
-    if shape.get("layer_types", "") is None:
-        del shape["layer_types"]
-    torch.manual_seed(sum(map(ord, model_type)))
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape)).float().eval()
-
-
-def tiny_drafter(**changes: object) -> RecurrentDrafter:
-    torch.manual_seed(7)
-    return RecurrentDrafter(DrafterConfig(**({"vocab_size": VOCAB, "hidden_size": HIDDEN} | changes))).eval()
-
-
-def uneven_batch(rows: int = 4, longest: int = 11, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Left-padded prompts of unequal length."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (rows, longest), generator=generator)
-    mask = torch.ones_like(ids)
-    for row in range(1, rows):
-        mask[row, : (3 * row) % (longest - 1)] = 0
-    return ids * mask, mask
-
-
-@dataclass
-class Scripted:
-    """A proposer of `beams` x `depth` trees whose first beam says what `script` says, right or wrong.
-
-    script: `[B, T]`, each row's own tokens by position. offset: added to every scripted token, so that 0 is always
-    right and any other number never is.
-    """
-
-    script: Tensor
-    beams: int
-    depth: int
-    offset: int = 0
-
-    model = None
-
-    @property
-    def scratch_slots(self) -> int:
-        return self.nodes
-
-    @property
-    def nodes(self) -> int:
-        return 1 + self.beams * self.depth
-
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: None = None) -> Tree:
-        rows = len(state.length)
-        index = state.length[:, None] + 1 + torch.arange(self.depth)
-        told = self.script.gather(1, index.clamp(max=self.script.shape[1] - 1)) + self.offset  # [B, K]
-        beam = torch.arange(self.beams)
-        level = (told[:, :, None] + beam) % VOCAB  # [B, K, W]; siblings differ
-        tokens = torch.cat([state.pending, level.flatten(1)], dim=1)
-        node = torch.arange(self.nodes)
-        depth = (node + self.beams - 1) // self.beams
-        parents = torch.where(depth <= 1, 0, 1 + (depth - 2) * self.beams)  # all hang on the first beam
-        return tree_of(tokens, parents.expand(rows, -1), depth.expand(rows, -1), self.depth)
-
-
-def row_texts(sequences: Tensor, mask: Tensor) -> Tensor:
-    """Output sequences `[B, L]` with their left padding `mask` `[B, P]` moved away: `[B, L]` by own position."""
-    pads = (mask == 0).sum(dim=1)
-    index = (torch.arange(sequences.shape[1]) + pads[:, None]).clamp(max=sequences.shape[1] - 1)
-    return sequences.gather(1, index)
-
-
-def assert_close_by_scale(found: Tensor, expected: Tensor, part: float) -> None:
-    """Fail unless all numbers agree to `part` of the largest of them.
-
-    What another order of summation changes, as on another CPU or with another BLAS, grows with the terms of a sum and
-    not with the sum, which may be near 0: in float32 it is up to 100 * 2**-24 of the largest number here.
-    """
-    torch.testing.assert_close(found, expected, rtol=0, atol=part * float(expected.detach().abs().max()))
-
-
-def with_tree(model: PreTrainedModel, drafter: RecurrentDrafter, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
-    return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes))
-
-
-def paged(engine: Engine, blocks: int = 200) -> Engine:
-    """The engine as it works on a GPU, on a paged cache, with the slow reference of attention."""
-    models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
-    stores = [KVCachePool(model.paged_shapes, blocks) for model in models]
-    engine._graphs = CUDAGraphRunner(engine.target, *stores)
-    with torch.inference_mode():
-        for model, store in zip(models, stores, strict=True):
-            model.unpacked = None
-            prepare(model, store, compile=False)
-    return engine
-
-
-def in_threads(work: Callable[[int], Tensor], count: int) -> list[Tensor]:
-    """`work(0)` to `work(count - 1)`, all begun at once, each in a thread of its own."""
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(work, range(count)))
-
-
-def scripted_engine(model: PreTrainedModel, script: Tensor, beams: int, depth: int, offset: int = 0) -> Engine:
-    return Engine(Target(model), Scripted(script, beams, depth, offset))
 
 
 @pytest.fixture(scope="session")
@@ -193,3 +33,11 @@ def make_model() -> Callable[..., PreTrainedModel]:
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the checkpoints that `make_pair` writes."""
+    from helpers.command_line import make_pair  # only tests of commands pay for it
+
+    return make_pair(tmp_path_factory.mktemp("cli"))

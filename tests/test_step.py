@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import prefill, step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from conftest import Scripted, paged, row_texts, tiny_drafter
+from helpers.models import Scripted, paged, row_texts, tiny_drafter
 from redrafter import Engine, ReDrafter, ReDrafterError
 from redrafter.checkpoints.loading import TreeShape
 from redrafter.target.target import Target

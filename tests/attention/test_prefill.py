@@ -1,0 +1,177 @@
+"""Prompts read in several forwards: the same numbers as in one, and no tensor that is as large as a prompt squared."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.models import ARCHITECTURES, HIDDEN, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.targets import CHUNKED
+from redrafter.attention.prefill import Piece, pieces
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.target.target import Target
+from redrafter.tree.token_tree import chain
+
+LENGTHS = torch.tensor([40, 13, 29])
+ALL = [*ARCHITECTURES, "llama4_text"]
+
+
+def a_target(architecture: str, **changes: object) -> Target:
+    return Target(tiny_model(architecture, **(CHUNKED if architecture == "llama4_text" else {}), **changes))
+
+
+def own_attention(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with attention of its own, whatever its config says."""
+    for layer in model.model.layers:
+        layer.self_attn.config = copy.deepcopy(model.config)
+    return model
+
+
+def a_cache(target: Target, on_pages: bool, rows: int = 3, slots: int = 48) -> object:
+    if on_pages:
+        blocks = slots // 16
+        table = torch.randperm(rows * blocks, generator=torch.Generator().manual_seed(5)).view(rows, blocks).int() + 1
+        return PagedCache(KVCachePool(target.paged_shapes, 1 + rows * blocks), table)
+    cache = target.new_cache(rows)
+    cache.reserve(slots)
+    return cache
+
+
+def read(target: Target, prompts: Tensor, cache: object, **how: object) -> tuple[Tensor, ...]:
+    """What the last tokens of the prompts give, and what a token behind them gives, which sees all that was kept."""
+    with torch.inference_mode():
+        found = target.prefill(prompts, LENGTHS, cache, **how)
+        return *found, *target.verify(chain(torch.tensor([[7], [8], [9]])), LENGTHS, cache)
+
+
+def test_pieces_are_of_one_size_and_leave_nothing_out():
+    forwards = pieces([3, 0, 16], [9, 20, 17], most=10)
+    assert forwards == [
+        [Piece(0, 3, 9), Piece(1, 0, 3)],
+        [Piece(1, 3, 12)],
+        [Piece(1, 12, 20), Piece(2, 16, 17)],
+    ]
+    assert pieces([0], [4], most=9) == [[Piece(0, 0, 4)]]
+
+
+@pytest.mark.parametrize("architecture", ALL)
+@pytest.mark.parametrize("on_pages", [False, True])
+def test_a_prompt_read_in_pieces_is_what_one_forward_with_its_mask_reads(architecture, on_pages, monkeypatch):
+    target = a_target(architecture)
+    assert target._unmasked, "its attention can be replaced"
+    if on_pages and target.unpaged is not None:
+        pytest.skip(target.unpaged)
+    monkeypatch.setattr("redrafter.attention.prefill.EDGE", 4)  # some blocks along the edge of a window
+    monkeypatch.setattr("redrafter.attention.prefill.SCORES", 500)
+    prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(2))
+    target._unmasked = False
+    expected = read(target, prompts, a_cache(target, False))
+    target._unmasked = True
+    monkeypatch.setattr(target, "_read_masked", None)  # is not to be called
+    for most in (8192, 17, 3):
+        for mine, theirs in zip(read(target, prompts, a_cache(target, on_pages), most=most), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("on_pages", [False, True])
+def test_what_the_cache_holds_of_a_prompt_is_read_on_from(on_pages):
+    target = a_target("gemma3_text")
+    prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(3))
+    expected = read(target, prompts, a_cache(target, on_pages))
+    cache = a_cache(target, on_pages)
+    with torch.inference_mode():
+        target.prefill(prompts, torch.tensor([21, 12, 1]), cache)
+    found = read(target, prompts, cache, start=torch.tensor([21, 12, 1]), new=28, most=9)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_prompt_of_many_chunks_is_read_as_one(masked):
+    model = tiny_model("mistral")
+    target = Target(own_attention(model) if masked else model)
+    assert target._unmasked is not masked
+    prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(4))
+    expected = read(target, prompts, a_cache(target, False))
+    for most in (12, 3):
+        for mine, theirs in zip(read(target, prompts, a_cache(target, False), most=most), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_with_attention_of_its_own_is_read_with_masks(attention):
+    model = tiny_model("llama")
+    model.set_attn_implementation(attention)
+    own_attention(model)
+    engine = with_tree(model, tiny_drafter(), 4, 3)
+    assert not engine.target._unmasked and "cannot be replaced" in engine.target.unpaged
+    ids, mask = uneven_batch()
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    for speculate in (True, False):
+        out = engine.generate(ids, mask, max_new_tokens=12, do_sample=False, speculate=speculate)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("on_pages", [False, True])
+def test_texts_of_prompts_read_in_pieces_are_those_of_model_generate(architecture, on_pages, monkeypatch):
+    monkeypatch.setattr("redrafter.attention.prefill.FORWARD", 9)
+    monkeypatch.setattr("redrafter.attention.prefill.EDGE", 3)
+    model = a_target(architecture).model
+    engine = with_tree(model, tiny_drafter(), 4, 3)
+    if on_pages and engine.target.unpaged is not None:
+        pytest.skip(engine.target.unpaged)
+    engine = paged(engine) if on_pages else engine
+    ids, mask = uneven_batch(longest=31)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    for speculate in (True, False):
+        out = engine.generate(ids, mask, max_new_tokens=12, do_sample=False, speculate=speculate)
+        assert torch.equal(out, expected)
+
+
+def test_half_precision_is_read_in_pieces_as_in_one():
+    target = Target(tiny_model("llama").bfloat16())
+    prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(6))
+    whole, *_ = read(target, prompts, a_cache(target, False))
+    cut, *_ = read(target, prompts, a_cache(target, False), most=7)
+    assert cut.dtype == torch.bfloat16 and (cut - whole).float().std() < 0.05 * whole.float().std()
+
+
+class _Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made, and not only a view of one that was there."""
+
+    def __init__(self, known: Iterator[Tensor]):
+        super().__init__()
+        self.known = {x.untyped_storage().data_ptr() for x in known}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.known:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "llama4_text"])
+@pytest.mark.parametrize("on_pages", [False, True])
+def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(architecture, on_pages, monkeypatch):
+    most, prompt = 64, 1024
+    monkeypatch.setattr("redrafter.attention.prefill.EDGE", 16)
+    monkeypatch.setattr("redrafter.attention.prefill.SCORES", 4096)
+    target = a_target(architecture, max_position_embeddings=prompt)
+    if on_pages and target.unpaged is not None:
+        pytest.skip(target.unpaged)
+    cache = a_cache(target, on_pages, rows=2, slots=prompt)
+    pools = cache.store.pools if on_pages else [pool.data for pool in cache._pools]
+    keys = prompt * max(shape.heads * max(shape.key_dim, shape.value_dim) for shape in target.shapes)
+    ids, length = torch.randint(3, VOCAB, (2, prompt)), torch.tensor([prompt, prompt // 2])
+    with torch.inference_mode(), _Largest(iter([*target.model.parameters(), *pools])) as largest:
+        target.prefill(ids, length, cache, most=most)
+    # Tokens of a forward, each with what the widest layer makes of it; on pages, the keys of one row beside each other.
+    widest = max(parameter.shape[0] for parameter in target.model.parameters())
+    assert largest.bytes <= 4 * max(keys if on_pages else 0, most * max(widest, 8 * HIDDEN), 4 * prompt, 4096)
+    assert largest.bytes >= 4 * most * HIDDEN  # it sees what is made

@@ -1,0 +1,102 @@
+"""What a position sees, past every number of a config that limits it: the same tokens as `model.generate`."""
+
+import pytest
+import torch
+
+from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from redrafter import UnsupportedError
+from redrafter.attention.mask import AttentionKind
+from redrafter.target.attention_probe import probe_attention
+from redrafter.target.target import Target
+
+NEW = 24
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LONG = {"max_position_embeddings": 256}
+WINDOWED = {
+    # Attention functions that are not told of the window, which is longer than what a short trial reads.
+    "qwen2_moe": _LONG
+    | _EXPERTS
+    | {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1, "shared_expert_intermediate_size": 16},
+    "phimoe": _LONG | {"sliding_window": 70, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mistral": _LONG | {"sliding_window": 70},
+}
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    "no_rope_layers": [1, 1, 1, 0],
+    "attention_chunk_size": 32,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+    "floor_scale": 40,
+    "max_position_embeddings": 256,
+}
+_NEO = {"attention_types": [[["global", "local", "global"], 1]], "num_heads": 4}
+BY_SLOT = {
+    "window": ("gpt_neo", _NEO | {"window_size": 8, "max_position_embeddings": 256}),
+    "long window": ("gpt_neo", _NEO | {"window_size": 70, "max_position_embeddings": 256}),
+    "end of the context": ("gpt_neo", _NEO | {"window_size": 8, "max_position_embeddings": 90 + NEW}),
+    "temperature tuning": ("llama4_text", _LLAMA4),
+}
+STRAY = ["llama", "granite", "gemma", "glm", "olmo", "nemotron"]
+
+
+def check_texts(engine, ids, mask, **reference):
+    """Compare greedy texts with `model.generate` and sampled ones with plain decoding."""
+    arguments = {"attention_mask": mask, "max_new_tokens": NEW, "min_new_tokens": NEW}
+    expected = engine.model.generate(ids, do_sample=False, **arguments, **reference)
+    assert torch.equal(engine.generate(ids, do_sample=False, **arguments), expected)
+    plain, drafted = (engine.generate(ids, do_sample=True, seed=5, speculate=s, **arguments) for s in (False, True))
+    assert torch.equal(plain, drafted)
+
+
+@pytest.mark.parametrize("cache", ["dense", "paged"])
+@pytest.mark.parametrize("architecture", WINDOWED)
+def test_windows_longer_than_a_short_trial_are_kept(architecture, cache):
+    engine = with_tree(tiny_model(architecture, **WINDOWED[architecture]), tiny_drafter(), 3, 3)
+    check_texts(engine if cache == "dense" else paged(engine), *uneven_batch(rows=4, longest=90))
+
+
+@pytest.mark.parametrize("case", BY_SLOT)
+def test_attention_that_reads_positions_off_the_cache_is_told_them(case):
+    architecture, changes = BY_SLOT[case]
+    model = tiny_model(architecture, **changes)
+    before = [(name, id(buffer)) for name, buffer in model.named_buffers()]
+    check_texts(with_tree(model, tiny_drafter(), 3, 3), *uneven_batch(rows=4, longest=90))
+    assert [(name, id(buffer)) for name, buffer in model.named_buffers()] == before
+
+
+@pytest.mark.parametrize("cache", ["dense", "paged"])
+@pytest.mark.parametrize("architecture", STRAY)
+def test_a_window_that_attention_ignores_is_ignored(architecture, cache):
+    """Without a cache, since transformers' own cache forgets what lies past a window that the model does not have."""
+    engine = with_tree(tiny_model(architecture, sliding_window=8), tiny_drafter(), 3, 3)
+    check_texts(engine if cache == "dense" else paged(engine), *uneven_batch(rows=4, longest=40), use_cache=False)
+
+
+@pytest.mark.parametrize("kept", [4, 40])
+def test_a_mask_that_depends_on_the_text_is_refused(kept):
+    """Doge keeps the `keep_window_size` keys of highest score."""
+    with pytest.raises(UnsupportedError, match="changes its masks by what a text says"):
+        Target(tiny_model("doge", keep_window_size=kept))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_model_may_return_float32_logits(dtype):
+    model = tiny_model("llama").to(dtype)
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits.float())
+    Target(model)
+
+
+def test_layers_are_known_by_the_masks_that_they_are_given():
+    model = tiny_model("gemma3_text", sliding_window=6)
+    probe = probe_attention(model, model.config, torch.arange(5) % VOCAB)
+    near, far = AttentionKind(window=6), AttentionKind()
+    assert probe.by_layer(3) == [near, far, near]
+    assert probe.windows == (6, 0, 6)
+    assert probe.by_name(model.config) == {"full_attention": far, "sliding_attention": near}
+
+
+def test_chunks_are_told_from_windows():
+    model = tiny_model("llama4_text", **_LLAMA4)
+    probe = probe_attention(model, model.config, torch.arange(5))
+    assert probe.by_layer(4) == [AttentionKind(chunk=32)] * 3 + [AttentionKind()]

@@ -1,0 +1,504 @@
+"""`redrafter bench` in process on the boxed pair, and the arithmetic behind what it prints."""
+
+import contextlib
+import importlib.util
+import io
+import json
+
+import pytest
+import torch
+
+from helpers.command_line import TEXT, byte_tokenizer, fails
+from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
+from redrafter import ArgumentError, CheckpointError, ReDrafterError, UnsupportedError
+from redrafter.app.options import BenchOptions
+from redrafter.bench import plot as plot_module
+from redrafter.bench.padded_model import SHAPES, PadShape
+from redrafter.bench.rivals import measure_rivals
+from redrafter.bench.standing_batch import long_texts, staged
+from redrafter.bench.step_parts import measure_parts, random_drafter
+from redrafter.bench.suite import Plan, run_suite
+from redrafter.cli import bench as bench_module
+from redrafter.cli import compare as compare_module
+from redrafter.cli import main
+from redrafter.cli import tune as tune_module
+from redrafter.data.documents import documents
+from redrafter.data.rows import Row
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.measure import timing
+from redrafter.measure.divergence import compare, first_difference
+from redrafter.measure.floors import draft_bytes, forward_bytes, resident_bytes, slot_bytes
+from redrafter.measure.prompts import encode, read_prompts
+from redrafter.measure.report import Report
+from redrafter.measure.timing import Bandwidth, copy_bandwidth
+from redrafter.measure.workload import Workload
+from redrafter.target.target import Target
+from redrafter.train.evaluate import command as evaluate_module
+
+PROMPTS = [[5, 9, 14, 3, 22, 8], [7, 7, 30], [41, 12, 13, 60, 2, 4, 4, 19]]
+QUICK = ("--max-new-tokens", "12", "--repeats", "1", "--num-prompts", "2")
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+def bench(*args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main(["bench", *args])
+        except SystemExit as end:  # argparse
+            code = end.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def workload(**changes) -> Workload:
+    engine = with_tree(tiny_model("llama"), tiny_drafter(), 3, 2)
+    work = Workload(engine, PROMPTS, 0, num_prompts=2, max_new_tokens=8, temperature=0.0, seed=0)
+    return Workload(**(vars(work) | changes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rough():
+    """Two calls make a median here: nobody reads the times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "FEWEST", 2)
+        patch.setattr(timing, "ENOUGH", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Everything at once, on the boxed pair."""
+    folder = tmp_path_factory.mktemp("bench")
+    args = [*QUICK, "--batch-sizes", "1,3", "--context", "40", "--draft-vocab-sizes", "64,2048"]
+    args += ["--against", "eager,assisted", "--json", str(folder / "bench.json")]
+    args += ["--plots", str(folder / "plots")] if HAS_MATPLOTLIB else []
+    return folder, *bench(*args)
+
+
+def test_a_run_ends_with_one_json_document_which_the_file_holds_too(ran):
+    folder, code, out, err = ran
+    assert code == 0, err
+    document = json.loads(out.splitlines()[-1])
+    assert document == json.loads((folder / "bench.json").read_text())
+    assert document["complete"] and document["errors"] == []
+    assert document["dtype"] == "float32" and document["options"]["max_new_tokens"] == 12
+    assert [file.name for file in folder.iterdir() if file.is_file()] == ["bench.json"]
+
+
+def test_both_ways_write_the_same_tokens_and_are_timed(ran):
+    document = json.loads(ran[2].splitlines()[-1])
+    assert [(one["batch_size"], one["batches"], one["tokens"]) for one in document["batches"]] == [
+        (1, 2, 24),
+        (3, 1, 36),
+    ]
+    for one in document["batches"]:
+        assert one["equality"] == {
+            "rows": one["tokens"] // 12,
+            "divergent": 0,
+            "first": None,
+            "largest_margin": None,
+            "equal": True,
+        }
+        assert one["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "nodes": 12}
+        assert 1 < one["tokens_per_step"] < 6 and one["accepted_by_depth"][0] <= 1
+        assert one["plain"]["steps"] == 11 * one["batches"] > one["speculative"]["steps"]
+        for way in ("plain", "speculative"):
+            assert all(value > 0 for value in one[way].values())
+
+
+def test_parts_add_up_to_the_step_and_carry_their_floors(ran):
+    document = json.loads(ran[2].splitlines()[-1])
+    parts = document["parts"]
+    assert [(one["batch_size"], one["asked"], one["speculative"]) for one in parts] == [
+        (rows, asked, speculative) for asked in (None, 40) for rows in (1, 3) for speculative in (False, True)
+    ]
+    size = document["bytes"]
+    for one in parts:
+        assert one["step_ms"] == pytest.approx((one["draft_ms"] or 0) + one["verify_ms"] + one["rest_ms"])
+        moved = size["weights_per_forward"] + one["kv_bytes"]
+        assert one["verify_floor_ms"] == pytest.approx(1e3 * moved / document["bandwidth"]["bytes_per_second"])
+        assert (one["draft_floor_ms"] is None) == (not one["speculative"])
+        assert (one["host_gap_ms"] is None) == (one["asked"] is not None)
+        if one["asked"] == 40:
+            assert one["context"] == 40
+            assert one["kv_bytes"] == 40 * one["batch_size"] * size["keys_and_values_per_token"]
+    assert [(one["batch_size"], one["ids"]) for one in document["heads"]] == [(1, 64), (3, 64), (1, 2048), (3, 2048)]
+
+
+def test_rivals_are_beside_it(ran):
+    rivals = json.loads(ran[2].splitlines()[-1])["rivals"]
+    assert [(one["name"], one["error"], one["same_texts"]) for one in rivals] == [
+        ("eager", None, 2),
+        ("assisted", None, 2),
+    ]
+    assert all(one["tokens_per_second"] > 0 and one["speedup"] > 0 for one in rivals)
+    assert "prompt lookup of 10" in rivals[1]["what"]
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_plots_are_written(ran):
+    names = ["throughput", "ratio", "acceptance", "step"]
+    for path in (ran[0] / "plots" / f"{name}.png" for name in names):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads(ran[2].splitlines()[-1])["plots"]) == len(names)
+
+
+def test_sampling_is_compared_by_tokens_too():
+    code, out, _ = bench(*QUICK, "--temperature", "0.8", "--seed", "3")
+    document = json.loads(out.splitlines()[-1])
+    assert code == 0 and document["batches"][0]["equality"]["divergent"] == 0
+    assert "rivals" not in document and "plots" not in document
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--against", "eager,vllm"], "'vllm'"),
+        (["--pad-to", "llama-9"], "llama-3.1-8b"),
+        (["--batch-sizes", "0,2"], "--batch-sizes must be from 1 to"),
+        (["--batch-sizes", "two"], "'two'"),
+        (["--max-new-tokens", "1"], "2 or more"),
+        (["--max-new-tokens", "1000"], "context is 1024"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--draft-vocab-sizes", "3"], "num_beams=5"),
+        (["--pad-head-rank", "8"], "--pad-head-rank is for --pad-to"),
+        (["--pad-head-rank", "0", "--pad-to", "llama-3.2-1b"], "--pad-head-rank must be from 1"),
+        (["--pad-head-rank", "8", "--pad-to", "llama-3.2-1b"], "no head_rank that could be padded to 8"),
+        (["--json", "/nowhere/bench.json"], "cannot write /nowhere/bench.json"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(args, message):
+    code, out, err = bench(*args)
+    assert code == 2 and message in err and err.count("\n") == 1
+    assert out == ""
+
+
+def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(plot_module, "find_spec", lambda name: None)
+    code, _, err = bench("--plots", str(tmp_path))
+    assert code == 2 and "pip install 'redrafter[bench]'" in err
+
+
+def test_a_padded_pair_is_measured_and_every_table_says_what_it_is(monkeypatch):
+    monkeypatch.setitem(SHAPES, "twice", PadShape(192, 320, 41, 6, 2, 32, 2304))
+    code, out, err = bench(*QUICK, "--pad-to", "twice", "--batch-sizes", "2", "--draft-len-per-beam", "3")
+    document = json.loads(out.splitlines()[-1])
+    assert code == 0, err
+    assert out.count(document["padded"]) == 4 and "boxed's text at twice's cost" in document["padded"]
+    assert document["batches"][0]["equality"]["equal"] is True
+    assert document["batches"][0]["shape"] == {"num_beams": 5, "draft_len_per_beam": 3, "nodes": 12}
+    assert document["bytes"]["weights_per_forward"] > 4 * 18e6 / 2
+
+
+@pytest.mark.parametrize("rank", [(), ("--pad-head-rank", "50")])
+def test_a_padded_pair_accepts_what_the_small_one_does_whatever_its_drafters_form(monkeypatch, tmp_path, folder, rank):
+    monkeypatch.setitem(SHAPES, "wide", PadShape(96, 160, 3, 12, 3, 8, 300))
+    form = {"recurrence": "gated", "target_layers": [0], "head_rank": 24, "draft_vocab_size": 20}
+    small = tiny_drafter(vocab_size=len(byte_tokenizer()), hidden_size=HIDDEN, **form)
+    for weight in small.parameters():
+        torch.nn.init.normal_(weight, 0, 0.2)
+    small.draft_ids.copy_(byte_tokenizer()(TEXT, return_tensors="pt").input_ids.unique()[:20])
+    small.save_pretrained(tmp_path / "drafter")
+    (tmp_path / "p.txt").write_text("Zürich\nja")
+    args = [*QUICK, "--model", str(folder / "base"), "--drafter", str(tmp_path / "drafter"), "--prompts"]
+    found = []
+    for pad in ((), ("--pad-to", "wide", *rank)):
+        code, out, err = bench(*args, str(tmp_path / "p.txt"), *pad)
+        assert code == 0, err
+        found.append(json.loads(out.splitlines()[-1])["batches"][0])
+    for name in ("tokens_per_step", "accepted_by_depth"):
+        assert found[0][name] == found[1][name]
+    assert found[0]["tokens_per_step"] > 1 and found[0]["equality"]["equal"] and found[1]["equality"]["equal"]
+
+
+def test_help_has_an_example():
+    code, out, _ = bench("--help")
+    assert code == 0 and "redrafter bench --max-new-tokens 64" in out and "(default: 128)" in out
+
+
+def test_prompts_of_all_forms(tmp_path):
+    lines = [json.dumps({"text": "a\nb", "source": "x"}), "", json.dumps({"prompt": "c"})]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    assert [row.text or row.prompt for row in read_prompts(str(tmp_path / "p.jsonl"))] == ["a\nb", "c"]
+    assert [row.prompt for row in read_prompts(str(tmp_path / "p.txt"))] == ["one", "two"]
+    assert len(read_prompts(None)) == 16
+    for content, message in (
+        ("", "holds no prompts"),
+        ("{", "bad.jsonl:1: not JSON"),
+        ('{"texts": 1}', "bad.jsonl:1: a row has one of"),
+        ('{"text": "a", "split": "train"}', "holds no prompts: rows of the split train are left out"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(content)
+        with pytest.raises(ReDrafterError, match=message):
+            read_prompts(str(tmp_path / "bad.jsonl"))
+
+
+ASKED = {"role": "user", "content": "Sag ja"}
+ROWS = [
+    ({"text": "to be or not"}, "to be or not"),
+    ({"prompt": "one", "completion": " two"}, "one"),
+    ({"prompt": "<bos>one"}, "one"),  # which brings its own beginning
+    ({"instruction": "Sum up.", "input": "a b", "output": "x"}, "a b Sum up."),
+    ({"messages": [ASKED, {"role": "assistant", "content": "ja"}, ASKED]}, "u:Sag ja\na:"),
+    ({"turns": ["Sag ja", "warum?"]}, "u:Sag ja\na:"),
+    ("a string", "a string"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cut", "text"), [((), "to be or not"), (("--prompt-share", "0.5"), "to be"), (("--prompt-tokens", "3"), "to")]
+)
+def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, folder, cut, text):
+    """The ids that each gives to what decodes; a part is taken of a text only."""
+    tokenizer = byte_tokenizer()
+    expected = [tokenizer(text if "text" in row else begun).input_ids for row, begun in ROWS]
+    for index in (4, 5):  # rendered by the chat template, which writes no <bos>
+        expected[index] = expected[index][1:]
+    seen: list[list[int]] = []
+
+    class StopError(ArgumentError):
+        pass
+
+    def stop(*_: object, prompts: list[list[int]], **__: object) -> None:
+        seen.extend(prompts)
+        raise StopError("enough")
+
+    monkeypatch.setattr(bench_module.Workload, "of", stop)
+    monkeypatch.setattr(tune_module, "Tuner", lambda engine, prompts, **_: stop(prompts=prompts))
+    monkeypatch.setattr(compare_module, "_fitting", lambda prompts, *_: stop(prompts=prompts))
+    monkeypatch.setattr(evaluate_module, "written", lambda target, prompts, *_, **__: stop(prompts=prompts))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in ROWS))
+    names = ["--model", str(folder / "merged"), "--prompts", str(tmp_path / "rows.jsonl"), *cut]
+    for command in ("bench", "tune", "compare", "evaluate"):
+        seen.clear()
+        assert main([command, *names]) == 2
+        assert sorted(seen) == sorted(expected), command
+        assert command == "evaluate" or seen == expected  # which shuffles each category
+
+
+@pytest.mark.parametrize("command", ["bench", "tune", "compare", "evaluate"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--prompt-share", "0", "--prompt-share must be above 0 and at most 1, got 0"),
+        ("--prompt-share", "1.5", "--prompt-share must be above 0 and at most 1, got 1.5"),
+        ("--prompt-tokens", "0", "--prompt-tokens must be from 1"),
+    ],
+)
+def test_parts_of_a_text_that_are_none_are_refused(capsys, command, option, value, message):
+    assert message in fails(capsys, command, option, value)
+
+
+def test_a_row_without_a_prompt_is_refused_by_name(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"text": "fine"}\n{"messages": [{"role": "assistant", "content": "hello"}]}')
+    with pytest.raises(ArgumentError, match=r"p\.jsonl:2 has no tokens"):
+        encode(read_prompts(str(tmp_path / "p.jsonl")), byte_tokenizer())
+    with pytest.raises(ArgumentError, match=r"p\.jsonl:1 has no tokens"):
+        encode(read_prompts(str(tmp_path / "p.jsonl")), byte_tokenizer(), share=0.1)
+
+
+def test_a_prompt_that_begins_the_text_itself_gets_no_second_beginning():
+    tokenizer = byte_tokenizer()
+    rows = [Row("a", text="ja"), Row("b", text="<bos>ja"), Row("c", prompt="<bos>ja")]
+    assert encode(rows, tokenizer) == [tokenizer("ja").input_ids] * 3
+    learnt = [*documents([*rows[:2], Row("d", prompt="<bos>j", answer="a!")], tokenizer)]
+    assert [document.ids.count(tokenizer.bos_token_id) for document in learnt] == [1, 1, 1]
+
+
+def test_floors_count_what_one_forward_reads():
+    for tied in (False, True):
+        model = tiny_model("llama", tie_word_embeddings=tied)
+        table = 4 * VOCAB * HIDDEN
+        everything = sum(weight.nbytes for weight in model.parameters())
+        assert forward_bytes(model) == (everything if tied else everything - table)
+        assert resident_bytes(model, model) == pytest.approx(everything, rel=0.01)
+        assert slot_bytes(Target(model).shapes) == 4 * 3 * 2 * (8 + 8)
+
+
+def test_the_first_search_step_reads_no_recurrent_weight():
+    for changes, saved in (
+        ({}, HIDDEN * HIDDEN),
+        ({"recurrence": "trtllm"}, HIDDEN * HIDDEN + HIDDEN),
+        ({"rnn": False}, 0),
+    ):
+        drafter = tiny_drafter(**changes)
+        whole = sum(weight.nbytes for weight in drafter.parameters())
+        assert draft_bytes(drafter, 4) == 4 * whole - 4 * saved
+
+
+def test_a_random_drafter_has_the_shape_but_for_its_head():
+    drafter = tiny_drafter()
+    small, full = random_drafter(drafter, 20), random_drafter(drafter, VOCAB)
+    assert small.lm_head.weight.shape == (20, 2 * HIDDEN) and len(small.draft_ids.unique()) == 20
+    assert full.lm_head.weight.shape == (VOCAB, 2 * HIDDEN) and full.draft_ids is None
+    assert draft_bytes(full, 3) == draft_bytes(drafter, 3)
+    with pytest.raises(ArgumentError, match="draft_vocab_size"):
+        random_drafter(drafter, VOCAB + 1)
+
+
+def test_copies_count_what_is_read_and_what_is_written():
+    found = copy_bandwidth(torch.device("cpu"))
+    assert found.buffer_bytes == 2**28 and 1e8 < found.bytes_per_second < 1e12
+    assert Bandwidth(2e9, 1).ms(10**6) == 0.5
+
+
+def test_first_difference():
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert first_difference([], []) is None
+
+
+def test_a_divergence_is_found_with_its_margin():
+    work = workload()
+    plain = [run for batch in work.batches(1) for run in work.run(batch, False).tokens]
+    assert compare(work, plain, plain).equal
+    other = [plain[0], [*plain[1][:5], (plain[1][5] + 1) % VOCAB, *plain[1][6:]]]
+    found = compare(work, plain, other)
+    with torch.no_grad():
+        logits = work.engine.model(torch.tensor([[*PROMPTS[1], *plain[1][:5]]])).logits[0, -1]
+    best = logits.topk(2)
+    assert int(best.indices[0]) == plain[1][5]
+    assert (found.rows, found.divergent, found.equal) == (2, 1, False)
+    assert (found.first.prompt, found.first.token) == (1, 5)
+    assert (found.first.plain, found.first.speculative) == (plain[1][5], other[1][5])
+    assert found.first.margin == found.largest_margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
+    assert found.first.top_two == (other[1][5] == int(best.indices[1]))
+    sampled = compare(workload(temperature=1.0), plain, other)
+    assert sampled.divergent == 1 and sampled.first.margin is None and sampled.largest_margin is None
+
+
+def test_batches_take_prompts_in_turn_and_every_row_is_one():
+    work = workload(num_prompts=4)
+    assert work.batches(1) == [[PROMPTS[i]] for i in (0, 1, 2, 0)]
+    assert work.batches(3) == [PROMPTS, PROMPTS]
+    assert work.batches(5) == [[*PROMPTS, *PROMPTS[:2]]]
+
+
+def test_no_token_ends_a_text_and_the_models_habits_are_gone():
+    engine, tokenizer = workload().engine, type("T", (), {"pad_token_id": None, "eos_token_id": 4})
+    engine.model.generation_config.update(eos_token_id=list(range(VOCAB)), repetition_penalty=3.0)
+    work = Workload.of(engine, tokenizer, prompts=PROMPTS, num_prompts=1, max_new_tokens=8, temperature=0.0, seed=0)
+    assert work.pad_token == 4 and engine.model.generation_config.eos_token_id is None
+    run = work.run(PROMPTS, True)
+    assert [len(row) for row in run.tokens] == [8, 8, 8] and run.tokens == work.run(PROMPTS, False).tokens
+    assert 0 < run.first < run.seconds and run.steps <= 7
+    with pytest.raises(ArgumentError, match=f"context is {CONTEXT}"):
+        Workload.of(engine, tokenizer, prompts=PROMPTS, num_prompts=1, max_new_tokens=90, temperature=0.0, seed=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_staged_step_is_the_same_step_over_and_over(temperature):
+    work = workload(temperature=temperature, max_new_tokens=12)
+    with torch.inference_mode(), staged(work, PROMPTS, work.proposer(3, True), advance=6) as stage:
+        expected = [list(text) + row for text, row in zip(PROMPTS, work_texts(work), strict=True)]
+        before = stage.state.length.tolist()
+        assert stage.tokens == sum(before) and stage.longest == max(before)
+        for row, length in enumerate(before):
+            assert stage.state.tokens[row, : length + 1].tolist() == expected[row][: length + 1]
+        reports = []
+        for _ in range(3):
+            stage.restore()
+            reports.append(stage.batch.step(stage.longest)[1])
+        assert reports[0] == reports[1] == reports[2]
+        stage.restore()
+        assert stage.state.length.tolist() == before
+        assert stage.step_ms() > 0 and stage.check() is None
+
+
+def work_texts(work: Workload) -> list[list[int]]:
+    return work.run(PROMPTS, False).tokens
+
+
+def test_contexts_past_the_models_own_are_timed_and_marked():
+    work = workload()
+    found = measure_parts(work, Bandwidth(1e9, 1), 2, CONTEXT + 30, speculate=True)
+    assert found.context == CONTEXT + 30 and found.beyond
+    assert found.kv_bytes == 2 * found.context * slot_bytes(work.engine.target.shapes)
+    assert not measure_parts(work, Bandwidth(1e9, 1), 2, 20, speculate=False).beyond
+
+
+def test_long_texts_share_no_block():
+    texts = long_texts(PROMPTS, 9, 40)
+    assert [len(text) for text in texts] == [40] * 9
+    assert len({tuple(text[:BLOCK_SIZE]) for text in texts}) == 9
+    assert texts[0][:17] == [token for prompt in PROMPTS for token in prompt]
+
+
+def test_a_section_that_fails_costs_only_itself(tmp_path, capsys):
+    report = Report({"model": "m"}, path=tmp_path / "r.json")
+    with report.section("one"):
+        raise UnsupportedError("no\nsuch thing")
+    with report.section("two"):
+        report.document["speed"] = float("inf")
+    assert report.finish() == 1
+    out, err = capsys.readouterr()
+    document = json.loads(out.splitlines()[-1])
+    assert document["errors"] == [{"section": "one", "error": "UnsupportedError: no"}]
+    assert document["speed"] is None and "Traceback" not in err
+    assert json.loads((tmp_path / "r.json").read_text()) == document
+
+
+def test_every_table_carries_the_note(capsys):
+    report = Report({}, note="This is not that.")
+    table = report.table("title", [("a", 3), ("b", 6)])
+    table.row(1, 2.5)
+    table.row(2, None)
+    assert capsys.readouterr().out.splitlines() == [
+        "",
+        "title",
+        "This is not that.",
+        "a        b",
+        "1    2.500",
+        "2        -",
+    ]
+
+
+def test_a_rival_that_fails_is_reported(monkeypatch):
+    work = workload()
+    honest = work.engine.model.generate
+
+    def generate(*args, **kwargs):
+        if "cache_implementation" in kwargs:
+            raise RuntimeError("out of luck\nand more")
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(work.engine.model, "generate", generate)
+    static, eager = measure_rivals(work, ["static", "eager"], None)
+    assert static.error == "RuntimeError: out of luck" and static.tokens_per_second is None
+    assert eager.error is None and eager.same_texts == eager.prompts == 2
+
+
+def test_where_speculation_is_off_the_table_says_so(monkeypatch, capsys):
+    work = workload()
+    monkeypatch.setattr(work.engine, "proposer_for", lambda rows: work.engine.plain)
+    report = Report({})
+    run_suite(report, work, Plan((2,), 1, draft_vocab_sizes=(20,)))
+    assert report.finish() == 0
+    out = capsys.readouterr().out
+    document = json.loads(out.splitlines()[-1])
+    assert " off " in out and document["batches"][0]["shape"] is None
+    assert [one["speculative"] for one in document["parts"]] == [False]
+    assert "heads" not in document
+
+
+def test_only_a_line_feed_ends_a_prompt(tmp_path):
+    path = tmp_path / "p.jsonl"
+    texts = ["one\u2028two\u0085three", "four"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\ufeff" + "\n\n".join(lines) + "\r\n", encoding="utf-8")
+    assert [row.text for row in read_prompts(str(path))] == texts
+    path.write_text("\n{\n", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"p\.jsonl:2: not JSON"):
+        read_prompts(str(path))
+    path.write_text('{"text": "a\\ud800b"}', encoding="utf-8")
+    with pytest.raises(CheckpointError, match="surrogate"):
+        read_prompts(str(path))
+    path.with_suffix(".txt").write_text("one\u2028two\r\n\nthree", encoding="utf-8")
+    assert [row.prompt for row in read_prompts(str(path.with_suffix(".txt")))] == ["one\u2028two", "three"]
+
+
+def test_a_number_given_twice_is_measured_once():
+    options = BenchOptions(batch_sizes=(2, 2, 1), context=(5, 5))
+    assert options.batch_sizes == (2, 1) and options.context == (5,)

@@ -1,0 +1,314 @@
+"""A padded pair computes what the small one does, and reads no zeros but those that make it so."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from helpers.models import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model, uneven_batch
+from redrafter import ArgumentError, ReDrafter, UnsupportedError
+from redrafter.bench.padded_model import SHAPES, PaddedHead, PadShape, describe, pad_drafter, pad_model, unmasked
+
+SHAPE = PadShape(4 * HIDDEN, 160, 5, 16, 4, 8, 160)  # four times the hidden size: a norm's scale is then a power of 2
+IDS, MASK = uneven_batch()
+
+
+def small_model(**changes):
+    """Norms that differ by dim, an epsilon and a rope base that matter, and a generation config of its own."""
+    rope = {"rope_type": "default", "rope_theta": 50.0}
+    model = tiny_model("llama", rms_norm_eps=0.05, rope_parameters=rope, **changes)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 1, 0.2)
+    model.generation_config.max_length = 31
+    return model
+
+
+def small_drafter(**changes):
+    drafter = tiny_drafter(**changes)
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.2)  # biases too, which begin as zeros
+    return drafter
+
+
+def pad(model, shape=SHAPE, **kwargs):
+    return pad_model(model, shape, device="cpu", **kwargs)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = small_model()
+    return model, pad(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("base", "shape"),
+    [
+        ({}, SHAPE),
+        ({"tie_word_embeddings": True}, SHAPE),
+        ({"num_key_value_heads": 1}, SHAPE),  # four heads of one group, as the shape has them
+        ({"num_key_value_heads": 4}, SHAPE),  # groups of one
+        ({}, replace(SHAPE, hidden_size=2 * HIDDEN)),  # the scale is irrational
+        ({}, PadShape(HIDDEN, 48, 3, 4, 2, 8, VOCAB)),  # its own shape
+    ],
+)
+def test_logits_are_the_small_models_and_added_ids_are_out(base, shape, dtype):
+    model = small_model(**base).to(dtype)
+    padded = pad(model, shape)
+    assert padded.dtype == dtype and not padded.training
+    with torch.no_grad():
+        expected, found = (x(IDS, attention_mask=MASK).logits for x in (model, padded))
+    kept = MASK.bool()
+    assert_close_by_scale(found[..., :VOCAB][kept], expected[kept], 2e-5 if dtype == torch.float32 else 5e-6)
+    assert found.shape[-1] == shape.vocab_size and (found[..., VOCAB:] == float("-inf")).all()
+
+
+def test_the_model_has_the_shape_and_else_the_bases_config(pair):
+    model, padded = pair
+    weights = dict(padded.named_parameters())
+    assert weights["model.embed_tokens.weight"].shape == weights["lm_head.weight"].shape == (160, 128)
+    assert weights["model.layers.4.self_attn.q_proj.weight"].shape == (128, 128)
+    assert weights["model.layers.4.self_attn.v_proj.weight"].shape == (32, 128)
+    assert weights["model.layers.4.mlp.up_proj.weight"].shape == (160, 128)
+    assert len(padded.model.layers) == padded.config.num_hidden_layers == 5
+    for name in ("max_position_embeddings", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(padded.config, name) == getattr(model.config, name)
+    assert not pad(small_model(tie_word_embeddings=True)).config.tie_word_embeddings
+    assert padded.generation_config.max_length == 31
+    assert model.config.hidden_size == HIDDEN and model.config.rms_norm_eps == 0.05  # left as it was
+
+
+def test_only_the_named_weights_are_zero(pair):
+    _, padded = pair
+    for name, weight in padded.named_parameters():
+        zero = torch.zeros_like(weight, dtype=torch.bool)
+        if "embed_tokens" in name:
+            zero[:, HIDDEN:] = True
+            zero[0] = True  # the base's own row of its padding id
+        elif "o_proj" in name or "down_proj" in name:
+            zero[:] = True
+            if int(name.split(".")[2]) < 3:
+                heads = torch.arange(128).view(4, 4, 8)[:2, :2].flatten()  # two of the first two groups each
+                zero[:HIDDEN, heads if "o_proj" in name else slice(48)] = False
+        assert torch.equal(weight == 0, zero), name
+    for name in ("layers.4.self_attn.k_proj", "layers.4.mlp.gate_proj", "layers.4.input_layernorm"):
+        assert padded.model.get_submodule(name).weight.std() == pytest.approx(0.02, rel=0.3), name
+    assert padded.lm_head.weight[VOCAB:].std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_the_seed_sets_the_added_weights_only(pair):
+    model, padded = pair
+    again, other = pad(model), pad(model, seed=1)
+    weights = [dict(x.named_parameters()) for x in (padded, again, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    head = [x["lm_head.weight"] for x in weights]
+    assert not torch.equal(head[0][VOCAB:], head[2][VOCAB:])
+    assert torch.equal(head[0][:VOCAB, :HIDDEN], head[2][:VOCAB, :HIDDEN])
+
+
+def test_plain_generation_is_the_same(pair):
+    texts = [x.generate(IDS, attention_mask=MASK, max_new_tokens=40, do_sample=False) for x in pair]
+    assert torch.equal(*texts) and texts[0].shape[1] > IDS.shape[1] + 20
+
+
+def test_the_head_compiles_to_one_graph():
+    head = PaddedHead(HIDDEN, 160, VOCAB).requires_grad_(False)
+    hidden = torch.randn(2, HIDDEN)
+    compiled = torch.compile(head, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(hidden), head(hidden))
+
+
+DRAFTERS = [
+    {},
+    {"recurrence": "trtllm"},
+    {"rnn": False},
+    {"exit_dim": 24},
+    {"exit_dim": 24, "recurrence": "trtllm", "num_draft_layers": 1},
+    {"num_draft_layers": 0},
+    {"draft_vocab_size": 20},
+    *(
+        {"recurrence": cell} | layers | rank
+        for cell in ("apple", "gated")
+        for layers in ({}, {"target_layers": [0, 2]})
+        for rank in ({}, {"head_rank": 12})
+        if (cell, layers, rank) != ("apple", {}, {})
+    ),
+    {"recurrence": "gated", "target_layers": [1], "head_rank": 12, "exit_dim": 24, "draft_vocab_size": 20},
+    {"rnn": False, "recurrence": "gated", "target_layers": [0, 1, 2], "num_draft_layers": 1},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("changes", DRAFTERS)
+def test_a_padded_drafter_drafts_the_same(pair, changes, dtype):
+    drafter = small_drafter(**changes).to(dtype)
+    if drafter.draft_ids is not None:
+        drafter.draft_ids.copy_(torch.arange(20) * 4)
+    padded = pad_drafter(drafter, wide := 3 * HIDDEN, 160, device="cpu")  # the scale is irrational
+    assert padded.dtype == dtype and padded.config.vocab_size == 160
+    assert padded.config.exit_dim == 3 * drafter.config.exit_dim
+    assert padded.config.target_layers == drafter.config.target_layers
+    rank = drafter.config.head_rank
+    assert padded.config.head_rank == (rank and 3 * rank)
+    expected_ids = torch.arange(VOCAB) if drafter.draft_ids is None else drafter.draft_ids
+    assert torch.equal(padded.draft_ids, expected_ids)
+
+    # Outputs of layers as small as the epsilon that is added to their mean square.
+    last, outputs = torch.randn(3, 1, HIDDEN, dtype=dtype), 1e-3 * torch.randn(3, 9, HIDDEN, dtype=dtype)
+    features = torch.cat([last, outputs[:, : len(drafter.config.target_layers)]], dim=1)  # [3, 1 + layers, D]
+    both = (features, torch.nn.functional.pad(features, (0, wide - HIDDEN)))
+    hiddens = [each.fuse_hidden(seen.flatten(1)) for each, seen in zip((drafter, padded), both, strict=True)]
+    torch.testing.assert_close(hiddens[1][:, :HIDDEN], hiddens[0])
+    table, states = pair[0].get_input_embeddings(), [None, None]
+    for token in IDS[:3, :5].T:
+        logits = []
+        for i, each in enumerate((drafter, padded)):
+            embedding = torch.nn.functional.pad(table(token).to(dtype), (0, each.config.hidden_size - HIDDEN))
+            out, states[i] = each.step(embedding, states[i], hiddens[i])
+            logits.append(out)
+        torch.testing.assert_close(logits[1], logits[0])
+        torch.testing.assert_close(states[1][:, :HIDDEN], states[0])
+
+
+@pytest.mark.parametrize("changes", DRAFTERS)
+def test_a_drafters_added_weights_are_zero_only_where_a_real_output_would_read_them(changes):
+    small = small_drafter(**changes)
+    padded = pad_drafter(small, 4 * HIDDEN, 160, device="cpu")
+    for name, weight in padded.named_parameters():
+        if name in ("rnn_w.weight", "fuse.weight") or weight.dim() == 1:
+            assert (weight != 0).all(), name
+        else:
+            assert (weight == 0).any(dim=-1).sum() <= len(small.get_parameter(name)), name  # rows
+    if len(padded.layers):
+        first = padded.layers[0].linear if padded.input_proj is None else padded.input_proj
+        h_is_read_whole = small.fuse is None  # its added dims are zero themselves, unless layers are fused into it
+        assert (first.weight[:, : 4 * HIDDEN] != 0).all() == h_is_read_whole
+    if small.config.recurrence == "gated" and small.config.rnn:
+        embedding, _, hidden = padded.rnn_gate.weight.chunk(3, dim=1)
+        assert (embedding != 0).all() and (hidden != 0).all() == (small.fuse is None)
+
+
+def test_a_head_can_be_padded_to_a_rank_of_its_own():
+    small = small_drafter(head_rank=12, recurrence="gated")
+    padded = pad_drafter(small, 4 * HIDDEN, 160, head_rank=20, device="cpu")
+    assert padded.config.head_rank == 20 and padded.lm_head.weight.shape == (VOCAB, 20)
+    hidden = torch.randn(3, HIDDEN)
+    wide = torch.nn.functional.pad(hidden, (0, 3 * HIDDEN))
+    found, expected = padded.step(wide, None, wide)[0], small.step(hidden, None, hidden)[0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rank", "message"), [({}, 20, "could be padded to 20"), ({"head_rank": 12}, 8, "=12 to 8")]
+)
+def test_a_rank_that_cannot_be_padded_to_is_refused(drafter, rank, message):
+    with pytest.raises(ArgumentError, match=message):
+        pad_drafter(tiny_drafter(**drafter), 4 * HIDDEN, 160, head_rank=rank, device="cpu")
+
+
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"recurrence": "trtllm", "exit_dim": 24},
+        *(
+            {"recurrence": cell, "target_layers": layers, "head_rank": rank}
+            for cell in ("apple", "gated")
+            for layers in ([], [0, 1])
+            for rank in (None, 12)
+        ),
+    ],
+)
+def test_a_padded_pair_writes_and_speculates_the_same(pair, changes, arguments):
+    model, padded = pair
+    drafter = small_drafter(base_embedding_norms=None, base_model="tiny", **changes)
+    wide = pad_drafter(drafter, 4 * HIDDEN, 160, device="cpu")
+    assert wide.config.base_model == "tiny"
+    with unmasked(padded):
+        large = ReDrafter.from_pretrained(padded, wide, num_beams=12, node_budget=61)
+    small = ReDrafter.from_pretrained(model, drafter, num_beams=12, node_budget=61)
+    outs = [
+        x.generate(IDS, attention_mask=MASK, max_new_tokens=50, return_dict_in_generate=True, **arguments)
+        for x in (small, large)
+    ]
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    assert outs[0].stats == outs[1].stats
+    assert outs[0].stats.tokens_per_step > 1 and outs[0].stats.accepted > 3
+
+
+def test_a_drafter_that_knows_its_base_forgets_its_norms(pair):
+    padded = pad_drafter(small_drafter(base_embedding_norms=[1.0] * 8), 4 * HIDDEN, 160, device="cpu")
+    assert padded.config.base_embedding_norms is None
+
+
+def test_the_mask_is_off_only_while_binding(pair):
+    _, padded = pair
+    with pytest.raises(UnsupportedError), unmasked(padded):
+        assert padded(IDS).logits.isfinite().all()
+        raise UnsupportedError("as a target would")
+    assert not padded(IDS).logits[..., VOCAB:].isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hidden_size", 16), ("intermediate_size", 40), ("num_hidden_layers", 2), ("vocab_size", 96)],
+)
+def test_a_smaller_shape_is_refused_with_both_values(pair, name, value):
+    own = getattr(pair[0].config, name)
+    with pytest.raises(ArgumentError, match=f"{name}={own} to {value}"):
+        pad(pair[0], replace(SHAPE, **{name: value}))
+
+
+def test_heads_that_cannot_be_placed_are_refused(pair):
+    model = pair[0]
+    with pytest.raises(ArgumentError, match=r"head_dim.* 8, the shape 16"):
+        pad(model, replace(SHAPE, head_dim=16))
+    with pytest.raises(ArgumentError, match="num_attention_heads=4 to 2"):
+        pad(model, replace(SHAPE, num_attention_heads=2, num_key_value_heads=2))
+    with pytest.raises(ArgumentError, match="num_key_value_heads=2 to 1"):
+        pad(model, replace(SHAPE, num_key_value_heads=1))
+    with pytest.raises(ArgumentError, match=r"2 of the model's .* only 1 of the shape's"):
+        pad(model, replace(SHAPE, num_key_value_heads=16))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen3", {}, "'llama'.*'qwen3'"),
+        ("llama", {"attention_bias": True}, "attention_bias=True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    ],
+)
+def test_other_models_are_refused(model_type, changes, message):
+    with pytest.raises(ArgumentError, match=message):
+        pad(tiny_model(model_type, **changes))
+
+
+@pytest.mark.parametrize(("hidden", "vocab", "message"), [(16, 160, "hidden_size=32 to 16"), (128, 96, "=97 to 96")])
+def test_a_smaller_drafter_is_refused(hidden, vocab, message):
+    with pytest.raises(ArgumentError, match=message):
+        pad_drafter(tiny_drafter(), hidden, vocab, device="cpu")
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 0}, {"vocab_size": 1.5}, {"num_key_value_heads": 3}])
+def test_a_shape_that_makes_no_model_is_refused(changes):
+    with pytest.raises(ArgumentError, match=next(iter(changes))):
+        replace(SHAPE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "size"), [("llama-3.1-8b", False, 8030261248), ("llama-3.2-1b", True, 1235814400)]
+)
+def test_named_shapes_have_the_published_number_of_parameters(name, tied, size):
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**vars(SHAPES[name]), tie_word_embeddings=tied))
+    assert sum(parameter.numel() for parameter in model.parameters()) == size
+
+
+def test_the_sentence_names_both():
+    sentence = describe("llama-3.1-8b", "base-25m")
+    assert "base-25m's text at llama-3.1-8b's cost" in sentence
+    assert "zero-padded" in sentence and "not a llama-3.1-8b model" in sentence

@@ -1,0 +1,281 @@
+"""Decoding on the paged cache, packed: the same tokens as on the dense one, for every architecture that can."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.models import (
+    ARCHITECTURES,
+    VOCAB,
+    assert_close_by_scale,
+    in_threads,
+    paged,
+    scripted_engine,
+    tiny_drafter,
+    tiny_model,
+    uneven_batch,
+    with_tree,
+)
+from helpers.processors import PROCESSORS
+from redrafter import ArgumentError, CacheFullError, Engine
+from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention
+from redrafter.cache.dense import LayerShape
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.engine.options import EngineOptions
+from redrafter.target.fused_linear import linear_calls, same_inputs
+from redrafter.target.target import Target
+from redrafter.tree.token_tree import tree_of
+
+NEW = 20
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
+@pytest.mark.parametrize("only", [5, 3])
+def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
+    """With rows of unequal length, nodes of an earlier forward, and padding at the end."""
+    random = torch.Generator().manual_seed(only)
+    lengths, table = torch.tensor([21, 3]), torch.tensor([[3, 1, 6], [4, 2, 0]]).int()
+    parents, depth = torch.tensor([0, 0, 0, 1, 2]).expand(2, 5), torch.tensor([0, 1, 1, 2, 2]).expand(2, 5)
+    tree = tree_of(torch.zeros(2, 5, dtype=torch.long), parents, depth, 2)
+    tree = replace(tree, ancestors=tree.ancestors[:, -only:])
+    shapes = [LayerShape(2, 8, 6, torch.float32, torch.device("cpu"))]
+    q, k, v = (torch.randn(2 * only + 3, *shape, generator=random) for shape in ((4, 8), (2, 8), (2, 6)))
+    found = []
+    for attend in (tree_attention, gathered_attention):
+        store = KVCachePool(shapes, 8)
+        for pool in store.pools:
+            pool.normal_(generator=torch.Generator().manual_seed(1))
+        plan = PagedCache(store, table).plan(tree, lengths, (0,))
+        settings = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
+        plans = (plan,) if attend is gathered_attention else ()
+        parts = (plan.length, plan.depth, plan.ancestors, plan.table)
+        out = attend(*plans, q, k, v, *plan.pools[0], *parts, **settings)
+        found.append((out, *store.pools))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architecture):
+    model = tiny_model(architecture)
+    target = Target(model)
+    before = {name: module for name, module in model.named_modules()}
+    lengths, table = torch.tensor([9, 6]), torch.tensor([[3, 1], [4, 2]]).int()
+    prompts = (torch.arange(18).view(2, 9) * 7 + 11) % VOCAB
+    parents, depth = torch.tensor([0, 0, 0, 1, 2]).expand(2, 5), torch.tensor([0, 1, 1, 2, 2]).expand(2, 5)
+    tree = tree_of((torch.arange(10).view(2, 5) * 5 + 3) % VOCAB, parents, depth, 2)
+    dense = target.new_cache(2)
+    dense.reserve(32)
+    with torch.inference_mode():
+        target.prefill(prompts, lengths, dense)
+        expected = target.verify(tree, lengths, dense)
+        for _ in range(2):
+            cache = PagedCache(KVCachePool(target.paged_shapes, 5), table)
+            target.prefill(prompts, lengths, cache)
+            found = target.verify(tree, lengths, cache)
+            for mine, theirs in zip(found, expected, strict=True):
+                assert_close_by_scale(mine, theirs, 2e-5)
+            target.packed.merge(lambda cache=cache: target.verify(tree, lengths, cache))
+    assert before == dict(model.named_modules())  # what stood in is gone
+    assert model.config._attn_implementation != ATTENTION_NAME
+    assert not target.head._forward_pre_hooks
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_paged_generation_equals_model_generate(architecture):
+    model = tiny_model(architecture)
+    ids, mask = uneven_batch()
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    engine = paged(with_tree(model, tiny_drafter(), 5, 3))
+    for rows in (slice(0, 4), slice(1, 2), slice(0, 3)):
+        alone = model.generate(ids[rows], attention_mask=mask[rows], max_new_tokens=NEW, do_sample=False)
+        for speculate in (True, False):
+            out = engine.generate(ids[rows], mask[rows], max_new_tokens=NEW, do_sample=False, speculate=speculate)
+            assert torch.equal(out, alone)
+    assert expected.shape[0] == 4
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_paged_sampling_draws_what_dense_sampling_draws(llama, name):
+    ids, mask = uneven_batch(rows=3)  # in a step for four
+    arguments = {"max_new_tokens": NEW, "do_sample": True, "seed": 3, "top_k": 0} | PROCESSORS[name]
+    expected = with_tree(llama, tiny_drafter(), 4, 3).generate(ids, mask, speculate=False, **arguments)
+    engine = paged(with_tree(llama, tiny_drafter(), 4, 3))
+    for _ in range(2):  # kept steps serve again
+        assert torch.equal(engine.generate(ids, mask, **arguments), expected)
+    assert torch.equal(engine.generate(ids, mask, speculate=False, **arguments), expected)
+
+
+def test_what_another_request_computed_is_not_computed_again(llama, monkeypatch):
+    engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
+    prompt = (torch.arange(1, 50) * 13 % VOCAB)[None]
+    arguments = {"max_new_tokens": 20, "do_sample": False}
+    first = engine.generate(prompt, **arguments)
+    other = torch.cat([first[:, :60], torch.tensor([[5, 6]])], dim=1)
+    expected = llama.generate(other, **arguments)
+    read = []
+    forward = engine.target.packed.read
+
+    def counted(prompts, start, length, *rest):
+        read.append(int(length - start))
+        return forward(prompts, start, length, *rest)
+
+    monkeypatch.setattr(engine.target.packed, "read", counted)
+    assert torch.equal(engine.generate(other, **arguments), expected)
+    assert read == [62 - 48]  # three blocks of 16 stood there: of the prompt, and of what was written after it
+    read.clear()
+    assert torch.equal(engine.generate(prompt, **arguments), first)
+    assert read == [1]  # 48 of 49
+
+
+def test_right_drafts_are_accepted_and_committed_across_blocks(llama):
+    prompt = (torch.arange(1, 12) * 5 % VOCAB)[None]
+    expected = llama.generate(prompt, max_new_tokens=50, do_sample=False)
+    engine = paged(scripted_engine(llama, expected, 2, 5))
+    out = engine.generate(prompt, max_new_tokens=50, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.tokens_per_step > 5
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": [0.6, 0.9, 1.2, 0.8, 1.0], "top_k": 0, "seed": 4}]
+)
+def test_rows_that_are_left_go_on_in_a_smaller_batch_under_another_tree(llama, sampling):
+    ids, mask = uneven_batch(rows=5)
+    arguments = {"max_new_tokens": 40, "eos_token_id": [2, 5, 11, 30, 31, 32, 40], "do_sample": False} | sampling
+    engine = paged(with_tree(llama, tiny_drafter(), 4, 3))
+    expected = engine.generate(ids, mask, speculate=False, **arguments)
+    trees = {1: RecurrentProposer(engine.drafter, engine.target, 3, 6, 12), 8: engine.proposer}
+    asked = []
+    engine.proposer_for = lambda rows: asked.append(rows) or trees.get(rows) or engine.plain
+    out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
+    assert torch.equal(out.sequences, expected)
+    assert len(set(row.emitted for row in out.stats.rows)) > 2  # or no batch became smaller
+    assert len(asked) > 5 and len(out.stats.accepted_by_depth) == 6
+    dense = with_tree(llama, tiny_drafter(), 4, 3).generate(ids, mask, **arguments)
+    assert torch.equal(dense, expected)
+    assert engine._graphs.blocks.free == 199
+
+
+def test_memory_comes_back_whatever_happens(llama):
+    engine = paged(with_tree(llama, tiny_drafter(), 5, 3), blocks=14)
+    pool = engine._graphs.blocks
+    ids, mask = uneven_batch()
+    with pytest.raises(CacheFullError, match="kv_cache_free_gpu_memory_fraction"):
+        engine.generate(ids, mask, max_new_tokens=60)
+    assert pool.free == 13
+
+    class Breaks:
+        def put_step(self, *args):
+            raise KeyError("mine")
+
+        def end(self):
+            pass
+
+    with pytest.raises(KeyError):
+        engine.generate(ids[:1], mask[:1], max_new_tokens=10, streamer=Breaks())
+    assert pool.free == 13
+    assert engine._graphs._lent == 0
+    assert engine.generate(ids[:1], mask[:1], max_new_tokens=10).shape == (1, ids.shape[1] + 10)
+
+
+def test_a_prefill_that_failed_leaves_nothing_to_reuse(llama, monkeypatch):
+    engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
+    prompt = (torch.arange(1, 50) * 13 % VOCAB)[None]
+
+    def fails(*args):
+        raise KeyError("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target.packed, "read", fails)
+        with pytest.raises(KeyError):
+            engine.generate(prompt, max_new_tokens=8, do_sample=False)
+    expected = llama.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(engine.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+    assert engine._graphs.blocks.free == 199
+
+
+def test_a_request_within_a_request_disturbs_neither(llama):
+    engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
+    ids, mask = uneven_batch()
+    expected = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
+    inner = engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False)
+    found = []
+
+    class Nested:
+        def put_step(self, *args):
+            found.append(engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False))
+
+        def end(self):
+            pass
+
+    assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, streamer=Nested()), expected)
+    assert all(torch.equal(each, inner) for each in found)
+
+
+def test_requests_in_several_threads_disturb_none(llama):
+    engine = paged(with_tree(llama, tiny_drafter(), 5, 3))
+    ids, mask = uneven_batch(rows=6)
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    expected = [engine.generate(ids[row : row + 1], mask[row : row + 1], **arguments) for row in range(6)]
+
+    def work(row):
+        with torch.inference_mode():
+            return engine.generate(ids[row : row + 1], mask[row : row + 1], **arguments)
+
+    found = in_threads(work, 6)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert engine._graphs._lent == 0 and engine._graphs.blocks.free == 199
+
+
+def test_lengths_have_limits(llama):
+    engine = Engine(Target(llama), PlainProposer(), EngineOptions(max_input_len=12, max_seq_len=20))
+    prompt = torch.arange(3, 14)[None]
+    assert engine.generate(prompt, max_new_tokens=50).shape[1] <= 20
+    with pytest.raises(ArgumentError, match="max_input_len is 12"):
+        engine.generate(torch.arange(3, 16)[None], max_new_tokens=2)
+    for wrong in (
+        {"max_seq_len": 1},
+        {"max_input_len": "many"},
+        *({"kv_cache_free_gpu_memory_fraction": x} for x in (0.0, "0.5", True)),
+        {"max_seq_len": 10**30},
+        {"compile": "no"},
+    ):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            EngineOptions(**wrong)
+
+
+def test_layers_that_read_one_tensor_are_found_without_their_names(llama):
+    with linear_calls(llama) as calls:
+        llama(torch.arange(5)[None])
+    groups = [group for group in same_inputs(calls) if len(group) > 1]
+    assert [[name.rpartition(".")[2] for name in group] for group in groups] == [
+        ["q_proj", "k_proj", "v_proj"],
+        ["gate_proj", "up_proj"],
+    ] * llama.config.num_hidden_layers
+
+
+def test_merged_weights_are_the_models_own_and_can_be_trained_and_saved(llama, tmp_path):
+    model = tiny_model("llama")
+    engine = paged(with_tree(model, tiny_drafter(), 2, 2))
+    q, k = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    prompt = torch.arange(3, 12)[None]
+    before = engine.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    with torch.no_grad():
+        q.mul_(-1)
+    after = engine.generate(prompt + 1, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(after, model.generate(prompt + 1, max_new_tokens=NEW, do_sample=False))
+    model(prompt, labels=prompt).loss.backward()
+    assert q.grad is not None
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    del before, engine
+    gc.collect()

@@ -1,0 +1,31 @@
+"""Fixtures of the tests of commands."""
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from helpers.command_line import NEW, byte_tokenizer
+from redrafter.cli import main
+
+
+@pytest.fixture
+def generate(folder, capsys):
+    """Runs `redrafter generate` on the merged checkpoint; returns stdout and stderr of a run that went well."""
+
+    def run(*args: str) -> tuple[str, str]:
+        assert main(["generate", "--model", str(folder / "merged"), "--max-new-tokens", str(NEW), *args]) == 0
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def expected(folder):
+    """What `model.generate` writes on from a prompt, decoded."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "base"), byte_tokenizer()
+
+    def text(prompt: str, *, templated: bool = False, **kwargs) -> str:
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=not templated).input_ids
+        out = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
+        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+    return text

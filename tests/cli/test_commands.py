@@ -1,0 +1,634 @@
+"""The command line, run in process on a tiny pair; twice as a real program."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import redrafter
+from helpers.command_line import CONTEXT, NEW, SPECIAL, TEXT, byte_fallback_tokenizer, byte_tokenizer, fails
+from redrafter import ArgumentError, DrafterConfig, RecurrentDrafter, ReDrafter
+from redrafter.app.engines import with_config
+from redrafter.app.loading import Pair, Template
+from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.app.program import report
+from redrafter.cli import main
+from redrafter.cli.chat import History
+from redrafter.cli.printer import GREEN, RESET, Printer, use_color
+from redrafter.convert.convert_checkpoint import merge
+from redrafter.engine.detokenizer import Detokenizer
+
+
+def typed(monkeypatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def test_streamed_text_is_what_model_generate_writes(generate, expected):
+    out, err = generate("Zürich")
+    assert out == expected("Zürich") + "\n"
+    assert "€" in out and "日本 🙂" in out
+    assert re.fullmatch(rf"{NEW} tokens in [\d.]+ s, [\d.]+ tokens/s, [\d.]+ tokens per step\n", err)
+
+
+def test_stop_ends_the_text_after_itself(generate, expected):
+    out, _ = generate("Zürich", "--stop", "🙂", "--stop", "never")
+    assert out == expected("Zürich").partition("🙂")[0] + "🙂\n"
+
+
+def test_colours_only_when_asked(generate, expected):
+    coloured, _ = generate("Zürich", "--color", "always")
+    assert GREEN in coloured and RESET in coloured
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == expected("Zürich") + "\n"
+    plain, _ = generate("Zürich", "--color", "always", "--no-speculate")
+    assert GREEN not in plain
+
+
+def test_colour_auto_wants_a_terminal_and_no_objection(monkeypatch):
+    terminal = types.SimpleNamespace(isatty=lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert use_color("auto", terminal)
+    assert not use_color("never", terminal)
+    assert not use_color("auto", io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not use_color("auto", terminal)
+    assert use_color("always", terminal)
+
+
+def test_printer_keeps_rows_in_order_and_colours_only_drafts():
+    tokenizer, out = byte_tokenizer(), io.StringIO()
+    printer = Printer(tokenizer, ["[1/2] p", "[2/2] q"], out, color=True)
+    a, b, c = tokenizer("abc", add_special_tokens=False).input_ids
+    printer.put_step(1, [c, c], 0, ended=True)
+    assert out.getvalue() == "[1/2] p\n"
+    printer.put_step(0, [a, b, c], 2, ended=False)
+    assert out.getvalue() == f"[1/2] p\n{GREEN}ab{RESET}c"
+    printer.put_step(0, tokenizer("é").input_ids[1:2], 0, ended=False)
+    printer.end()
+    assert out.getvalue() == f"[1/2] p\n{GREEN}ab{RESET}c\ufffd\n[2/2] q\ncc\n"
+    assert printer.texts == ["abc\ufffd", "cc"]
+
+
+def test_json_is_the_only_output_and_agrees(generate, expected, folder):
+    out, _ = generate("Zürich", "10 €", "--json")
+    found = json.loads(out)
+    assert out.count("\n") == 1
+    assert found["prompts"] == ["Zürich", "10 €"]
+    assert found["texts"] == [expected("Zürich"), expected("10 €")]
+    assert found["tokens"] == [NEW, NEW]
+    assert found["seeds"] is None and found["compare"] is None
+    stats = found["stats"]
+    assert stats["emitted"] == sum(row["emitted"] for row in stats["rows"]) == 2 * NEW - 2
+    assert stats["accepted"] == sum(stats["accepted_by_depth"]) > 0
+    assert stats["tokens_per_step"] == stats["emitted"] / stats["steps"]
+    assert found["tokens_per_second"] == pytest.approx(2 * NEW / found["seconds"])
+    assert found["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "nodes": 12}
+    assert found["model"] == str(folder / "merged") and found["drafter"] == str(folder / "merged" / "drafter")
+    assert found["options"]["max_new_tokens"] == NEW
+    assert (found["dtype"], found["device"]) == ("float32", "cpu")
+    assert found["versions"]["redrafter"] == redrafter.__version__
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "2", "--num-return-sequences", "2")])
+def test_compare_finds_the_same_tokens(generate, sampling):
+    out, err = generate("Zürich", "--compare", "--json", *sampling)
+    found = json.loads(out)
+    assert found["compare"]["equal"] is True and found["compare"]["first_difference"] is None
+    assert found["compare"]["speedup"] == pytest.approx(found["compare"]["plain_seconds"] / found["seconds"])
+    assert len(set(found["texts"])) == len(found["prompts"]) == (2 if sampling else 1)
+    assert (found["seeds"] is not None) == bool(sampling)
+    assert "the same tokens" in err.splitlines()[1]
+
+
+def test_compare_tells_where_tokens_differ(generate, monkeypatch):
+    honest = Pair.run
+
+    def broken(self, prompts, options, **arguments):
+        run = honest(self, prompts, options, **arguments)
+        if not options.speculate:
+            run.tokens[0][7] += 1
+        return run
+
+    monkeypatch.setattr(Pair, "run", broken)
+    _, err = generate("Zürich", "--compare")
+    assert "OTHER TOKENS from token 7 of row 0 on" in err
+
+
+def test_a_seed_gives_the_same_text_with_and_without_speculation(generate):
+    sampling = ("Zürich", "--temperature", "1.5", "--seed", "3")
+    text = generate(*sampling)[0]
+    assert text == generate(*sampling, "--no-speculate")[0]
+    assert text != generate(*sampling[:-1], "4")[0]
+
+
+def test_temperature_samples_from_all_tokens(generate, monkeypatch):
+    seen = {}
+    honest = ReDrafter.generate
+    monkeypatch.setattr(ReDrafter, "generate", lambda self, *a, **kw: seen.update(kw) or honest(self, *a, **kw))
+    generate("Zürich", "--temperature", "0.7")
+    assert (seen["do_sample"], seen["temperature"], seen["top_k"]) == (True, 0.7, 0)
+
+
+def test_a_batch_prints_each_row_as_alone(generate, expected, tmp_path):
+    prompts = ["Zürich", "10 €", "ja! " * 20]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n\n".join(prompts) + "\n  \n", encoding="utf-8")
+    out, _ = generate("--file", str(file))
+    headings = ["[1/3] Zürich", "[2/3] 10 €", "[3/3] " + ("ja! " * 20)[:57] + "..."]
+    assert out == "".join(f"{line}\n{expected(prompt)}\n" for line, prompt in zip(headings, prompts, strict=True))
+    assert out == generate(*prompts)[0]
+
+
+def test_a_mark_before_the_first_prompt_of_a_file_is_no_part_of_it(generate, expected, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\ufeffZürich\r\n", encoding="utf-8")
+    assert generate("--file", str(file))[0] == expected("Zürich") + "\n"
+
+
+def test_stdin_is_one_prompt_without_its_last_newline(generate, expected, monkeypatch):
+    typed(monkeypatch, "Zürich\nfür\n")
+    assert generate()[0] == expected("Zürich\nfür") + "\n"
+
+
+def test_chat_template_makes_a_turn(generate, expected):
+    assert generate("Zürich", "--chat-template")[0] == expected("u:Zürich\na:", templated=True) + "\n"
+
+
+@pytest.mark.parametrize(("config", "ends"), [(None, [2]), (5, [2, 5]), ([5, 2], [2, 5])])
+def test_a_turn_also_ends_with_the_tokenizers_own_end(config, ends):
+    model = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=config))
+    pair = types.SimpleNamespace(tokenizer=byte_tokenizer(), engine=types.SimpleNamespace(model=model), name="m")
+    assert Template(pair).eos == ends
+
+
+def test_underscores_are_dashes(generate):
+    assert generate("Zürich", "--num_beams", "2")[0] == generate("Zürich", "--num-beams=2")[0]
+
+
+def test_a_warning_is_one_line(generate):
+    _, err = generate("Zürich", "--draft-len-per-beam", "6")
+    warning, _ = err.splitlines()
+    assert warning.startswith("redrafter: warning: draft_len_per_beam=6 is more than the 5 steps")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([""], "the prompt is empty"),
+        (["ja", ""], "the prompt is empty"),
+        (["ja", "--num-beam", "3"], "did you mean --num-beams? (see redrafter generate --help)"),
+        (["ja", "--temperature", "-1"], "--temperature"),
+        (["ja", "--temperature", "nan"], "--temperature"),
+        (["ja", "--temperature", "hot"], "--temperature"),
+        (["ja", "--top-p", "0.9"], "--temperature above 0"),
+        (["ja", "--temperature", "1", "--top-p", "nan"], "--top-p must be from 0 to 1, got nan"),
+        (["ja", "--temperature", "1", "--min-p", "1.5"], "--min-p must be from 0 to 1, got 1.5"),
+        (["ja", "--draft-len-per-beam", "100000000000000000000"], "draft_len_per_beam must be a positive integer"),
+        (["ja", "--stop", ""], "--stop"),
+        (["ja", "--num-beams", "0"], "num_beams"),
+        (["ja", "--num-beams", "500"], "num_beams=500"),
+        (["ja", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["ja", "--device", "abacus"], "--device abacus"),
+        (["ja", "--num-return-sequences", "0"], "--num-return-sequences"),
+        (["ja", "--num-return-sequences", "2"], "num_return_sequences"),
+        (["ja", "--compare", "--no-speculate"], "--no-speculate"),
+        (["ja", "--file", "x"], "not both"),
+        (["--file", "/nowhere/prompts.txt"], "/nowhere/prompts.txt"),
+        (["\udcff"], "UTF-8"),
+        (["ja! " * 50], "context"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(folder, capsys, args, says):
+    assert says in fails(capsys, "generate", "--model", str(folder / "merged"), *args)
+
+
+def test_a_missing_prompt_is_a_mistake(folder, capsys, monkeypatch, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "latin.txt").write_bytes(b"\xff")
+    assert "empty" in fails(capsys, "generate", "--file", str(tmp_path / "empty.txt"))
+    assert "UTF-8" in fails(capsys, "generate", "--file", str(tmp_path / "latin.txt"))
+    typed(monkeypatch, "\n")
+    assert "empty" in fails(capsys, "generate")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert "no prompt" in fails(capsys, "generate")
+
+
+def test_what_cannot_be_loaded_is_named(folder, capsys, monkeypatch, tmp_path):
+    missing = str(tmp_path / "nowhere")
+    assert missing in fails(capsys, "generate", "--model", missing, "ja")
+    assert missing in fails(capsys, "generate", "--model", str(folder / "base"), "--drafter", missing, "ja")
+    assert "redrafter.json" in fails(capsys, "generate", "--model", str(folder / "base"), "ja")
+    monkeypatch.setattr("redrafter.app.loading.boxed_pair", lambda: tmp_path / "boxed")
+    assert "--model" in fails(capsys, "generate", "ja")
+
+
+def test_truncated_weights_are_an_error(folder, capsys, tmp_path):
+    broken = merge(folder / "base", folder / "drafter", tmp_path / "broken")
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").unlink()
+    (broken / "model.safetensors").write_bytes(weights[:-100])
+    assert "broken" in fails(capsys, "generate", "--model", str(broken), "ja")
+    assert "model.safetensors" in fails(capsys, "info", str(broken))
+
+
+def test_a_drafter_of_another_target_is_an_error(folder, capsys, tmp_path):
+    RecurrentDrafter(DrafterConfig(vocab_size=259, hidden_size=24)).save_pretrained(tmp_path / "other")
+    err = fails(capsys, "generate", "--model", str(folder / "base"), "--drafter", str(tmp_path / "other"), "ja")
+    assert "24" in err and "32" in err
+
+
+def test_a_report_of_several_lines_is_one_line(capsys):
+    report("error", ArgumentError("two\n  lines"))
+    assert capsys.readouterr().err == "redrafter: error: two lines\n"
+
+
+def test_an_interrupt_ends_with_130(folder, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pair, "run", interrupted)
+    assert main(["generate", "--model", str(folder / "merged"), "ja"]) == 130
+    assert capsys.readouterr().err == "\n"
+
+
+def chat(monkeypatch, capsys, folder: Path, said: str, *args: str) -> tuple[str, str]:
+    typed(monkeypatch, said)
+    code = main(["chat", "--model", str(folder / "merged"), "--max-new-tokens", "8", *args])
+    assert code == 0
+    return capsys.readouterr()
+
+
+def test_chat_remembers_its_turns(folder, expected, monkeypatch, capsys):
+    first = expected("s:Sei\nu:ja\na:", templated=True, max_new_tokens=8)
+    second = expected(f"s:Sei\nu:ja\na:{first}\nu:10\na:", templated=True, max_new_tokens=8)
+    out, err = chat(monkeypatch, capsys, folder, "ja\n\n10\n/stats\n", "--system", "Sei")
+    assert out == f"{first}\n{second}\n"
+    assert re.match(r"2 answers, 16 tokens in .+ tokens per step; share of steps .+: \d", err)
+
+
+def test_chat_commands(folder, expected, monkeypatch, capsys):
+    answer = expected("u:ja\na:", templated=True, max_new_tokens=8)
+    out, err = chat(monkeypatch, capsys, folder, "/stats\nja\n/reset\nja\n/nope\n/exit\nja\n")
+    assert out == f"{answer}\n{answer}\n"
+    assert err == "no answers yet\nthe talk so far is forgotten\nthere is no /nope; there are /exit, /reset, /stats\n"
+
+
+def test_chat_forgets_the_oldest_turns_and_says_so(folder, expected, monkeypatch, capsys):
+    question = "ja" * 25
+    first = expected(f"s:S\nu:{question}\na:", templated=True, max_new_tokens=8)
+    second = expected(f"s:S\nu:{question}\na:{first}\nu:{question}\na:", templated=True, max_new_tokens=8)
+    third = expected(f"s:S\nu:{question}\na:{second}\nu:{question}\na:", templated=True, max_new_tokens=8)
+    out, err = chat(monkeypatch, capsys, folder, f"{question}\n" * 3, "--system", "S")
+    assert out == f"{first}\n{second}\n{third}\n"
+    assert err == "(the context is full: the oldest turn is forgotten)\n"
+
+
+def test_history_keeps_room_for_the_answer_and_the_system_message():
+    class Words:
+        def encode(self, messages):
+            return [word for message in messages for word in message["content"].split()]
+
+    history = History(Words(), "be brief", context=10, room=3)
+    history.turns = [("a b", "c"), ("d", "e")]
+    assert history.prompt("f") == (["be", "brief", "d", "e", "f"], 1)
+    assert history.turns == [("d", "e")]
+    assert History(Words(), None, context=None, room=3).prompt("x " * 99)[1] == 0
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_talk(folder, expected, monkeypatch, capsys):
+    honest, tokenizer = Pair.run, byte_tokenizer()
+
+    def interrupted(self, prompts, options, *, streamer, **arguments):
+        monkeypatch.setattr(Pair, "run", honest)
+        streamer.put_step(0, tokenizer("ach").input_ids, 0, ended=False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pair, "run", interrupted)
+    out, _ = chat(monkeypatch, capsys, folder, "ja\n10\n")
+    assert out == "ach\n" + expected("u:ja\na:ach\nu:10\na:", templated=True, max_new_tokens=8) + "\n"
+
+
+def test_chat_mistakes(folder, capsys, monkeypatch, tmp_path):
+    typed(monkeypatch, "ja " * 99 + "\nja\n")
+    assert "context" in fails(capsys, "chat", "--model", str(folder / "merged"))
+    mute = merge(folder / "base", folder / "drafter", tmp_path / "mute")
+    (mute / "chat_template.jinja").unlink()
+    assert "chat template" in fails(capsys, "chat", "--model", str(mute))
+    (mute / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    typed(monkeypatch, "ja\n")
+    assert "no such role" in fails(capsys, "chat", "--model", str(mute))
+
+
+SMALL = {"num_beams": 1, "draft_len": 4, "nodes": 5}
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "1", "--seed", "3")])
+@pytest.mark.parametrize(
+    ("flags", "shape"),
+    [
+        (("--draft-len", "3"), {"num_beams": 1, "draft_len": 3, "nodes": 4}),
+        (("--num-beams", "2", "--node-budget", "5"), {"num_beams": 2, "draft_len": 4, "nodes": 5}),
+        (("--num-beams", "5", "--draft-len", "8"), {"num_beams": 5, "draft_len": 8, "nodes": 12}),
+        (("--adaptive",), SMALL),
+        (("--draft-device", "cpu", "--acceptance", "match"), SMALL),
+    ],
+)
+def test_a_draft_model_drafts_and_the_tokens_are_those_of_plain_decoding(
+    folder, generate, expected, flags, shape, sampling
+):
+    document = json.loads(
+        generate("ja", "Zürich", "--draft-model", str(folder / "small"), *flags, *sampling, "--compare", "--json")[0]
+    )
+    assert document["compare"]["equal"] is True and document["compare"]["first_difference"] is None
+    assert (document["drafts"], document["drafter"]) == ("draft model", str(folder / "small"))
+    assert document["shape"] == shape
+    assert 0 < document["stats"]["accepted"] < document["stats"]["drafted"]
+    if not sampling:
+        assert document["texts"] == [expected("ja"), expected("Zürich")]
+
+
+def test_greedy_rejection_is_plain_decoding_too(folder, generate, expected):
+    args = ("--draft-model", str(folder / "small"), "--acceptance", "rejection")
+    assert generate("ja", *args)[0] == expected("ja") + "\n"
+    sampled = json.loads(generate("ja", *args, "--temperature", "1", "--seed", "3", "--json")[0])
+    assert (
+        sampled["texts"] == json.loads(generate("ja", *args, "--temperature", "1", "--seed", "3", "--json")[0])["texts"]
+    )
+    assert 0 < sampled["stats"]["accepted"] < sampled["stats"]["drafted"]
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "1", "--seed", "3")])
+def test_prompt_lookup_drafts_from_the_text(folder, generate, sampling):
+    args = ("--prompt-lookup", "--draft-len", "5", "--ngram", "3", *sampling)
+    document = json.loads(generate(TEXT * 2, *args, "--compare", "--json")[0])
+    assert document["compare"]["equal"] is True
+    assert (document["drafts"], document["drafter"]) == ("prompt lookup", None)
+    assert document["shape"] == {"ngram": 3, "draft_len": 5}
+    assert 0 < document["stats"]["accepted"] < document["stats"]["drafted"]
+
+
+def test_a_model_needs_no_drafter_when_something_else_drafts(folder, generate, expected):
+    for args in (("--draft-model", str(folder / "small")), ("--prompt-lookup",)):
+        assert generate("Zürich", "--model", str(folder / "base"), *args)[0] == expected("Zürich") + "\n"
+
+
+def test_the_drafter_is_said_to_draft_where_nothing_else_does(folder, generate):
+    document = json.loads(generate("ja", "--json")[0])
+    assert (document["drafts"], document["drafter"]) == ("drafter", str(folder / "merged" / "drafter"))
+    assert document["shape"]["num_beams"] == 5 and "draft_len_per_beam" in document["shape"]
+
+
+def test_chat_with_a_draft_model(folder, expected, monkeypatch, capsys):
+    first = expected("u:ja\na:", templated=True, max_new_tokens=8)
+    second = expected(f"u:ja\na:{first}\nu:10\na:", templated=True, max_new_tokens=8)
+    for args, shares in ((("--draft-model", str(folder / "small"), "--draft-len", "2"), 2), (("--prompt-lookup",), 4)):
+        out, err = chat(monkeypatch, capsys, folder, "ja\n10\n/stats\n", *args)
+        assert out == f"{first}\n{second}\n"
+        assert re.fullmatch(rf"2 answers, 16 tokens in .+; share of steps .+ drafts:( \d\.\d\d){{{shares}}}\n", err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--draft-len", "3"], "--draft-len is for --draft-model or --prompt-lookup"),
+        (["--ngram", "3"], "--ngram is for --prompt-lookup"),
+        (["--adaptive"], "--adaptive is for --draft-model"),
+        (["--draft-device", "cpu"], "--draft-device is for --draft-model"),
+        (["--acceptance", "match"], "--acceptance is for --draft-model"),
+        (["--prompt-lookup", "--acceptance", "match"], "--acceptance is for --draft-model"),
+        (["--prompt-lookup", "--num-beams", "2"], "--num-beams is for a drafter or --draft-model"),
+        (["--prompt-lookup", "--node-budget", "2"], "--node-budget is for a drafter or --draft-model"),
+        (["--draft-model", "{small}", "--tuning", "shapes.json"], "--tuning is for a drafter"),
+        (["--draft-model", "{small}", "--drafter", "{drafter}"], "--drafter and --draft-model exclude each other"),
+        (["--draft-model", "{small}", "--draft-len-per-beam", "2"], "--draft-len-per-beam is for a drafter"),
+        (["--draft-model", "{small}", "--ngram", "2"], "--ngram is for --prompt-lookup"),
+        (["--draft-model", "{small}", "--prompt-lookup"], "--draft-model and --prompt-lookup exclude each other"),
+        (["--draft-model", ""], "an empty one"),
+        (["--drafter", ""], "an empty one"),
+        (["--draft-model", "/nowhere/small"], "/nowhere/small is not a directory"),
+        (["--draft-model", "{drafter}"], "{drafter} is a drafter, not a model"),
+        (["--draft-model", "{foreign}"], "use one of the same family, with the same tokenizer"),
+        (["--draft-model", "{small}", "--draft-len", "0"], "draft_len"),
+        (["--draft-model", "{small}", "--num-beams", "0"], "num_beams"),
+        (["--draft-model", "{small}", "--num-beams", "300"], "num_beams=300"),
+        (["--draft-model", "{small}", "--num-beams", "2", "--acceptance", "rejection"], "acceptance='match'"),
+        (["--draft-model", "{small}", "--draft-device", "abacus"], "--draft-device abacus"),
+        (["--draft-model", "{small}", "--acceptance", "odds"], "--acceptance"),
+        (["--prompt-lookup", "--ngram", "0"], "ngram"),
+    ],
+)
+def test_flags_for_another_way_to_draft_are_refused_by_name(folder, capsys, flags, says):
+    names = {name: str(folder / name) for name in ("small", "drafter", "foreign")}
+    args = [flag.format(**names) for flag in flags]
+    assert says.format(**names) in fails(capsys, "generate", "--model", str(folder / "merged"), *args, "ja")
+
+
+def test_more_words_to_look_up_than_there_are(folder, generate, expected):
+    assert generate("ja", "--prompt-lookup", "--ngram", "500")[0] == expected("ja") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "draft_device", "device", "acceptance"),
+    [
+        ("[4,[0],[1],False]", "cuda:0", "cuda:1", "match"),
+        ("[4, [0], [1], true]", "cuda:0", "cuda:1", "rejection"),
+        (" [4,[10],[0],false]", "cuda:10", "cuda:0", "match"),
+        ("[4,[0],[0],True]", "cuda:0", "cuda:0", "rejection"),
+    ],
+)
+def test_the_config_in_one_stands_for_four_flags(text, draft_device, device, acceptance):
+    draft = DraftOptions(draft_model="d", adaptive=True, draft_target_model_config=text)
+    four = DraftOptions("d", draft_len=4, acceptance=acceptance, adaptive=True, draft_device=draft_device)
+    assert with_config(LoadOptions(num_beams=2), draft) == (LoadOptions(num_beams=2, device=device), four)
+    assert with_config(LoadOptions(device="cpu"), four) == (LoadOptions(device="cpu"), four)
+
+
+CONFIGS = [
+    "",
+    "4",
+    "[4]",
+    "[4,[0],[1]]",
+    "[4,[0],[1],False,0]",
+    "[4,0,1,False]",
+    "[4,[],[1],False]",
+    "[4,[-1],[1],False]",
+]
+CONFIGS += [
+    "[4,[0],[True],False]",
+    "[True,[0],[1],False]",
+    "['4',[0],[1],False]",
+    "[4.0,[0],[1],False]",
+    "[4,[0],[1],0]",
+]
+CONFIGS += ["[4,[0],[1],None]", "[4,[0],['1'],False]", "[4,[0],[1],False", "[2+2,[0],[1],False]", "__import__('os')"]
+CONFIGS += ["[" * 1000, "[" * 1000 + "]" * 1000, "[4,[0],[1],False]\0", "4" * 5000, "None"]
+
+
+@pytest.mark.parametrize("text", CONFIGS, ids=lambda text: repr(text[:20]))
+def test_a_malformed_config_is_told_what_one_looks_like(folder, capsys, text):
+    names = ("--model", str(folder / "base"), "--draft-model", str(folder / "small"))
+    err = fails(capsys, "generate", *names, "--draft-target-model-config", text, "ja")
+    assert '--draft-target-model-config must look like "[4,[0],[1],False]": draft length' in err
+
+
+@pytest.mark.parametrize("text", ["[4,{0},[1],False]", "[4,[0],{5: 1},False]"])
+def test_devices_are_a_list(text):
+    with pytest.raises(ArgumentError, match="must look like"):
+        with_config(LoadOptions(), DraftOptions(draft_model="d", draft_target_model_config=text))
+
+
+@pytest.mark.parametrize(
+    ("text", "whose"), [("[4,[0,1],[0],False]", "the draft model on 2"), ("[4,[0],[0,1,2],False]", "the target on 3")]
+)
+def test_several_devices_for_one_model_are_not_there_yet(folder, capsys, text, whose):
+    names = ("--model", str(folder / "base"), "--draft-model", str(folder / "small"))
+    err = fails(capsys, "generate", *names, "--draft-target-model-config", text, "ja")
+    assert whose in err and "tensor parallelism" in err
+
+
+@pytest.mark.parametrize("flag", ["--draft-len=3", "--device=cpu", "--draft-device=cpu", "--acceptance=match"])
+def test_the_config_and_a_flag_that_it_stands_for_exclude_each_other(folder, capsys, flag):
+    names = ("--model", str(folder / "base"), "--draft-model", str(folder / "small"))
+    err = fails(capsys, "generate", *names, "--draft-target-model-config", "[4,[0],[0],False]", flag, "ja")
+    assert f"says what {flag.partition('=')[0]} says" in err
+
+
+def test_the_config_is_for_a_draft_model(folder, capsys):
+    for args in ([], ["--prompt-lookup"]):
+        names = ("--model", str(folder / "merged"), *args)
+        err = fails(capsys, "generate", *names, "--draft-target-model-config", "[4,[0],[0],False]", "ja")
+        assert "is for --draft-model" in err
+
+
+def info(capsys, *args: str) -> dict:
+    assert main(["info", "--json", *args]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def test_info_tells_each_kind_of_checkpoint(folder, capsys):
+    base, drafter, merged = (info(capsys, str(folder / name)) for name in ("base", "drafter", "merged"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    assert base["kind"] == "model" and "fits" not in base
+    assert base["model"] == {
+        "architecture": "LlamaForCausalLM",
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "stored_as": "float32",
+        "hidden_size": 32,
+        "layers": 1,
+        "vocabulary": 259,
+        "context": CONTEXT,
+    }
+    assert drafter["kind"] == "drafter"
+    head = RecurrentDrafter.from_pretrained(folder / "drafter")
+    assert drafter["drafter"]["parameters"] == sum(parameter.numel() for parameter in head.parameters())
+    assert drafter["drafter"]["draft_vocabulary"] == head.config.draft_vocab_size < drafter["drafter"]["vocabulary"]
+    assert merged["kind"] == "merged checkpoint" and merged["fits"] is True
+    assert merged["model"] == base["model"]
+    assert merged["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": None, "greedy_search": None}
+
+
+def test_info_says_why_a_drafter_does_not_fit(folder, capsys, tmp_path):
+    config = {"vocab_size": 259, "hidden_size": 32, "base_model": "elsewhere"}
+    RecurrentDrafter(DrafterConfig(**config, base_embedding_norms=[9.0] * 8)).save_pretrained(tmp_path / "other")
+    found = info(capsys, str(folder / "base"), "--drafter", str(tmp_path / "other"))
+    assert found["fits"] is False and "elsewhere" in found["why_not"]
+    assert main(["info", str(folder / "base"), "--drafter", str(folder / "drafter")]) == 0
+    assert re.search(r"^fits +yes$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_info_alone_tells_versions(capsys):
+    assert info(capsys)["environment"]["torch"] == torch.__version__
+
+
+def test_info_mistakes(folder, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    assert "config.json" in fails(capsys, "info", str(tmp_path))
+    assert "nowhere" in fails(capsys, "info", "./nowhere")
+    assert "model" in fails(capsys, "info", "--drafter", str(folder / "drafter"))
+    assert "not a drafter" in fails(capsys, "info", str(folder / "base"), "--drafter", str(folder / "base"))
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, byte_fallback_tokenizer])
+@pytest.mark.parametrize("size", [1, 3])
+def test_text_in_pieces_is_the_text(make, size):
+    tokenizer = make()
+    if make is byte_tokenizer:
+        ids = tokenizer(TEXT * 8).input_ids
+    else:
+        hello, world, space, bang = tokenizer.convert_tokens_to_ids(["▁Hello", "▁world", "▁", "!"])
+        smiles = [len(SPECIAL) + byte for byte in "€🙂日本".encode() * 5]
+        ids = [hello, world, bang, *smiles, world, space, *smiles, bang] * 4
+    ids[9:9] = [tokenizer.eos_token_id] * 30  # special tokens print nothing
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(ids[start : start + size]) for start in range(0, len(ids), size)]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert detokenizer.finish() == ""
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_text_that_is_no_text_still_comes_and_costs_no_more_with_length():
+    tokenizer = byte_tokenizer()
+    ids = torch.randint(3, 259, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids[1000:1200] = tokenizer("é").input_ids[1:2] * 200
+    detokenizer, longest = Detokenizer(tokenizer), 0
+    pieces = []
+    for token in ids:
+        pieces.append(detokenizer.push([token]))
+        longest = max(longest, len(detokenizer._window))
+    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(ids)
+    assert longest < 80
+
+
+def test_scripts_get_their_own_arguments(monkeypatch):
+    got = []
+    stand_in = types.SimpleNamespace(main=lambda argv: got.append(argv) or 3)
+    monkeypatch.setitem(sys.modules, "redrafter.train.train_drafter", stand_in)
+    assert main(["train", "--help", "--any_thing", "x"]) == 3
+    assert got == [["--help", "--any_thing", "x"]]
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["compare"], ["info"], ["convert"]])
+def test_help_has_an_example(capsys, command):
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert out.startswith(f"usage: {' '.join(['redrafter', *command])} ")
+    assert "example" in out
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); from redrafter.cli import main; "
+    )
+    done = subprocess.run([sys.executable, "-c", code + "main(['generate', '--help'])"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.endswith("\nFalse\n")
+
+
+def test_a_reader_that_has_left_is_no_error():
+    code = "import sys; import redrafter.app.program as program; program._hush = lambda: None; "
+    code += "sys.exit(program.guarded(lambda: print('x') or 0))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_the_real_program(folder, expected):
+    command = [sys.executable, "-m", "redrafter", "generate", "--model", str(folder / "merged"), "--max-new-tokens"]
+    done = subprocess.run([*command, str(NEW)], input="Zürich\n".encode(), capture_output=True, check=False)
+    assert done.stdout.decode() == expected("Zürich") + "\n"
+    assert done.stderr.decode().count("\n") == 1
+    assert done.returncode == 0

@@ -1,0 +1,273 @@
+"""Flags that are misspelt, and those of TensorRT-LLM's programs: honoured, noted, or named with ours."""
+
+import json
+
+import pytest
+
+from helpers.command_line import byte_tokenizer, fails
+from redrafter.app.parser import build_parser
+from redrafter.app.trtllm_flags import FLAGS, meaning_of
+from redrafter.cli import main
+from redrafter.convert import config as convert_config
+from redrafter.convert.convert_checkpoint import main as convert
+from redrafter.serve import command as serve_command
+from redrafter.spelling import nearest
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["convert", "--redrafter_greedy"], None),
+        (["serve", "--kv-cache-reuse"], None),
+        (["serve", "--speculate"], None),
+        (["generate", "--no-compare"], None),
+        (["generate", "--top-a", "1"], None),  # as near to one as to the other
+        (["generate", "--tunings", "none"], "--tuning"),
+        (["generate", "--temprature", "1"], "--temperature"),
+        (["generate", "--num_beam=3"], "--num-beams"),
+        (["tune", "--batch-size", "1"], "--batch-sizes"),
+        (["serve", "--prot", "1"], "--port"),
+        (["serve", "--pool", "1"], None),
+        (["convert", "--output_dri", "x"], "--output-dir"),
+    ],
+)
+def test_a_hint_is_a_slip_away_and_never_the_opposite(capsys, args, hint):
+    err = fails(capsys, *args)
+    assert "unrecognized arguments: " in err
+    assert ("did you mean" in err) == (hint is not None)
+    assert hint is None or f"did you mean {hint}? (see" in err
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "found"),
+    [
+        ("draft_lne", ["draft_len", "draft_len_per_beam"], "draft_len"),
+        ("--no-compile", ["--compile"], None),
+        ("--host", ["--port"], None),
+        ("compile", ["no_compile"], None),
+        ("seed", ["seeds", "speed"], None),
+        ("x", [], None),
+    ],
+)
+def test_the_nearest_name_is_one_of_the_same_meaning(word, known, found):
+    assert nearest(word, known) == found
+
+
+@pytest.mark.parametrize(
+    ("command", "theirs", "ours"),
+    [
+        ("generate", ["--max_output_len=7", "a"], ["--max-new-tokens", "7", "a"]),
+        ("generate", ["--max-output-len", "7", "--random_seed", "3", "a"], ["--max-new-tokens=7", "--seed=3", "a"]),
+        ("generate", ["--input_text", "a", "b c", "--top_k", "3"], ["--top-k", "3", "a", "b c"]),
+        ("generate", ["--num-beams", "3", "--input_text=a"], ["--num-beams", "3", "a"]),
+        ("generate", ["--input_text", "5", "--max_output_len", "7"], ["5", "--max-new-tokens", "7"]),
+        ("generate", ["--stop_words", " x", "y", "--input_text", "a"], ["--stop", " x", "--stop", "y", "a"]),
+        ("generate", ["--num_draft_tokens", "3", "a"], ["--draft-len", "3", "a"]),
+        ("generate", ["a", "--use_draft_logits"], ["a", "--acceptance", "rejection"]),
+        ("generate", ["a", "--use-logits"], ["a", "--acceptance", "rejection"]),
+        ("generate", ["a", "--model_dir", "m"], ["a", "--model", "m"]),
+        ("generate", ["--", "--max_output_len"], ["--", "--max_output_len"]),
+        ("compare", ["--dataset=p.json", "--output-len", "9"], ["--prompts", "p.json", "--max-new-tokens", "9"]),
+        ("tune", ["--dataset", "p.json"], ["--prompts", "p.json"]),
+        ("chat", ["--max_output_len", "7"], ["--max-new-tokens", "7"]),
+    ],
+)
+def test_what_has_an_equal_here_is_honoured(command, theirs, ours):
+    assert build_parser().parse_args([command, *theirs]) == build_parser().parse_args([command, *ours])
+
+
+def test_serve_takes_its_model_by_a_flag_too(capsys):
+    for args in (["--model", "m"], ["--model_dir=m"], ["--port", "9", "--hf_model_dir", "m"], ["m"]):
+        assert main(["serve", "--print-config", *args]) == 0
+        assert json.loads(capsys.readouterr().out)["model"] == "m"
+    assert "argument --model: expected a value" in fails(capsys, "serve", "--print-config", "--model")
+    assert "unrecognized arguments: n" in fails(capsys, "serve", "--print-config", "m", "--model", "n")
+
+
+NOTED = [
+    ("generate", "--streaming"),
+    ("generate", "--kv_cache_enable_block_reuse"),
+    ("generate", "--use_py_session"),
+    ("generate", "--output_generation_logits"),
+    ("generate", "--run_profiling"),
+    ("generate", "--log_level=verbose"),
+    ("generate", "--log_level verbose"),
+    ("serve", "--kv-cache-enable-block-reuse"),
+    ("serve", "--enable_chunked_context"),
+    ("chat", "--streaming"),
+    ("convert", "--use_parallel_embedding"),
+    ("convert", "--embedding_sharding_dim 1"),
+    ("convert", "--load_model_on_cpu"),
+    ("convert", "--storage-type fp16"),
+    ("convert", "-t fp16"),
+    ("convert", "--dense_context_fmha"),
+]
+
+
+@pytest.mark.parametrize(("command", "typed"), NOTED)
+def test_what_is_not_needed_is_accepted_with_a_note(capsys, command, typed):
+    words = typed.split()
+    if command == "convert":
+        assert (
+            convert_config.parse([*words, "--drafter-model-dir", "d", "--output-dir", "o"], "convert").output_dir == "o"
+        )
+    elif command == "serve":
+        assert main(["serve", "--print-config", *words]) == 0
+    else:
+        ours = build_parser().parse_args([command])
+        assert build_parser().parse_args([command, *words]) == ours
+    [note] = capsys.readouterr().err.splitlines()
+    name = words[0].partition("=")[0]
+    assert note.startswith(f"redrafter: note: {name} is TensorRT-LLM's; not needed here: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "says"),
+    [
+        ("generate", "--engine_dir e", "--engine_dir is TensorRT-LLM's; here: --model DIR"),
+        ("generate", "--draft_engine_dir=e", "--draft_engine_dir is TensorRT-LLM's; here: --draft-model DIR"),
+        ("generate", "--tokenizer_dir t", "the tokenizer is the one beside the model"),
+        ("generate", "--max_draft_len 4", "here: --draft-len N of a draft model, or --draft-len-per-beam N"),
+        ("generate", "--dataset d.json", "here: --file FILE"),
+        ("generate", "--kv_cache_dtype fp8", "here: --dtype"),
+        ("generate", "--output_logits_npy x", "here: --json"),
+        ("generate", "--length_penalty 1", "beam search cannot be drafted for exactly"),
+        ("generate", "--end_id 2", "here: --stop-token-ids N"),
+        ("generate", "--max_input_length 9", "here: --max-input-len N"),
+        ("compare", "--input_text a", "here: --prompts FILE"),
+        ("serve", "--engine e", "--engine is llgtrt's; here: MODEL"),
+        ("serve", "--engine_dir e", "--engine_dir is TensorRT-LLM's; here: MODEL"),
+        ("serve", "--kv-cache-dtype fp8", "--kv-cache-dtype is TensorRT-LLM's; here: --dtype"),
+        ("serve", "--streaming", '"stream": true in a request'),
+        ("convert", "--engine_dir e", "here: --base-model-checkpoint-dir DIR"),
+        ("convert", "--streaming", "has no meaning in `redrafter convert`: leave it out"),
+        ("info", "--streaming", "has no meaning in `redrafter info`: leave it out"),
+        ("generate", "--streaming=False", "--streaming is a switch and takes no value, got 'False'"),
+        ("generate", "--use_draft_logits=False", "--use_draft_logits is a switch"),
+        ("generate", "--max_output_len", "argument --max_output_len: expected a value"),
+        ("generate", "--log_level --json", "argument --log_level: expected a value"),
+    ],
+)
+def test_what_has_another_name_or_meaning_here_is_told_it(capsys, command, typed, says):
+    assert says in fails(capsys, command, *typed.split())
+
+
+def test_every_meaning_of_the_table_is_that_of_some_command():
+    commands = build_parser()._subparsers._group_actions[0].choices
+    parsers = [commands[name] for name in ("generate", "chat", "compare", "tune", "bench")]
+    parsers += [serve_command._parser(), convert_config.parser("redrafter convert")]
+    for name, known in FLAGS.items():
+        reached = {meaning_of(name, parser) for parser in parsers}
+        assert set(known) <= reached, name
+
+
+def test_the_command_of_the_draft_target_documents_runs_once_two_names_are_ours(generate, folder, expected, capsys):
+    theirs = ["--draft_target_model_config", "[4,[0],[1],False]", "--num_beams", "1", "--use_py_session"]
+    reused = ["--kv_cache_enable_block_reuse", "--kv_cache_free_gpu_memory_fraction=0.5", "--output_generation_logits"]
+    text = ["--max_output_len=9", "--input_text=ja"]
+    model = ["--draft-model", str(folder / "small"), "--num_draft_tokens=4", *reused, *text]
+    out, err = generate(*model)
+    assert out == expected("ja", max_new_tokens=9) + "\n"
+    assert err.count("redrafter: note: ") == 2
+    err = fails(capsys, "generate", "--engine_dir", "e", *theirs)
+    assert "here: --model DIR" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "says"),
+    [
+        ("generate", ["--temperature", "0.7", "0.2", "ja"], "--temperature takes one value, and 0.2 after it"),
+        ("generate", ["--temperature=0.7", "0.2", "ja"], "for one a prompt: --temperature 0.7,0.2"),
+        ("generate", ["--top-k", "5", "3", "ja"], "--top-k takes one value, and 3 after it would be a PROMPT"),
+        ("generate", ["--random_seed", "5", "-1.5e3", "ja"], "--random_seed takes one value"),
+        ("generate", ["--temperature", "0.7,0.2,0.1", "ja", "so"], "3 values for 2 prompts"),
+        ("generate", ["--temperature", "0.7,0", "ja", "so"], "each --temperature must be above 0, got 0.7,0"),
+        ("generate", ["--temperature", "0.7,nan", "ja", "so"], "each --temperature must be above 0"),
+        ("serve", ["--port", "8000", "9000"], "--port takes one value, and 9000 after it would be a MODEL"),
+        ("compare", ["--temperature", "0.7,0.2"], "--temperature"),
+        ("chat", ["--temperature", "0.7,0.2"], "--temperature"),
+        ("generate", ["ja", "--logit-bias", "5"], "write token ids and numbers, such as 11=-100,42=2.5, not '5'"),
+        ("generate", ["ja", "--logit-bias", "5=nan"], "--logit-bias must be of finite numbers"),
+        ("generate", ["ja", "--logit-bias", "999=1"], "--logit-bias 999 is no token"),
+        ("generate", ["ja", "--stop-token-ids", "-1"], "--stop-token-ids -1 is no token"),
+        ("generate", ["ja", "--stop-token-ids", "999"], "has the ids 0 to 258"),
+        ("generate", ["ja", "--bad-words", ""], "--bad-words needs a text"),
+        ("generate", ["ja", "--frequency-penalty", "inf"], "--frequency-penalty must be a finite number"),
+    ],
+)
+def test_numbers_that_would_be_taken_for_something_else_are_refused(folder, capsys, command, args, says):
+    model = [] if command == "serve" else ["--model", str(folder / "merged")]
+    assert says in fails(capsys, command, *args, *model)
+
+
+@pytest.mark.parametrize("args", [["0.2", "--temperature", "0.7"], ["--temperature", "0.7", "--", "0.2"]])
+def test_a_prompt_may_be_a_number_where_it_cannot_be_mistaken(generate, args):
+    assert json.loads(generate("--json", *args)[0])["prompts"] == ["0.2"]
+
+
+def test_each_prompt_may_have_a_temperature(generate):
+    both = json.loads(generate("--temperature", "0.7,2", "--seed", "5", "ja", "Zürich", "--compare", "--json")[0])
+    assert both["compare"]["equal"] is True
+    alone = [("0.7", "5", "ja"), ("2", "6", "Zürich")]
+    for text, (temperature, seed, prompt) in zip(both["texts"], alone, strict=True):
+        assert json.loads(generate("--temperature", temperature, "--seed", seed, prompt, "--json")[0])["texts"] == [
+            text
+        ]
+    twice = json.loads(generate("--temperature=0.7,2", "--num-return-sequences=2", "--seed=5", "ja", "so", "--json")[0])
+    assert len(twice["texts"]) == 4 and twice["texts"][0] == both["texts"][0]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (("--bad-words", "r"), {"bad_words_ids": [[ord("r")]]}),
+        (("--logit-bias", "{e}=-100,{r}=-100"), {"sequence_bias": {"e": -100.0, "r": -100.0}}),
+        (("--stop-token-ids", "{r},{i}"), {"eos_token_id": ["r", "i"]}),
+    ],
+)
+def test_options_of_texts_are_those_of_generate(generate, expected, args, kwargs):
+    ids = {letter: byte_tokenizer()(letter, add_special_tokens=False).input_ids[0] for letter in "eri"}
+    made = {
+        "bad_words_ids": lambda value: [
+            [ids["r"]],
+            byte_tokenizer()(" r", add_special_tokens=False).input_ids,
+        ],
+        "sequence_bias": lambda value: {(ids[letter],): bias for letter, bias in value.items()},
+        "eos_token_id": lambda value: [2, *(ids[letter] for letter in value)],
+    }
+    theirs = {name: made[name](value) for name, value in kwargs.items()}
+    out, _ = generate("Zü", *(arg.format(**ids) for arg in args))
+    assert out == expected("Zü", **theirs) + "\n"
+    assert out != expected("Zü") + "\n"
+    assert out == generate("Zü", "--no-speculate", *(arg.format(**ids) for arg in args))[0]
+
+
+def test_penalties_of_a_command_line_reach_the_texts(generate):
+    for name in ("--frequency-penalty", "--presence-penalty"):
+        document = json.loads(generate("ja", name, "3", "--compare", "--json")[0])
+        assert document["compare"]["equal"] is True
+        assert document["texts"] != json.loads(generate("ja", "--json")[0])["texts"]
+
+
+def test_ends_of_a_chat_are_joined_by_those_that_were_asked_for(generate, expected):
+    ids = byte_tokenizer()("i", add_special_tokens=False).input_ids
+    out, _ = generate("ja", "--chat-template", "--stop-token-ids", str(ids[0]))
+    assert out == expected("u:ja\na:", templated=True, eos_token_id=[2, *ids]) + "\n"
+
+
+def test_a_temperature_that_is_typed_wins_over_a_checkpoint_that_says_greedy(folder, capsys, tmp_path):
+    pair = ["--model_dir", str(folder / "base"), "--drafter_model_dir", str(folder / "drafter")]
+    assert convert([*pair, "--output_dir", str(tmp_path / "greedy"), "--redrafter_greedy_search"]) == 0
+    assert json.loads((tmp_path / "greedy" / "redrafter.json").read_text())["greedy_search"] is True
+    capsys.readouterr()
+
+    def run(model, *args: str) -> dict:
+        line = ["generate", "--model", str(model), "--max-new-tokens", "30", "--compare", "--json", *args, "ja"]
+        assert main(line) == 0
+        return json.loads(capsys.readouterr().out)
+
+    sampled = run(tmp_path / "greedy", "--temperature", "2", "--seed", "3")
+    assert sampled["texts"] == run(folder / "merged", "--temperature", "2", "--seed", "3")["texts"]
+    assert sampled["seeds"] == [3] and sampled["compare"]["equal"] is True
+    greedy = run(tmp_path / "greedy")
+    assert greedy["seeds"] is None and greedy["texts"] != sampled["texts"]

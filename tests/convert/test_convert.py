@@ -1,0 +1,210 @@
+"""A base and a drafter, merged: what is written, what is refused, and that nothing half-written is left."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import redrafter
+from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
+from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
+from redrafter.checkpoints.loading import TreeShape, embedding_norms
+from redrafter.convert.convert_checkpoint import main, merge
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A folder with `base` in several files, as large models are, and `drafter`."""
+    folder = tmp_path_factory.mktemp("convert")
+    model = tiny_model("llama")
+    model.save_pretrained(folder / "base", max_shard_size="20KB")
+    (folder / "base" / "tokenizer.json").write_text("{}")
+    (folder / "base" / "additional_chat_templates").mkdir()
+    (folder / "base" / "additional_chat_templates" / "tools.jinja").write_text("tools")
+    (folder / "base" / ".cache").mkdir()
+    norms = embedding_norms(model.get_input_embeddings())
+    tiny_drafter(draft_beams=3, draft_vocab_size=50, base_embedding_norms=norms).save_pretrained(folder / "drafter")
+    return folder
+
+
+@pytest.fixture
+def copies(saved, tmp_path) -> Path:
+    """The same folder, free to be damaged."""
+    for file in saved.rglob("*"):
+        if file.is_file():
+            target = tmp_path / file.relative_to(saved)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def arguments(folder: Path, output: Path, *more: str) -> list[str]:
+    names = {
+        "base_model_checkpoint_dir": folder / "base",
+        "drafter_model_dir": folder / "drafter",
+        "output_dir": output,
+    }
+    return [piece for name, value in names.items() for piece in (f"--{name}", str(value))] + list(more)
+
+
+def test_merged_pair_generates_as_its_parts(saved, tmp_path, capsys):
+    output = tmp_path / "deep" / "merged"
+    dashed = [arg.replace("_", "-") if arg.startswith("--") else arg for arg in arguments(saved, output)]
+    assert main([*dashed, "--node_budget", "7"]) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    pair, parts = ReDrafter.from_pretrained(output), ReDrafter.from_pretrained(saved / "base", saved / "drafter")
+    assert (pair.proposer.beams, pair.proposer.depth, pair.proposer.nodes) == (3, 5, 7)
+    prompt = torch.tensor([[5, 6, 7]])
+    assert torch.equal(pair.generate(prompt, max_new_tokens=20), parts.generate(prompt, max_new_tokens=20))
+    for mine, theirs in zip(pair.drafter.parameters(), parts.drafter.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_base_files_are_as_they_were(saved, tmp_path):
+    output = merge(saved / "base", saved / "drafter", tmp_path / "merged", TreeShape(num_beams=4))
+    for file in (saved / "base").rglob("*"):
+        if file.is_file():
+            assert (output / file.relative_to(saved / "base")).read_bytes() == file.read_bytes()
+            assert (output / file.relative_to(saved / "base")).samefile(file) == (file.suffix == ".safetensors")
+    assert len(list(output.glob("*.safetensors"))) > 1
+    assert not (output / ".cache").exists()
+    assert {file.name for file in (output / "drafter").iterdir()} == {"config.json", "model.safetensors"}
+    assert json.loads((output / "redrafter.json").read_text()) == {
+        "num_beams": 4,
+        "draft_len_per_beam": 5,
+        "node_budget": None,
+        "greedy_search": None,
+    }
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_weights_behind_symbolic_links_are_linked_themselves(saved, tmp_path):
+    (tmp_path / "base").mkdir()
+    for file in (saved / "base").iterdir():
+        (tmp_path / "base" / file.name).symlink_to(file)
+    output = merge(tmp_path / "base", saved / "drafter", tmp_path / "merged")
+    assert not any(file.is_symlink() for file in output.rglob("*"))
+
+
+def test_weights_are_copied_where_links_do_not_work(saved, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", refuse)
+    output = merge(saved / "base", saved / "drafter", tmp_path / "merged")
+    for file in (saved / "base").glob("*.safetensors"):
+        assert (output / file.name).read_bytes() == file.read_bytes()
+        assert not (output / file.name).samefile(file)
+
+
+def test_an_existing_output_is_replaced_only_when_asked(saved, tmp_path):
+    output = merge(saved / "base", saved / "drafter", tmp_path / "merged")
+    (output / "old").touch()
+    with pytest.raises(ArgumentError, match="--overwrite"):
+        merge(saved / "base", saved / "drafter", output)
+    assert (output / "old").exists()
+    merge(saved / "base", saved / "drafter", output, TreeShape(num_beams=2), overwrite=True)
+    assert not (output / "old").exists()
+    assert json.loads((output / "redrafter.json").read_text())["num_beams"] == 2
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_overwrite_spares_what_is_no_merged_checkpoint(copies):
+    (copies / "precious").mkdir()
+    (copies / "precious" / "config.json").write_text("{}")
+    for output in (copies / "precious", copies / "base", copies / "base" / "merged", copies):
+        with pytest.raises(ArgumentError):
+            merge(copies / "base", copies / "drafter", output, overwrite=True)
+        assert (copies / "base" / "config.json").exists()
+    assert (copies / "precious" / "config.json").exists()
+
+
+def test_a_drafter_of_another_base_is_refused(copies):
+    for sizes, found in (
+        ({"hidden_size": HIDDEN + 1}, (HIDDEN + 1, HIDDEN)),
+        ({"vocab_size": VOCAB + 1}, (VOCAB + 1, VOCAB)),
+    ):
+        tiny_drafter(**sizes, base_model="elsewhere").save_pretrained(copies / "other")
+        with pytest.raises(MismatchError, match=rf"of {found[0]}, but .* has {found[1]}; its base is elsewhere"):
+            merge(copies / "base", copies / "other", copies / "merged")
+    tiny_drafter(base_embedding_norms=[1.0] * 8).save_pretrained(copies / "other")
+    with pytest.raises(MismatchError, match="another base than"):
+        merge(copies / "base", copies / "other", copies / "merged")
+    assert not (copies / "merged").exists()
+
+
+@pytest.mark.parametrize("part", ["base", "drafter"])
+def test_broken_files_are_named(copies, part):
+    weights = sorted((copies / part).glob("*.safetensors"))[-1]
+    whole = weights.read_bytes()
+    for damaged in (whole[:-10], whole[:5], b"", b"x" * 100):
+        weights.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=re.escape(str(weights))):
+            merge(copies / "base", copies / "drafter", copies / "merged")
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=re.escape(weights.name)):
+        merge(copies / "base", copies / "drafter", copies / "merged")
+    (copies / part / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=re.escape(str(copies / part / "config.json"))):
+        merge(copies / "base", copies / "drafter", copies / "merged")
+
+
+def test_tensors_must_be_those_that_the_configs_ask_for(copies):
+    config = json.loads((copies / "drafter" / "config.json").read_text())
+    for change, says in (({"num_draft_layers": 3}, "layers.2"), ({"draft_vocab_size": 49}, "instead of")):
+        (copies / "drafter" / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(CheckpointError, match=says):
+            merge(copies / "base", copies / "drafter", copies / "merged")
+    (copies / "drafter" / "config.json").write_text(json.dumps(config))
+    index = copies / "base" / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())
+    weight_map["weight_map"]["lost"] = next(iter(weight_map["weight_map"].values()))
+    index.write_text(json.dumps(weight_map))
+    with pytest.raises(CheckpointError, match="lost"):
+        merge(copies / "base", copies / "drafter", copies / "merged")
+
+
+def test_nothing_is_left_when_writing_fails(saved, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    output = merge(saved / "base", saved / "drafter", tmp_path / "merged")
+    for step in (
+        "redrafter.convert.plan.write",
+        "redrafter.convert.plan.Plan._take",
+        "redrafter.files.atomic_folder._sync",
+    ):
+        monkeypatch.setattr(step, full)
+        for target in (output, tmp_path / "new"):
+            with pytest.raises(CheckpointError, match=rf"{target}: No space.*; free some space"):
+                merge(saved / "base", saved / "drafter", target, TreeShape(3), overwrite=True)
+        monkeypatch.undo()
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == [output]
+    ReDrafter.from_pretrained(output)
+
+
+def test_mistakes_are_one_line_and_exit_2(saved, tmp_path, capsys):
+    output = tmp_path / "merged"
+    swapped = ["--base-model-checkpoint-dir", str(saved / "drafter"), "--drafter-model-dir", str(saved / "base")]
+    for args, says in (
+        (arguments(saved, output, "--redrafter_num_beams", "51"), "num_beams=51"),
+        (arguments(saved, output, "--redrafter_num_beams", "0"), "num_beams"),
+        (arguments(tmp_path, output), "is not a directory"),
+        ([], "nothing to convert"),
+        (arguments(saved, output)[:-2], "--output-dir is required"),
+        ([*swapped, "--output-dir", str(output)], "not a drafter"),
+    ):
+        assert main(args) == 2
+        err = capsys.readouterr().err
+        assert says in err and re.fullmatch(r"redrafter: error: .+\n", err), err
+    for args in (arguments(saved, output, "--nope"), arguments(saved, output, "--redrafter_num_beams", "many")):
+        with pytest.raises(SystemExit) as end:
+            main(args)
+        assert end.value.code == 2
+        assert re.fullmatch(r"redrafter: error: .+\n", capsys.readouterr().err)
+    assert not output.exists()
+    assert redrafter.cli.main(["convert", *arguments(saved, output)]) == 0
+    assert (output / "redrafter.json").is_file()

@@ -1,0 +1,459 @@
+"""Training data: what rows may say, which tokens of them are learnt, and how they share batches."""
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from helpers.chats import CHAT, FORGETFUL, LLAMA_LIKE, tiny_tokenizer, write
+from redrafter.data.documents import documents, prompts, show_sample
+from redrafter.data.rows import Row, fingerprint, read_rows
+from redrafter.data.windows import Batch, Document, Windows, best_fit
+from redrafter.errors import CheckpointError, MismatchError
+from redrafter.train.loss import targets
+
+SHARED = {
+    "conversations": [
+        {"from": "system", "value": "be kind"},
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": "yes"},
+        {"from": "user", "value": "and?"},
+        {"from": "bard", "value": "no"},
+    ]
+}
+
+
+def read(path: Path, *rows: object, name: str = "a.jsonl") -> list[Row]:
+    return list(read_rows([write(path / name, list(rows))]))
+
+
+def learnt(document: Document) -> str:
+    ids = [i for i, m in zip(document.ids, document.mask, strict=True) if m]
+    return tiny_tokenizer().decode(ids)
+
+
+def random_documents(count: int, longest: int, seed: int = 0) -> list[Document]:
+    """Documents that open with their own number and are to be written in stretches."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number in range(count):
+        size = int(torch.randint(4, longest + 1, (1,), generator=generator))
+        mask = (torch.rand(size, generator=generator) < 0.8).tolist()
+        found.append(Document([number, *range(1000, 999 + size)], [*mask[:-2], True, True]))
+    return found
+
+
+def windows_in(batch: Batch) -> list[list[int]]:
+    """The windows of a batch, told apart by their segments alone."""
+    rows = zip(batch.tokens.tolist(), batch.segment.tolist(), strict=True)
+    found = [
+        [t for t, s in zip(tokens, segments, strict=True) if s == k] for tokens, segments in rows for k in range(99)
+    ]
+    return [window for window in found if window and any(window)]
+
+
+# What is learnt
+
+
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_only_assistant_turns_are_in_the_mask(tmp_path, key):
+    tokenizer = tiny_tokenizer()
+    (document,) = documents(read(tmp_path, {key: CHAT["conversations"], "id": 3}), tokenizer)
+    whole = tokenizer.apply_chat_template(CHAT["conversations"], tokenize=True, return_dict=False)
+    assert document.ids == whole
+    assert learnt(document) == "<t>hm</t>yes</s>\nno</s>\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_a_document_for_each(tmp_path):
+    tokenizer = tiny_tokenizer(FORGETFUL)
+    first, second = documents(read(tmp_path, CHAT, name="a.jsonl.gz"), tokenizer)
+    assert [learnt(first), learnt(second)] == ["<t>hm</t>yes</s>\n", "no</s>\n"]
+    said = "<s><|user|>\nhi\n<|assistant|>\nyes</s>\n<|user|>\nand?\n<|assistant|>\nno</s>\n"
+    assert tokenizer.decode(second.ids) == said
+
+
+def test_an_answer_to_nothing_is_read_and_not_learnt(tmp_path):
+    turns = [{"role": "assistant", "content": "welcome"}, *CHAT["conversations"][:2]]
+    (document,) = documents(read(tmp_path, {"messages": turns}), tiny_tokenizer())
+    assert learnt(document) == "<t>hm</t>yes</s>\n" and "welcome" in tiny_tokenizer().decode(document.ids)
+    with pytest.raises(CheckpointError, match=r"a.jsonl:1: no assistant turn"):
+        list(documents(read(tmp_path, {"messages": turns[:1]}), tiny_tokenizer()))
+
+
+def test_rows_of_every_kind_keep_their_order_when_tokenized_together(tmp_path, monkeypatch):
+    ids = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, True, 1, False]}
+    rows = read(tmp_path, {"text": "first"}, SHARED, ids, CHAT, {"text": "last"})
+    tokenizer = tiny_tokenizer()
+    alone = [document for row in rows for document in documents([row], tokenizer)]
+    for size in (1, 30, 10_000):
+        monkeypatch.setattr("redrafter.data.documents.GROUP", size)
+        assert list(documents(rows, tokenizer)) == alone
+    assert [learnt(document) for document in alone[::4]] == ["first", "last"]
+    assert learnt(alone[1]) == "yes</s>\nno</s>\n" and "<|system|>\nbe kind" in tokenizer.decode(alone[1].ids)
+    assert alone[2] == Document([5, 6, 7, 8], [False, True, True, False])
+    assert [document.where for document in alone] == [row.where for row in rows]
+
+
+def test_special_tokens_are_added_to_texts_alone(tmp_path):
+    tokenizer = tiny_tokenizer()
+    opening = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = opening
+    rows = read(tmp_path, {"text": "abc"}, CHAT)
+    text, chat = documents(rows, tokenizer)
+    assert tokenizer.decode(text.ids) == "<s>abc" and chat.ids.count(1) == 1
+    assert [ids.count(1) for ids in prompts(rows, tokenizer, 2, 99, 0)] == [1, 1]
+
+
+def test_a_sample_is_shown_with_what_is_learnt_of_it(tmp_path):
+    tokenizer = tiny_tokenizer()
+    turns = [{"role": "user", "content": "où?"}, {"role": "assistant", "content": "là é"}] * 2
+    (document,) = documents(read(tmp_path, {"messages": turns}), tokenizer)
+    said = "<|user|>\noù?\n<|assistant|>\n⟦là é</s>\n⟧"
+    assert show_sample(document, tokenizer) == f"<s>{said}{said}"
+    accent = tokenizer("é", add_special_tokens=False)["input_ids"]
+    assert show_sample(Document([*accent, *accent], [False, True, True, True]), tokenizer) == "⟦éé⟧"
+
+
+def test_learnable_is_having_a_target():
+    for number in range(2**7):
+        mask = [bool(number >> bit & 1) for bit in range(7)]
+        assert Document([0] * 7, mask).learnable == bool(targets(torch.tensor([mask]), 1).any())
+
+
+# What rows may say
+
+
+def test_what_a_row_says_beside_its_text(tmp_path):
+    rows = read(tmp_path, {"text": "a", "split": "val", "source": "x"}, {"text": "b", "category": "y", "turns": None})
+    assert [(row.where[-9:], row.split, row.source) for row in rows] == [
+        ("a.jsonl:1", "val", "x"),
+        ("a.jsonl:2", None, "y"),
+    ]
+    (row,) = read(tmp_path, {"turns": ["one", "two"], "category": "writing", "question_id": 81})
+    assert row.messages == [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
+    assert [turn["role"] for turn in read(tmp_path, SHARED)[0].messages] == [
+        "system", "user", "assistant", "user", "assistant"
+    ]  # fmt: skip
+
+
+def test_json_holds_a_list_or_lines(tmp_path):
+    listed = json.dumps([SHARED, {"text": "two"}], indent=1)
+    (tmp_path / "a.json").write_text("\ufeff" + listed)
+    rows = list(read_rows([tmp_path / "a.json"]))
+    assert [row.where[-12:] for row in rows] == ["a.json:row 1", "a.json:row 2"] and rows[1].text == "two"
+    packed = read(tmp_path, listed, name="b.json.xz")
+    assert [row.messages for row in packed] == [row.messages for row in rows]
+    assert [row.text for row in read(tmp_path, {"text": "1"}, {"text": "2"}, name="c.json")] == ["1", "2"]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "fine"}, {"text": 3}]))
+    with pytest.raises(CheckpointError, match=r"a.json:row 2: .text. must be a string"):
+        list(read_rows([tmp_path / "a.json"]))
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "has one of"),
+        ({"text": "abc", "messages": []}, "has one of"),
+        ({"text": 3}, "must be a string"),
+        ({"text": "a\ud800b"}, "surrogate"),
+        ({"turns": ["a\ud800b"]}, "surrogate"),
+        ({"text": "a"}, "too short"),
+        ({"text": "abc", "split": "dev"}, "split"),
+        ({"text": "abc", "tokenizer": 5}, '"tokenizer" must be a string'),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "no assistant turn"),
+        ({"messages": []}, "no assistant turn"),
+        ({"turns": ["hi", "there"]}, "no assistant turn"),
+        ({"turns": ["hi", 4]}, '"content"'),
+        ({"messages": [{"role": "user"}]}, '"content"'),
+        ({"messages": "hello"}, '"role"'),
+        ({"conversations": [{"from": "human", "value": "x"}, {"from": "tool", "value": "y"}]}, "found 'tool'"),
+        ({"conversations": [{"from": "human"}]}, '"content"'),
+        ({"input_ids": [1, 2, 3]}, '"loss_mask"'),
+        ({"input_ids": [1, 2, 3], "loss_mask": [1, 1]}, '"loss_mask"'),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 2]}, '"loss_mask"'),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1.0, 1]}, '"loss_mask"'),
+        ({"input_ids": [1, -2, 3], "loss_mask": [1, 1, 1]}, '"input_ids"'),
+        ({"input_ids": [1, 2**31, 3], "loss_mask": [1, 1, 1]}, '"input_ids"'),
+        ({"input_ids": [1, True, 3], "loss_mask": [1, 1, 1]}, '"input_ids"'),
+        ({"input_ids": [300, 301], "loss_mask": [0, 0]}, "mask is empty"),
+    ],
+)
+def test_a_bad_row_names_its_file_and_line(tmp_path, line, said):
+    file = write(tmp_path / "a.jsonl.xz", [{"text": "fine"}, "", line])
+    with pytest.raises(CheckpointError, match=said) as caught:
+        list(documents(read_rows([file]), tiny_tokenizer()))
+    assert f"{file}:3:" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_empty_mask_is_refused_with_the_sample(tmp_path):
+    ids = tiny_tokenizer()("what is\n" + "learnt " * 90)["input_ids"]
+    rows = read(tmp_path, {"text": "fine"}, {"input_ids": ids, "loss_mask": [0] * len(ids)})
+    with pytest.raises(CheckpointError, match=r"a.jsonl:2: nothing to learn.*'what is\\nlearnt learnt") as caught:
+        list(documents(rows, tiny_tokenizer()))
+    assert str(caught.value).count("learnt ") == 27  # of the 200 characters that are shown
+
+
+def test_ids_of_another_tokenizer_are_refused(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "saved")
+    own = fingerprint(PreTrainedTokenizerFast.from_pretrained(tmp_path / "saved"))
+    assert own == fingerprint(tokenizer) and len(own) == 16 and int(own, 16)
+    row = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "tokenizer": own}
+    assert len(list(documents(read(tmp_path, row), tokenizer))) == 1
+    tokenizer.add_tokens(["more"])
+    for use in (lambda rows: list(documents(rows, tokenizer)), lambda rows: prompts(rows, tokenizer, 1, 9, 0)):
+        with pytest.raises(MismatchError, match=rf"a.jsonl:1: made with tokenizer {own}, .*{fingerprint(tokenizer)}"):
+            use(read(tmp_path, row))
+
+
+def test_files_and_templates_that_cannot_be_used_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"gone.jsonl cannot be read"):
+        list(read_rows([tmp_path / "gone.jsonl"]))
+    with pytest.raises(CheckpointError, match=r"gone.jsonl.gz cannot be read"):
+        list(read_rows(["gone.jsonl.gz"]))  # which is no name of a dataset
+    whole = Path(write(tmp_path / "a.jsonl.xz", [{"text": "abc"}] * 99)).read_bytes()
+    (tmp_path / "cut.jsonl.xz").write_bytes(whole[:-20])
+    with pytest.raises(CheckpointError, match=r"cut.jsonl.xz cannot be read"):
+        list(read_rows([tmp_path / "cut.jsonl.xz"]))
+    whole = Path(write(tmp_path / "a.jsonl.gz", [{"text": "abc"}] * 99)).read_bytes()
+    (tmp_path / "torn.jsonl.gz").write_bytes(whole[:40] + bytes(9) + whole[49:])
+    for name in ("torn.jsonl.gz", "no\0.jsonl", "n" * 300 + ".jsonl"):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            list(read_rows([tmp_path / name]))
+    rows = read(tmp_path, CHAT, name="b.jsonl")
+    unlike = LLAMA_LIKE.replace("{{ '<|assistant|>\n' }}", "Answer:")
+    missing = "has no chat template: set tokenizer.chat_template, or use rows of text"
+    for template, said in ((None, missing), ("{{ nobody() }}", "template fails"), (unlike, "does not write")):
+        with pytest.raises(CheckpointError, match=said) as caught:
+            list(documents(rows, tiny_tokenizer(template)))
+        assert "b.jsonl:1" in str(caught.value)
+
+
+def test_the_text_that_a_tokenizer_fails_on_is_named(tmp_path):
+    class Fragile(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, *args, **more):
+            if "?" in str(text):
+                raise RuntimeError("no ?")
+            return super()._encode_plus(text, *args, **more)
+
+    tiny_tokenizer().save_pretrained(tmp_path)
+    rows = read(tmp_path, {"text": "one"}, {"text": "two?"})
+    with pytest.raises(CheckpointError, match=r"a.jsonl:2: the tokenizer fails: no \?"):
+        list(documents(rows, Fragile.from_pretrained(tmp_path)))
+
+
+def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
+    turns = [{"role": turn["role"], "content": turn["content"], "from": None} for turn in CHAT["conversations"]]
+    rows = [{"text": "one", "messages": None}, {"text": None, "messages": turns}]
+    asked = []
+
+    def load_dataset(name: str, split: str) -> list[object]:
+        asked.append((name, split))
+        if name == "org/gone":
+            raise FileNotFoundError("nobody\nhas it")
+        return rows
+
+    stored: object = {"val": rows, "test": rows[:1]}
+    saved = SimpleNamespace(load_dataset=load_dataset, load_from_disk=lambda name: stored)
+    monkeypatch.setitem(sys.modules, "datasets", saved)
+    found = list(
+        read_rows(["org/name", "org/name:test_sft", write(tmp_path / "a.jsonl", rows[:1]), f"{tmp_path}:test"])
+    )
+    assert asked == [("org/name", "train"), ("org/name", "test_sft")] and len(found) == 6
+    assert found[3].where == "org/name:test_sft:row 2" and found[3].messages == CHAT["conversations"]
+    with pytest.raises(CheckpointError, match=r"org/gone .* cannot be read as a Hugging Face dataset: nobody$"):
+        list(read_rows(["org/gone"]))
+    with pytest.raises(CheckpointError, match=r"no split train; .* one of val, test"):
+        list(read_rows([tmp_path]))
+    stored = rows
+    assert len(list(read_rows([tmp_path]))) == 2
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(CheckpointError, match=r"org/name is not a file; .* pip install datasets"):
+        list(read_rows(["org/name"]))
+
+
+# Answers to prompts
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"prompt": "so ", "completion": "it is"}, "so ⟦it is⟧"),
+        ({"prompt": "so ", "response": "it is", "source": "x"}, "so ⟦it is⟧"),
+        ({"instruction": "Sum up.", "input": "a b", "output": "ab"}, "a b Sum up.⟦\nab⟧"),
+        ({"instruction": "Sum up.", "input": "", "output": "ab"}, "Sum up.⟦\nab⟧"),
+        ({"prompt": "left alone", "text": "all"}, "⟦all⟧"),  # as data sets have it that hold the whole text beside
+        ({"instruction": "a", "output": "b", "messages": CHAT["conversations"]}, None),
+    ],
+)
+def test_of_an_answer_to_a_prompt_the_answer_is_learnt(tmp_path, row, shown):
+    tokenizer = tiny_tokenizer()
+    [found] = documents(read(tmp_path, row), tokenizer)
+    if shown is None:
+        [chat] = documents(read(tmp_path, CHAT), tokenizer)
+        assert (found.ids, found.mask) == (chat.ids, chat.mask)
+        return
+    assert show_sample(found, tokenizer) == shown
+    [begun] = prompts(read(tmp_path, row), tokenizer, 1, 99, 0)
+    assert found.ids[: len(begun)] == begun and ("text" in row or not any(found.mask[: len(begun)]))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "so"}, "a.jsonl:1: a prompt without an answer, so there is nothing to learn"),
+        ('"so"', "a.jsonl:1: a prompt without an answer"),
+        ({"instruction": "so"}, "a.jsonl:1: a prompt without an answer"),
+        ({"prompt": "so", "completion": 7}, 'a.jsonl:1: "completion" must be a string'),
+        ({"prompt": ["so"], "completion": "it"}, 'a.jsonl:1: "prompt" must be a string'),
+        ({"prompt": "", "completion": "it"}, "a.jsonl:1: the prompt is empty"),
+        ({"completion": "it"}, "a.jsonl:1: a row has one of text, .* prompt, instruction; found {'completion'"),
+    ],
+)
+def test_prompts_that_teach_nothing_are_refused(tmp_path, row, message):
+    with pytest.raises(CheckpointError, match=message):
+        list(documents(read(tmp_path, row), tiny_tokenizer()))
+
+
+# Prompts
+
+
+def test_a_prompt_ends_where_the_assistant_begins(tmp_path):
+    tokenizer = tiny_tokenizer()
+    rows = read(tmp_path, CHAT, {"text": "x" * 300})
+    cut = {"share": 0.5, "most": 64, "seed": 0}
+    found = {tokenizer.decode(ids) for ids in prompts(rows, tokenizer, count=9, longest=70, **cut)}
+    assert found == {"<s><|user|>\nhi\n<|assistant|>\n", "x" * 64}
+    assert len(prompts(rows, tokenizer, count=1, longest=70, **cut)) == 1
+    assert [len(ids) for ids in prompts(rows, tokenizer, count=9, longest=63, **cut)] == [8]
+    assert sorted(len(ids) for ids in prompts(rows, tokenizer, count=9, longest=300, seed=0)) == [8, 300]
+
+
+@pytest.mark.parametrize(
+    "row, begun",
+    [
+        (SHARED, "<s><|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n"),
+        ({"turns": ["one", "two"]}, "<s><|user|>\none\n<|assistant|>\n"),
+        ({"messages": [{"role": "assistant", "content": "hello"}]}, None),
+        ({"messages": [{"role": r, "content": r} for r in ("assistant", "user", "assistant")]},
+         "<s><|assistant|>\nassistant</s>\n<|user|>\nuser\n<|assistant|>\n"),
+        ({"input_ids": [1, 70, 71, 72, 73], "loss_mask": [0, 0, 0, 1, 1]}, [1, 70, 71]),
+        ({"input_ids": [1, 70, 71], "loss_mask": [0, 0, 0]}, [1, 70, 71]),
+        ({"input_ids": [1, 70, 71, 72], "loss_mask": [0, 1, 1, 1]}, [1, 70]),
+        ({"text": "abcdef"}, "abc"),
+        ({"text": "a"}, None),
+        ({"text": ""}, None),
+        ({"prompt": "abcdef", "completion": "gh"}, "abcdef"),
+        ({"instruction": "ab", "input": "cd", "output": "ef"}, "cd ab"),
+        ('"abc"', "abc"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_row_gives_a_prompt(tmp_path, row, begun):
+    tokenizer = tiny_tokenizer()
+    found = prompts(read(tmp_path, row), tokenizer, count=9, longest=80, seed=0, share=0.5, most=64)
+    ids = tokenizer(begun)["input_ids"] if isinstance(begun, str) else begun
+    assert found == ([] if begun is None else [ids])
+
+
+# Windows and batches
+
+
+def test_long_documents_are_cut_and_open_as_every_prompt_does():
+    text = Document([1, *range(10, 33)], [True] * 24)
+    windows = Windows([text, Document([40, 41, 42], [True] * 3)], length=10, bos=1, pack=False)
+    found = [windows_in(batch)[0] for batch in islice(windows.batches(1, 0), 4)]
+    assert sorted(found) == [[1, *range(10, 19)], [1, *range(19, 28)], [1, *range(28, 33)], [40, 41, 42]]
+    assert windows.counts(50)[10:33].tolist() == [1] * 23
+    assert windows.counts(50)[[1, 40, 41]].tolist() == [0, 0, 1]  # nothing draws a first token
+    silent = Document(list(range(30)), [False] * 10 + [True] * 5 + [False] * 15)
+    assert len(Windows([silent], length=10)) == 1  # two windows teach nothing
+    assert len(Windows([], length=10)) == len(Windows([], length=10, pack=False)) == 0
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_batches_hold_documents_side_by_side_and_nothing_else(pack):
+    made = random_documents(60, longest=40)
+    windows = Windows(made, length=40, pack=pack)
+    seen = []
+    for batch in islice(windows.batches(4, 0), windows.steps_per_epoch(4)):
+        assert batch.tokens.dtype == batch.segment.dtype == torch.int64 and batch.mask.dtype == torch.bool
+        assert batch.tokens.shape == batch.mask.shape == batch.segment.shape
+        assert not pack or batch.tokens.shape == (4, 40)
+        for tokens, mask, segment in zip(*batch, strict=True):
+            assert segment[0] == 0 and set(segment.diff().tolist()) <= {0, 1}
+            for k in range(int(segment[-1]) + 1):
+                ids, learnt = tokens[segment == k].tolist(), mask[segment == k].tolist()
+                if ids[1:2] == [1000]:
+                    assert ids == made[ids[0]].ids and learnt == [False, *made[ids[0]].mask[1:]]
+                    seen.append(ids[0])
+                else:  # padding, which only ends a row
+                    assert k == segment[-1] and not any(ids) and not any(learnt)
+            assert pack or segment.max() <= 1
+    assert set(seen) == set(range(60)) and len(seen) < 60 + 4 * 8
+
+
+def test_no_rollout_crosses_from_a_document_into_another():
+    batch = next(Windows(random_documents(80, longest=20), length=64).batches(8, 0))
+    counted = targets(batch.mask, 4)
+    assert batch.segment.max() > 3 and counted.any(dim=(0, 1)).all()
+    for row, anchor, k in counted.nonzero().tolist():
+        assert len(set(batch.segment[row, anchor : anchor + k + 3].tolist())) == 1
+    everywhere = targets(batch.segment < batch.segment.max(), 4)  # as a mask without those 0s would have it
+    assert any(batch.segment[r, a] != batch.segment[r, a + k + 2] for r, a, k in everywhere.nonzero().tolist())
+
+
+def test_short_documents_leave_little_padding():
+    windows = Windows(random_documents(2000, longest=100), length=256)
+    batches = list(islice(windows.batches(4, 0), windows.steps_per_epoch(4)))
+    places = sum(batch.tokens.numel() for batch in batches)
+    assert sum(int((batch.tokens > 0).sum()) for batch in batches) / places > 0.98
+    windows = Windows(random_documents(400, longest=100), length=256, pack=False)
+    batches = list(islice(windows.batches(4, 0), windows.steps_per_epoch(4)))
+    places = sum(batch.tokens.numel() for batch in batches)
+    assert sum(int((batch.tokens > 0).sum()) for batch in batches) / places > 0.9  # alike in length
+    widths = [batch.tokens.shape[1] for batch in batches[:32]]
+    assert widths != sorted(widths)  # but short and long batches in turn
+    assert best_fit([6, 5, 4, 3, 2], 10) == [0, 1, 0, 1, 1]
+    assert best_fit([7, 6, 3, 2, 2], 10) == [0, 1, 0, 1, 1]
+    assert best_fit([10, 7, 8, 2, 1], 10) == [0, 1, 2, 2, 1]  # the fuller row first
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_an_epoch_sees_every_window_once_in_a_seeded_order(pack):
+    windows = Windows([Document([n + 3] * (5 + n % 9), [True] * (5 + n % 9)) for n in range(24)], 19, pack=pack)
+
+    def epoch(seed: int, process: int = 0, processes: int = 1, size: int = 2, number: int = 0) -> list[int]:
+        steps = windows.steps_per_epoch(size, processes)
+        batches = windows.batches(size, seed, process, processes, start=steps * number)
+        return [ids[0] - 3 for batch in islice(batches, steps) for ids in windows_in(batch)]
+
+    assert windows.widths.numel() % 4 == 0  # or a few would come twice
+    assert sorted(epoch(0)) == list(range(24)) and epoch(0) == epoch(0)
+    assert len({tuple(epoch(seed, number=number)) for seed in (0, 1) for number in (0, 1)}) == 4
+    assert sorted(epoch(0, 0, 2) + epoch(0, 1, 2)) == list(range(24)) and windows.steps_per_epoch(2, 2) > 1
+    if pack:  # who shares a row changes from epoch to epoch, and which rows share a batch
+        first, second = (list(islice(windows.batches(2, seed), 6)) for seed in (0, 1))
+        assert {str(row) for batch in first for row in batch.tokens} != {str(row) for b in second for row in b.tokens}
+        first, second = ({str(batch.segment.sort(0).values) for batch in each} for each in (first, second))
+        assert first != second
+    batch = next(Windows([Document([5] * 4, [True] * 4)], 9, pack=pack).batches(3, 0))
+    assert batch.tokens.shape == (3, 9 if pack else 4)  # fewer windows than a batch: they repeat
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_starting_later_is_having_drawn(pack):
+    windows = Windows(random_documents(50, longest=40), length=64, pack=pack)
+    for process in (0, 1):
+        whole = list(islice(windows.batches(3, 7, process, 2), 40))
+        assert windows.steps_per_epoch(3, 2) < 20
+        for start in (0, 1, windows.steps_per_epoch(3, 2), 2 * windows.steps_per_epoch(3, 2) + 3):
+            for later, drawn in zip(windows.batches(3, 7, process, 2, start), whole[start:], strict=False):
+                assert all(map(torch.equal, later, drawn))

@@ -1,0 +1,213 @@
+"""Trees by batch size: the table, where it is found, and that no token depends on it."""
+
+import json
+import types
+
+import pytest
+import torch
+
+from helpers.models import CONTEXT, VOCAB, tiny_drafter, uneven_batch
+from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
+from redrafter.app.loading import Pair
+from redrafter.app.options import LoadOptions
+from redrafter.checkpoints.loading import TreeShape
+from redrafter.drafting.proposer import PlainProposer
+from redrafter.engine.tuning import (
+    Tuning,
+    default_shape,
+    device_name,
+    drafter_fingerprint,
+    target_fingerprint,
+    tuning_path,
+)
+from redrafter.target.target import Target
+
+SHAPES = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
+
+
+def tuned(target, drafter, shapes=SHAPES, /, **changes) -> Tuning:
+    measured_on = {
+        "device": device_name(target.device),
+        "dtype": "float32",
+        "target": target_fingerprint(target),
+        "drafter": drafter_fingerprint(drafter),
+    }
+    return Tuning(shapes, **(measured_on | changes))
+
+
+@pytest.fixture(scope="module")
+def target(llama):
+    return Target(llama)
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("REDRAFTER_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_tuning_is_read_as_it_was_written(target, tmp_path):
+    tuning = tuned(
+        target, tiny_drafter(), versions={"torch": "2"}, prompts="p.txt", date="today", measured=({"batch": 1},)
+    )
+    path = tmp_path / "some" / "where.json"
+    tuning.write(path)
+    assert Tuning.read(path) == tuning
+    assert [file.name for file in path.parent.iterdir()] == ["where.json"]
+    assert json.loads(path.read_text())["shapes"]["2"] is None
+
+
+def test_the_entry_of_the_smallest_size_that_holds_the_rows(target):
+    tuning = tuned(target, tiny_drafter())
+    assert [tuning.shape_for(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 500)] == [
+        SHAPES[size] for size in (1, 2, 4, 4, 8, 8, 8, 8)
+    ]
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 5, "temperature": 1.3}])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9])
+def test_a_tuning_changes_no_token(target, rows, sampling):
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter()))
+    ids, mask = uneven_batch(rows)
+    how = {"max_new_tokens": 14, "eos_token_id": None, "return_dict_in_generate": True, **sampling}
+    out = engine.generate(ids, mask, **how)
+    assert torch.equal(out.sequences, engine.generate(ids, mask, speculate=False, **how).sequences)
+    shape = engine.tuning.shape_for(rows)
+    assert out.stats.drafted == out.stats.steps * (0 if shape is None else shape.node_budget - 1)
+    assert len(out.stats.accepted_by_depth) == (0 if shape is None else shape.draft_len_per_beam)
+
+
+def test_a_tuned_shape_is_one_proposer(target):
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter()))
+    for rows, shape in SHAPES.items():
+        proposer = engine.proposer_for(rows)
+        assert proposer is engine.proposer_for(rows)
+        if shape is None:
+            assert isinstance(proposer, PlainProposer)
+        else:
+            assert TreeShape(proposer.beams, proposer.depth, proposer.nodes) == shape
+    assert engine.proposer_for(1) is not engine.proposer_for(4)
+
+
+def test_a_tuning_is_picked_up_and_what_is_asked_for_wins(llama, target, home):
+    drafter = tiny_drafter()
+    assert ReDrafter.from_pretrained(llama, drafter).tuning is None
+    path = tuning_path(target, drafter)
+    assert home in path.parents and "float32" in path.name
+    tuned(target, drafter).write(path)
+    assert ReDrafter.from_pretrained(llama, drafter).proposer_for(3).depth == 3
+    assert ReDrafter.from_pretrained(llama, drafter, tuning=None).tuning is None
+    for asked in ({"num_beams": 2}, {"draft_len_per_beam": 4}, {"node_budget": 3}):
+        for tuning in ("auto", path):
+            engine = ReDrafter.from_pretrained(llama, drafter, tuning=tuning, **asked)
+            assert engine.tuning is None
+            assert engine.proposer_for(2) is engine.proposer_for(4) is engine.proposer
+
+    other = home / "other.json"
+    tuned(target, drafter, {1: TreeShape(2, 2, 5)}).write(other)
+    assert ReDrafter.from_pretrained(llama, drafter, tuning=other).proposer_for(64).nodes == 5
+    other_drafter = tiny_drafter(exit_dim=40)
+    assert ReDrafter.from_pretrained(llama, other_drafter).tuning is None
+
+
+def test_a_drafter_trained_anew_has_a_tuning_of_its_own(target):
+    drafter = tiny_drafter()
+    before = drafter_fingerprint(drafter)
+    assert before == drafter_fingerprint(tiny_drafter())
+    drafter.lm_head.weight.data *= 1.2
+    assert drafter_fingerprint(drafter) != before
+
+
+@pytest.mark.parametrize(
+    ("what", "other"),
+    [("device", "NVIDIA H200"), ("dtype", "bfloat16"), ("target", "00000000"), ("drafter", "00000000")],
+)
+def test_a_tuning_of_anything_else_is_refused_with_both_values(llama, target, tmp_path, what, other):
+    path = tmp_path / "tuning.json"
+    tuned(target, tiny_drafter(), **{what: other}).write(path)
+    here = getattr(tuned(target, tiny_drafter()), what)
+    with pytest.raises(MismatchError, match=f"{path} was measured on another {what}: {other}, .* {here};"):
+        ReDrafter.from_pretrained(llama, tiny_drafter(), tuning=path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"shapes": ',
+        "{}",
+        '{"shapes": {}, ...}',
+        '{"shapes": {"one": null}, ...}',
+        '{"shapes": {"0": null}, ...}',
+        '{"shapes": {"1": 5}, ...}',
+        '{"shapes": {"1": {"num_beams": 0}}, ...}',
+        '{"shapes": {"1": {"beams": 5}}, ...}',
+        '{"shapes": {"1": null}}',
+        '{"shapes": {"1": null}, "colour": "blue", ...}',
+        '{"shapes": {"1": null}, "measured": 5, ...}',
+        '{"shapes": {"1": null}, "measured": [5], ...}',
+    ],
+)
+def test_a_broken_tuning_is_an_error_that_names_it(llama, target, home, text):
+    drafter = tiny_drafter()
+    rest = tuned(target, drafter).to_dict()
+    del rest["shapes"]
+    if '"measured"' in text:
+        del rest["measured"]
+    path = tuning_path(target, drafter)
+    path.parent.mkdir()
+    path.write_text(text.replace("...", json.dumps(rest)[1:-1]))
+    for tuning in ("auto", path):
+        with pytest.raises(CheckpointError, match=f"{path} is not a tuning"):
+            ReDrafter.from_pretrained(llama, drafter, tuning=tuning)
+    ReDrafter.from_pretrained(llama, drafter, tuning=None)
+
+
+def test_a_tuning_that_is_not_there_is_an_error_when_named(llama, tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        ReDrafter.from_pretrained(llama, tiny_drafter(), tuning=tmp_path / "nowhere.json")
+
+
+def test_a_tuning_that_cannot_be_written_is_an_error(target, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match="cannot write"):
+        tuned(target, tiny_drafter()).write(tmp_path / "file" / "tuning.json")
+
+
+def test_a_shape_that_the_drafter_cannot_have_is_refused(target):
+    with pytest.raises(ArgumentError, match=f"num_beams={VOCAB + 1}"):
+        ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter(), {1: TreeShape(VOCAB + 1, 2, 3)}))
+
+
+def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
+    sizes = (1, 2, 4, 5, 8, 16, 32, 64, 65, 500)
+    found = [default_shape(rows, 5, 5) for rows in sizes]
+    assert [shape and shape.node_budget for shape in found] == [26, 26, 26, 16, 16, 8, 4, 2, 2, None]
+    assert [shape and shape.draft_len_per_beam for shape in found] == [5, 5, 5, 4, 4, 3, 2, 1, 1, None]
+    assert default_shape(1, 10, 5) == TreeShape(10, 5, 51) and default_shape(64, 1, 2) == TreeShape(1, 1, 2)
+    gpu = types.SimpleNamespace(device=torch.device("cuda"), tap=lambda layers: None)
+    engine = ReDrafter(gpu, tiny_drafter())
+    assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
+    assert (engine.proposer_for(16).beams, engine.proposer_for(16).nodes) == (5, 8)
+    assert isinstance(engine.proposer_for(129), PlainProposer)
+    assert ReDrafter(gpu, tiny_drafter(), TreeShape(node_budget=20)).proposer_for(500).nodes == 20
+
+
+def test_an_untuned_cpu_verifies_fewer_nodes_in_larger_batches(target):
+    engine = ReDrafter(target, tiny_drafter())
+    found = [engine.proposer_for(rows) for rows in (1, 2, 4, 5, 8, 16, 17, 500)]
+    assert [each.nodes for each in found] == [12, 12, 12, 8, 8, 4, 1, 1]
+    assert found[0] is found[2] is engine.proposer and [each.depth for each in found[3:6]] == [3, 3, 2]
+    asked = ReDrafter(target, tiny_drafter(), TreeShape(node_budget=20))
+    assert {asked.proposer_for(rows) for rows in (1, 8, 64, 500)} == {asked.proposer}
+
+
+def test_what_an_engine_may_use_is_passed_on(llama, home):
+    drafter = tiny_drafter()
+    engine = ReDrafter.from_pretrained(llama, drafter, max_input_len=7, max_seq_len=CONTEXT, compile=False)
+    assert (engine.options.max_input_len, engine.options.max_seq_len, engine.options.compile) == (7, CONTEXT, False)
+    with pytest.raises(ArgumentError, match="kv_cache_free_gpu_memory_fraction"):
+        ReDrafter.from_pretrained(llama, drafter, kv_cache_free_gpu_memory_fraction=2)
+    pair = Pair.load(LoadOptions(max_input_len=9, compile=False, tuning="none"))
+    assert (pair.engine.options.max_input_len, pair.engine.options.compile, pair.engine.tuning) == (9, False, None)

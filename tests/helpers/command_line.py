@@ -1,0 +1,97 @@
+"""A byte tokenizer and a text for tests of the commands, and a check that a command fails on one line."""
+
+import re
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from helpers.models import tiny_model
+from redrafter import DrafterConfig, RecurrentDrafter
+from redrafter.cli import main
+from redrafter.convert.convert_checkpoint import merge
+
+SPECIAL = ["<pad>", "<bos>", "<eos>"]
+
+
+TEXT = "Zürich: 10 € für 日本 🙂, ja! "
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per byte, so that every character but ASCII is split over tokens; a text begins with `<bos>`."""
+    vocabulary = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({piece: index for index, piece in enumerate(vocabulary)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        "<bos> $A", special_tokens=[("<bos>", SPECIAL.index("<bos>"))]
+    )
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, **names)
+
+
+def fails(capsys, *args: str) -> str:
+    """Runs a command that must end with one line on stderr and exit code 2."""
+    try:
+        code = main(list(args))
+    except SystemExit as end:  # argparse
+        code = end.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert re.fullmatch(r"redrafter: error: .+\n", err), err
+    return err
+
+
+CONTEXT, NEW = 160, 48
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerBase:
+    """As sentencepiece models are: words carry their leading space, unknown characters are bytes."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = [*SPECIAL, *bytes_, "▁Hello", "▁world", "▁", "!"]
+    backend = Tokenizer(models.BPE({piece: index for index, piece in enumerate(vocabulary)}, merges=[]))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{"pad_token": "<pad>", "eos_token": "<eos>"})
+
+
+def make_pair(folder: Path) -> Path:
+    """Write `base`, which knows TEXT by heart, `drafter`, which guesses among its bytes, `merged`, the two, `small`, a
+    draft model that knows TEXT less well, and `foreign`, the same with another tokenizer."""
+    tokenizer = byte_tokenizer()
+    text = tokenizer(TEXT * 3, return_tensors="pt").input_ids
+    model = _taught(text, 40, vocab_size=len(tokenizer), num_hidden_layers=1)
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    small = _taught(text, 30, vocab_size=len(tokenizer) + 5, num_hidden_layers=1, hidden_size=16)
+    for name, own in (("small", tokenizer), ("foreign", byte_fallback_tokenizer())):
+        small.save_pretrained(folder / name)
+        own.save_pretrained(folder / name)
+
+    ids = text.unique()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": model.config.hidden_size, "draft_vocab_size": len(ids)}
+    drafter = RecurrentDrafter(DrafterConfig(**sizes, trained_draft_len=5))
+    drafter.draft_ids.copy_(ids)
+    drafter.save_pretrained(folder / "drafter")
+    merge(folder / "base", folder / "drafter", folder / "merged")
+    return folder
+
+
+def _taught(text: torch.Tensor, steps: int, **changes: int) -> PreTrainedModel:
+    """A tiny model that has read `text` so often."""
+    model = tiny_model("llama", max_position_embeddings=CONTEXT, **changes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        model.train()(input_ids=text, labels=text).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()

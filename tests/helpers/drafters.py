@@ -1,0 +1,34 @@
+"""Every form of drafter, with random weights."""
+
+import torch
+
+from helpers.models import VOCAB, tiny_drafter
+from redrafter import RecurrentDrafter
+
+# Every form that a drafter may have, beside what all share.
+FORMS: dict[str, dict] = {
+    "published": {},
+    "sum": {"rnn": False},
+    "narrow": {"exit_dim": 24, "num_draft_layers": 1},
+    "gated": {"recurrence": "gated"},
+    "tapped": {"target_layers": (0, 2)},
+    "low_rank": {"head_rank": 8},
+    "reduced": {"draft_vocab_size": 40},
+    "all": {
+        "recurrence": "gated",
+        "target_layers": (0, 2),
+        "head_rank": 8,
+        "exit_dim": 24,
+        "draft_vocab_size": 40,
+    },
+}
+
+
+def random_drafter(**changes) -> RecurrentDrafter:
+    """Wide enough weights that every part of the drafter matters."""
+    drafter = tiny_drafter(**changes)
+    for weight in drafter.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    if drafter.draft_ids is not None:
+        drafter.draft_ids.copy_(torch.randperm(VOCAB)[: len(drafter.draft_ids)])
+    return drafter

@@ -1,0 +1,100 @@
+"""Sequences for a scheduler, and what each of them gives alone."""
+
+import random
+from dataclasses import replace
+
+import torch
+
+from helpers.models import VOCAB
+from redrafter import Engine
+from redrafter.cache.paged import KVCachePool
+from redrafter.engine.cuda_graphs import CUDAGraphRunner
+from redrafter.scheduler.scheduler import Limits, Scheduler
+from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
+
+KINDS = {
+    "greedy": SamplingParams(temperature=0),
+    "sampled": SamplingParams(temperature=0.8, seed=11),
+    "top_k": SamplingParams(temperature=1.3, top_k=12, seed=5),
+    "top_p": SamplingParams(temperature=0.9, top_p=0.8, seed=6),
+    "min_p": SamplingParams(min_p=0.05, seed=7),
+    "penalised": SamplingParams(temperature=0, repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=-0.3),
+    "biased": SamplingParams(seed=8, logit_bias={4: 3.0, 6: -100.0}),
+    "minimum": SamplingParams(temperature=0, min_new_tokens=9, ends=frozenset({2, 11, 30, 31, 32})),
+    "ends": SamplingParams(seed=12, ends=frozenset(range(2, 30))),
+}
+
+
+class Sink:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.pieces: list[SequenceDelta] = []
+
+    def __call__(self, job: TokenSequence, piece: SequenceDelta) -> None:
+        assert not self.pieces or self.pieces[-1].finish is None
+        self.pieces.append(piece)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.tokens]
+
+
+def job(prompt: list[int], room: int, settings: SamplingParams) -> TokenSequence:
+    return TokenSequence(prompt, room, settings, Sink())
+
+
+def scheduler(engine: Engine, blocks: int = 200, speculate: bool = True, **limits: object) -> Scheduler:
+    models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
+    graphs = CUDAGraphRunner(engine.target, *(KVCachePool(model.paged_shapes, blocks) for model in models))
+    return Scheduler(engine, graphs, Limits(**limits), speculate)
+
+
+def alone(engine: Engine, job: TokenSequence) -> list[int]:
+    """What `generate` writes for it, plainly."""
+    settings = job.settings
+    kinds = {"do_sample": False}
+    if not settings.greedy:
+        kinds = {"do_sample": True, "seed": settings.seed}
+        kinds |= {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    kinds |= {name: getattr(settings, name) for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")}
+    if settings.min_new_tokens:
+        kinds["min_new_tokens"] = settings.min_new_tokens
+    if settings.logit_bias:
+        kinds["logit_bias"] = settings.logit_bias
+    ids = torch.tensor([list(job.prompt)])
+    ends = sorted(settings.ends) or None
+    found = engine.generate(ids, max_new_tokens=job.room, eos_token_id=ends, speculate=False, **kinds)
+    return found[0, ids.shape[1] :].tolist()
+
+
+def run(scheduler: Scheduler, jobs: list[TokenSequence], apart: int = 0) -> None:
+    """apart: rounds between the coming of one and the next."""
+    for each in jobs:
+        scheduler.submit(each)
+        for _ in range(apart):
+            scheduler.round()
+    for _ in range(10_000):
+        if scheduler.idle:
+            break
+        scheduler.round()
+    assert scheduler.idle
+    for each in jobs:
+        assert each.sink.pieces[-1].error is None, each.sink.pieces[-1].error
+
+
+def random_jobs(count: int, seed: int = 0, longest: int = 40, room: int = 24) -> list[TokenSequence]:
+    made = random.Random(seed)
+    kinds = list(KINDS.values())
+    jobs = []
+    for _ in range(count):
+        prompt = [made.randrange(3, VOCAB) for _ in range(made.randrange(1, longest))]
+        settings = replace(made.choice(kinds), seed=made.randrange(1000))
+        jobs.append(job(prompt, made.randrange(1, room), settings))
+    return jobs
+
+
+def nothing_is_held(scheduler: Scheduler) -> None:
+    pool = scheduler.graphs.blocks
+    assert pool.free == scheduler.graphs.store.count - 1 and not any(pool._rows)
+    assert not scheduler.rows._own.state.active.any()

@@ -1,0 +1,61 @@
+"""A tiny base and a command line for tests of training."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from helpers.chats import BYTES, CHAT, tiny_tokenizer, write
+from redrafter import RecurrentDrafter
+from redrafter.train.train_drafter import TrainConfig, new_drafter
+
+VOCAB, HIDDEN, CONTEXT = len(BYTES) + 6, 32, 128
+
+
+def tiny_model(model_type: str = "llama", vocab: int = VOCAB, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(3)
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(shape | changes))).eval()
+
+
+def random_drafter(model: PreTrainedModel, draft_ids: Tensor | None = None, **config: object) -> RecurrentDrafter:
+    """Wide enough weights that every part of the drafter matters."""
+    drafter = new_drafter(model, TrainConfig(**config), draft_ids)
+    torch.manual_seed(5)
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return drafter.eval()
+
+
+def batches_of(*masks: Tensor) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randint(3, VOCAB, mask.shape, generator=generator), mask) for mask in masks]
+
+
+def base_dir(path: Path, **changes: object) -> str:
+    tiny_model(**({"eos_token_id": None} | changes)).save_pretrained(path)  # which a random base would say at once
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def command(tmp_path: Path, *more: str, rows: list[object] | None = None) -> list[str]:
+    texts = [{"text": "to be or not to be, that is it"}] * 6 + [CHAT] * 3 + [{"split": "test", "text": "q" * 40}]
+    held = [CHAT | {"split": "val"}, {"text": "she sells sea shells", "split": "val"}]
+    data = write(tmp_path / "data.jsonl", texts + held if rows is None else rows)
+    base = tmp_path / "base"
+    model = str(base) if base.exists() else base_dir(base)
+    options = ["--length", "32", "--batch-size", "4", "--draft-len", "3", "--validate-tokens", "12", "--cpu"]
+    return ["--model", model, "--data", data, "--output", str(tmp_path / "out"), *options, *more]

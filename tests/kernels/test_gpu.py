@@ -1,0 +1,218 @@
+"""On a GPU: captured steps give the same tokens, for every architecture, and neither wait nor allocate."""
+
+import gc
+import warnings
+from copy import deepcopy
+
+import pytest
+import torch
+
+from helpers.models import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
+from redrafter import DraftTarget, Engine, RecurrentDrafter, ReDrafter
+from redrafter.engine.cuda_graphs import CapturedStep
+from redrafter.engine.options import EngineOptions
+from redrafter.target.target import Target
+from redrafter.train.config import TrainConfig
+from redrafter.train.loop import train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+NEW = 20
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
+PROCESSED = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
+READS_LAYERS = {"recurrence": "gated", "target_layers": (0, 1), "head_rank": 16}
+NOT_CAPTURED = {"deepseek_v3", "gpt_oss", "qwen3_moe"}  # each with a warning that says why
+
+
+def on_gpu(architecture: str, drafter: RecurrentDrafter | None = None, **options: object) -> ReDrafter:
+    engine = with_tree(tiny_model(architecture).cuda(), (drafter or tiny_drafter()).cuda(), 5, 5)
+    engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, **options)
+    return engine
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = uneven_batch()
+    return ids.cuda(), mask.cuda()
+
+
+def check(engine: Engine) -> None:
+    ids, mask = batch()
+    expected = engine.model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    for arguments in ({"do_sample": False}, SAMPLING, PROCESSED):
+        out = [engine.generate(ids, mask, max_new_tokens=NEW, speculate=s, **arguments) for s in (True, False, True)]
+        assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[2])
+        if not arguments["do_sample"]:
+            assert torch.equal(out[0], expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_captured_steps_write_what_model_generate_writes(architecture):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check(on_gpu(architecture, compile=False))
+    told = [str(each.message) for each in said if "slower" in str(each.message)]
+    assert len(told) == (1 if architecture in NOT_CAPTURED else 0), told
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_compiled_steps_write_what_model_generate_writes(architecture):
+    check(on_gpu(architecture, compile=True))
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+def test_a_drafter_that_reads_other_layers_changes_no_token(architecture, compile):
+    engine = on_gpu(architecture, tiny_drafter(**READS_LAYERS), compile=compile)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gpt_oss is not captured, and says so
+        check(engine)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
+def test_a_captured_step_tells_the_drafter_what_a_plain_forward_does(compile):
+    """The same drafts are accepted as on the CPU, by a drafter that goes by what it reads."""
+    model, drafter = tiny_model("llama"), tiny_drafter(**READS_LAYERS)
+    ids, mask = uneven_batch()
+    text = with_tree(model, drafter, 5, 5).generate(ids, mask, max_new_tokens=NEW, do_sample=False, speculate=False)
+    how = TrainConfig(steps=60, draft_len=5, lr=0.01, compile=False, cpu=True, log_every=60, mixed_precision="no")
+    train(model, drafter, [(text, text >= 0)] * how.steps, how, log=lambda line: None)
+    steps = []
+    for engine in (with_tree(model, drafter, 5, 5), on_gpu("llama", deepcopy(drafter), compile=compile)):
+        at = engine.target.device
+        out = engine.generate(
+            ids.to(at), mask.to(at), max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True
+        )
+        steps.append(out.stats.steps)
+    assert steps[0] == steps[1] < 4 * NEW / 2
+
+
+def neither_waits_nor_allocates(step: CapturedStep) -> None:
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            step.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_a_step_neither_waits_nor_allocates():
+    engine = on_gpu("llama", compile=False)
+    ids, mask = batch()
+    engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
+    [step] = [each for each in engine._graphs._kept.values() if len(each.state.length) == 4]
+    neither_waits_nor_allocates(step)
+
+
+def test_nothing_is_collected_while_a_step_is_captured():
+    """A graph that is freed during another's capture ends the process."""
+    engine, collected = on_gpu("llama", compile=False), []
+    engine.generate(*batch(), max_new_tokens=NEW, do_sample=False)
+    gc.set_threshold(1)
+    gc.callbacks.append(lambda phase, info: collected.append(torch.cuda.is_current_stream_capturing()))
+    try:
+        engine.generate(*(x[:2] for x in batch()), max_new_tokens=NEW, do_sample=False)
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(700, 10, 10)
+    assert collected and not any(collected)
+
+
+def test_a_target_knows_whether_it_can_be_packed():
+    target = Target(tiny_model("llama").cuda())
+    assert target.unpacked is None
+    assert Target(tiny_model("llama")).unpacked == "it is not on a GPU"
+
+
+def drafting(architecture: str, draft: str, *, compile: bool = False, **how: object) -> DraftTarget:
+    options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=compile)
+    target, draft_model = tiny_model(architecture), tiny_model(draft, num_hidden_layers=1)
+    return DraftTarget(Target(target.cuda()), Target(draft_model.cuda()), options=options, **how)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_beams": 3, "node_budget": 6}, {"adaptive": True}], ids=str)
+@pytest.mark.parametrize("pair", [("llama", "gpt2"), ("gemma2", "llama"), ("qwen3", "mistral"), ("gpt2", "phi3")])
+def test_a_draft_model_in_captured_steps_changes_no_token(pair, how):
+    check(drafting(*pair, **how))
+
+
+def test_a_compiled_draft_model_changes_no_token():
+    check(drafting("llama", "gemma2", compile=True))
+
+
+def test_a_draft_model_that_is_the_target_is_always_right():
+    options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=False)
+    model = tiny_model("llama").cuda()
+    model.generation_config.eos_token_id = None
+    for acceptance in ("match", "rejection"):
+        engine = DraftTarget(Target(model), Target(model), options=options, acceptance=acceptance)
+        for arguments in ({"do_sample": False}, SAMPLING, PROCESSED):
+            out = engine.generate(*batch(), max_new_tokens=21, return_dict_in_generate=True, **arguments)
+            assert out.stats.tokens_per_step == 5, (acceptance, arguments)
+
+
+def test_a_step_with_a_draft_model_neither_waits_nor_allocates():
+    for acceptance in ("match", "rejection"):
+        engine = drafting("llama", "llama", acceptance=acceptance)
+        engine.generate(*batch(), max_new_tokens=NEW, **SAMPLING)
+        [step] = [each for each in engine._graphs._kept.values() if len(each.state.length) == 4]
+        assert step.graph is not None
+        neither_waits_nor_allocates(step)
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")], ids=str)
+def test_models_on_different_devices_change_no_token(devices):
+    device, draft_device = devices
+    target, draft_model = tiny_model("llama").to(device), tiny_model("qwen2", num_hidden_layers=1).to(draft_device)
+    ids, mask = uneven_batch()
+    for how in ({}, {"num_beams": 3, "node_budget": 6}, {"adaptive": True}, {"acceptance": "rejection"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine = DraftTarget.from_pretrained(target, draft_model, kv_cache_free_gpu_memory_fraction=0.1, **how)
+        assert (engine.target.device.type, engine.draft_model.device.type) == devices
+        for arguments in ({"do_sample": False}, SAMPLING, PROCESSED):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                out = engine.generate(ids, mask, max_new_tokens=NEW, **arguments)
+                plain = engine.generate(ids, mask, max_new_tokens=NEW, speculate=False, **arguments)
+            if engine.rejection_sampling and arguments["do_sample"]:
+                assert out.shape[0] == plain.shape[0]
+            else:
+                assert torch.equal(out, plain), (how, arguments)
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu")], ids=str)
+def test_rejection_sampling_keeps_the_distribution(devices):
+    """The law of two tokens, against what the target's own forwards say."""
+    vocab, rows, rounds = 8, 512, 128
+    target = tiny_model("llama", vocab_size=vocab).to(devices[0])
+    draft_model = tiny_model("qwen2", vocab_size=vocab, num_hidden_layers=1).to(devices[1])
+    target.generation_config.eos_token_id = None
+    prompt = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        first = target(prompt.to(devices[0])).logits[0, -1].softmax(-1).cpu()
+        texts = torch.cat([prompt.expand(vocab, -1), torch.arange(vocab)[:, None]], dim=1)
+        second = target(texts.to(devices[0])).logits[:, -1].softmax(-1).cpu()
+        texts = torch.cat([texts.repeat_interleave(vocab, 0), torch.arange(vocab).repeat(vocab)[:, None]], dim=1)
+        third = target(texts.to(devices[0])).logits[:, -1].softmax(-1).cpu().view(vocab, vocab, vocab)
+    law = (first[:, None, None] * second[:, :, None] * third).double().flatten()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = DraftTarget.from_pretrained(
+            target, draft_model, acceptance="rejection", kv_cache_free_gpu_memory_fraction=0.1, compile=False
+        )
+        counts = torch.zeros(vocab**3)
+        for turn in range(rounds):
+            ids = prompt.expand(rows, -1)
+            out = engine.generate(ids, max_new_tokens=3, do_sample=True, top_k=0, temperature=1.0, seed=turn * rows)
+            a, b, c = out[:, 3:].cpu().unbind(1)
+            counts += torch.bincount((a * vocab + b) * vocab + c, minlength=vocab**3)
+    total = rows * rounds
+    generator = torch.Generator().manual_seed(0)
+    true = [
+        torch.bincount(torch.multinomial(law, total, replacement=True, generator=generator), minlength=vocab**3)
+        for _ in range(5)
+    ]
+    noise = max(float((each / total - law).abs().sum() / 2) for each in true)
+    assert float((counts / total - law).abs().sum() / 2) < 1.3 * noise

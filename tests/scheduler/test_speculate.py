@@ -1,0 +1,89 @@
+"""RunningBatch that want no drafts beside rows that do, and drafts that are kept by their odds."""
+
+from dataclasses import replace
+
+import pytest
+
+from helpers.models import tiny_drafter, tiny_model, with_tree
+from helpers.scheduling import KINDS, alone, job, nothing_is_held, random_jobs, run, scheduler
+from helpers.speculation import kept_by_odds, rejection_sampling, without_drafts
+from redrafter import DraftTarget, Engine
+from redrafter.cli import main
+from redrafter.drafting.proposer import PlainProposer
+from redrafter.target.target import Target
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Target, Target]:
+    target, draft = tiny_model("llama"), tiny_model("qwen2", num_hidden_layers=1)
+    target.generation_config.eos_token_id = None
+    return Target(target), Target(draft)
+
+
+@pytest.mark.parametrize("kind", ["drafter", "draft model"])
+def test_a_row_without_drafts_stands_beside_rows_with_them(kind, models):
+    engine = with_tree(models[0].model, tiny_drafter(), 4, 4)
+    if kind == "draft model":
+        engine = DraftTarget(*models, draft_len=3)
+    jobs = without_drafts(random_jobs(16, seed=3))
+    served = scheduler(engine, blocks=60, max_batch_size=6, max_num_tokens=80)
+    run(served, jobs, 1)
+    for each in jobs:
+        assert each.sink.tokens == alone(engine, each)
+        if not each.settings.speculate:
+            assert each.stats.steps == 0 and all(len(piece.tokens) < 2 for piece in each.sink.pieces)
+    assert any(each.stats.steps for each in jobs[1::2])
+    nothing_is_held(served)
+
+
+def test_rows_that_all_want_no_drafts_step_plainly(models):
+    engine = DraftTarget(*models, draft_len=3)
+    served = scheduler(engine)
+    jobs = [job([5, 6, 7], 6, replace(KINDS["sampled"], speculate=False)) for _ in range(2)]
+    run(served, jobs)
+    assert {step.proposer for step in served.rows._kept.values()} == {engine.plain}
+    assert jobs[0].sink.tokens == alone(engine, jobs[0])
+
+
+def test_what_a_draft_model_may_not_have_read_is_not_found_again(models):
+    engine = DraftTarget(*models, draft_len=3)
+    served = scheduler(engine)
+    first = job(list(range(3, 23)), 30, replace(KINDS["greedy"], speculate=False))
+    run(served, [first])
+    second = job([*first.text, 5], 4, KINDS["greedy"])
+    run(served, [second])
+    assert second.reused == 16  # of the prompt alone
+    assert second.sink.tokens == alone(engine, second)
+
+
+def test_drafts_are_kept_by_their_odds_as_generate_keeps_them(models):
+    engine = rejection_sampling(*models)
+    jobs = without_drafts(random_jobs(16, seed=5))
+    run(scheduler(engine, max_batch_size=5, max_num_tokens=60), jobs, 1)
+    for each in jobs:
+        assert each.sink.tokens == kept_by_odds(engine, each)
+    assert any(each.sink.tokens != alone(engine, each) for each in jobs)  # else the odds decided nothing
+
+
+def test_a_base_is_served_alone(models):
+    engine = Engine(models[0], PlainProposer())
+    jobs = random_jobs(6, seed=7)
+    run(scheduler(engine, max_batch_size=4), jobs, 1)
+    for each in jobs:
+        assert each.sink.tokens == alone(engine, each) and each.stats.steps == 0
+
+
+def test_a_base_writes_plainly_where_that_is_asked(tmp_path, capsys):
+    from redrafter import boxed_pair
+
+    for file in boxed_pair().iterdir():
+        if file.is_file() and file.name != "redrafter.json":
+            (tmp_path / file.name).symlink_to(file)
+    words = ["generate", "--model", str(tmp_path), "--max-new-tokens", "8", "Once upon a time"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert all(flag in error for flag in ("--drafter D", "--draft-model D", "--prompt-lookup", "--no-speculate"))
+    assert main([*words, "--no-speculate"]) == 0
+    text = capsys.readouterr().out
+    assert main(["generate", "--max-new-tokens", "8", "Once upon a time"]) == 0
+    assert capsys.readouterr().out == text

@@ -1,0 +1,248 @@
+"""Requests of chats as clients send them: what is taken, and what is said of what is not."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import httpx
+import pytest
+from pydantic import BaseModel
+
+pytest.importorskip("fastapi")
+pytest.importorskip("llguidance")
+openai = pytest.importorskip("openai")
+
+from helpers.serving_in_process import listening
+from redrafter.app.loading import Pair
+from redrafter.app.options import LoadOptions
+from redrafter.serve.command import Server
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.metrics import Metrics
+from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
+from redrafter.serve.routes.app import create_app
+from redrafter.serve.service import Service
+
+HELLO = {"role": "user", "content": "Hello"}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+CALL = {"id": "a", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+CHAT, COMPLETION = "chat/completions", "completions"
+MANY = ["x"] * 17
+
+
+def refusal(path: str, body: dict[str, Any]) -> tuple[int, str, str | None]:
+    """Return status, message and parameter of the error that a server says of a body."""
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(SimpleNamespace()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return await client.post(f"/v1/{path}", json=body)
+
+    answer = asyncio.run(ask())
+    error = answer.json()["error"]
+    return answer.status_code, error["message"], error["param"]
+
+
+def talk(**message: Any) -> dict[str, Any]:
+    return {"messages": [HELLO | message]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        (COMPLETION, {"stop": MANY}, 422, "stop: List should have at most 16 items"),
+        (COMPLETION, {"stop": ["a", 5]}, 422, "stop.1: Input should be a valid string"),
+        (COMPLETION, {"stop": 5}, 422, "stop: Input should be a text or a list of texts"),
+        (COMPLETION, {"stop": ""}, 422, "stop: String should have at least 1 character"),
+        (COMPLETION, {"stop": ["a", "b" * 1001]}, 422, "stop.1: String should have at most 1000 characters"),
+        (COMPLETION, {"prompt": 5}, 422, "prompt: Input should be a text, a list of texts, a list of token ids or a"),
+        (COMPLETION, {"prompt": ["a", 5]}, 422, "prompt.1: Input should be a valid string"),
+        (COMPLETION, {"prompt": [1, -2]}, 422, "prompt.1: Input should be greater than or equal to 0"),
+        (COMPLETION, {"prompt": [1, "a"]}, 422, "prompt.1: Input should be a valid integer"),
+        (COMPLETION, {"prompt": [[1], [2.5]]}, 422, "prompt.1.0: Input should be a valid integer"),
+        (COMPLETION, {"prompt": ["a"] * 1025}, 422, "prompt: List should have at most 1024 items"),
+        (COMPLETION, {"structured_outputs": {"json": 5}}, 422, "structured_outputs.json: Input should be a schema"),
+        (CHAT, talk(content=5), 422, "messages.0.content: Input should be a text or a list of parts"),
+        (CHAT, talk(content=[{"type": "text"}]), 422, "messages.0.content.0.text: Field required"),
+        (CHAT, talk(content=["a"]), 422, "messages.0.content.0: Input should be a valid dictionary"),
+        (
+            CHAT,
+            talk(content=[{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "x"}}]),
+            400,
+            "messages.0.content.1 is not supported: image_url parts cannot be read, only text",
+        ),
+        (CHAT, talk(role="function"), 422, "messages.0.role: Input should be 'system', 'developer', 'user'"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "any"}, 422, "tool_choice: Input should be 'none', 'auto' or 'requi"),
+        (CHAT, {"tools": [TOOL], "tool_choice": 5}, 422, "tool_choice: Input should be 'none', 'auto', 'required' or"),
+        (
+            CHAT,
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}},
+            422,
+            "tool_choice.function.name: Field required",
+        ),
+        (CHAT, {"tool_choice": "required"}, 422, "tool_choice needs tools"),
+        (CHAT, {"tools": [TOOL | {"type": "custom"}]}, 422, "tools.0.type: Input should be 'function'"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
+            422,
+            "response_format.json_schema.schema: Input should be a schema",
+        ),
+        (CHAT, {"functions": []}, 400, "functions is not supported: give tools"),
+        (CHAT, {"function_call": "auto"}, 400, "function_call is not supported: give tool_choice"),
+        (CHAT, {"chat_template": "{{ x }}"}, 400, "chat_template is not supported: the server's own is used"),
+        (CHAT, {"prediction": {"type": "content"}}, 400, "prediction is not supported"),
+        (CHAT, {"modalities": ["audio"]}, 422, "modalities.0: Input should be 'text'"),
+        (CHAT, {"store": True}, 422, "store: Input should be False"),
+        (CHAT, talk(refusal="no"), 400, "messages.0.refusal is not supported: give it as content"),
+        (CHAT, talk(annotations=[{}]), 422, "messages.0.annotations: List should have at most 0 items"),
+        (
+            CHAT,
+            {"continue_final_message": True, "add_generation_prompt": True},
+            422,
+            "continue_final_message goes on with a message: leave out add_generation_prompt",
+        ),
+        (CHAT, {"continue_final_message": True}, 422, "continue_final_message needs a last message of the assistant"),
+    ],
+)
+def test_an_error_names_the_field_and_the_real_reason(path, body, status, says):
+    body = ({"messages": [HELLO]} if path == CHAT else {"prompt": "a"}) | body
+    found, message, param = refusal(path, body)
+    assert found == status and message.startswith(says), message
+    assert param is None or message.startswith(param)
+
+
+def test_what_is_null_is_as_if_left_out():
+    nothing = dict.fromkeys(("annotations", "audio", "refusal", "function_call", "tool_calls", "anything"))
+    plain = {"messages": [HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "stream": True}
+    body = json.loads(json.dumps(plain)) | dict.fromkeys(("store", "stop", "tools", "unknown", "n", "ignore_eos"))
+    body["messages"][0] |= nothing
+    body["messages"][1]["function_call"] = None
+    body["messages"][1]["tool_calls"][0]["index"] = None
+    assert ChatRequest.model_validate(body) == ChatRequest.model_validate(plain)
+    assert CompletionRequest.model_validate({"prompt": "a", "suffix": None, "x": None}).prompt == "a"
+    assert refusal(CHAT, plain | {"unknown": 1}) == (400, "unknown is not supported", "unknown")
+
+
+def test_fields_without_an_effect_on_the_text_are_taken():
+    fields = {
+        "metadata": {"a": "b"},
+        "store": False,
+        "modalities": ["text"],
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "service_tier": "auto",
+        "response_format": {"type": "text"},
+        "tools": [TOOL],
+        "tool_choice": "required",
+    }
+    assert ChatRequest.model_validate({"messages": [HELLO]} | fields).callable_tools[0].function.name == "find"
+
+
+class Item(BaseModel):
+    name: Literal["tea", "coffee"]
+    price: Literal[1, 2, 3]
+
+
+class Order(BaseModel):
+    first: Item
+    second: Item
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server(Pair.load(LoadOptions()), ServeOptions(), LoadOptions())
+    found.worker.start()
+    yield found
+    found.worker.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator["openai.OpenAI"]:
+    with listening(server.app) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+TALK = [{"role": "user", "content": "Order two things"}]
+SAME: dict[str, Any] = {"model": "boxed", "messages": TALK, "max_tokens": 100, "seed": 3}
+ORDER = openai.pydantic_function_tool(Order, name="order")
+
+
+def test_models_within_models_are_parsed(client):
+    found = client.chat.completions.parse(**SAME | {"max_tokens": 400}, response_format=Order)
+    assert isinstance(found.choices[0].message.parsed, Order)
+    found = client.chat.completions.parse(**SAME, tools=[ORDER], tool_choice="required")
+    [call] = found.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Order) and found.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_call_is_streamed_and_its_message_sent_back(client):
+    how = {"tools": [ORDER], "tool_choice": "required"}
+    with client.chat.completions.stream(**SAME, **how) as events:
+        deltas = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
+        message = events.get_final_completion().choices[0].message
+    whole = client.chat.completions.create(**SAME, **how).choices[0].message
+    assert len(deltas) > 5 and message.tool_calls[0].function.arguments == whole.tool_calls[0].function.arguments
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
+    answers = [
+        client.chat.completions.create(**SAME | {"messages": [*TALK, each, result], "max_tokens": 8}, tools=[ORDER])
+        for each in (message, message.model_dump(), whole, whole.model_dump())
+    ]
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+
+
+def test_a_call_that_is_cut_ends_for_its_length(client):
+    how = {"tools": [ORDER], "tool_choice": "required", "max_tokens": 30}
+    [choice] = client.chat.completions.create(**SAME | how).choices
+    assert choice.finish_reason == "length" and choice.message.tool_calls[0].function.arguments.startswith("{")
+    parts = [part.choices[0] for part in client.chat.completions.create(**SAME | how, stream=True)]
+    assert parts[-1].finish_reason == "length"
+
+
+def test_a_text_comes_at_once_where_tools_may_be_called(client):
+    how = {"tools": [{"type": "function", "function": {"name": "find"}}], "temperature": 0, "max_tokens": 30}
+    parts = [part.choices[0].delta.content for part in client.chat.completions.create(**SAME | how, stream=True)]
+    whole = client.chat.completions.create(**SAME | how).choices[0].message.content
+    assert "".join(filter(None, parts)) == whole and sum(map(bool, parts)) > 4
+
+
+def test_thoughts_are_told_apart(client, server, monkeypatch):
+    plain = client.chat.completions.create(**SAME | {"max_tokens": 24, "temperature": 0}).choices[0].message.content
+    template = server.pair.tokenizer.chat_template
+    monkeypatch.setattr(server.pair.tokenizer, "chat_template", template + "{# <think> </think> #}")
+    service = Service(server.worker, server.pair.tokenizer, "boxed", Metrics(server.worker.scheduler, "boxed"))
+    opened = [*TALK, {"role": "assistant", "content": "<think>"}]
+    body = SAME | {"max_tokens": 24, "temperature": 0}
+    with listening(create_app(service)) as url:
+        thinker = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert thinker.chat.completions.create(**body).choices[0].message.content == plain
+        settings = body | {"messages": opened, "extra_body": {"continue_final_message": True}}
+        message = thinker.chat.completions.create(**settings).choices[0].message
+        assert message.content is None and message.reasoning_content
+        parts = [part.choices[0].delta for part in thinker.chat.completions.create(**settings, stream=True)]
+        thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in parts]
+        assert "".join(thoughts) == message.reasoning_content and sum(map(bool, thoughts)) > 4
+        forced = thinker.chat.completions.create(**settings, response_format={"type": "json_object"})
+        assert forced.choices[0].message.content.startswith("{")  # a grammar is of the whole text
+        service.reasoning = False
+        assert (
+            thinker.chat.completions.create(**settings).choices[0].message.content.strip() == message.reasoning_content
+        )
+
+
+def test_the_coldest_temperatures_are_greedy(client):
+    found = {
+        client.chat.completions.create(**SAME | {"max_tokens": 16, "temperature": each}).choices[0].message.content
+        for each in (0, 1e-40, 1e-9, 9e-6)
+    }
+    assert len(found) == 1
+
+
+def test_a_spelt_special_token_is_counted_as_text(client):
+    def count(text: str) -> int:
+        body = SAME | {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        return client.chat.completions.create(**body).usage.prompt_tokens
+
+    assert count("a<|eos|>b") > count("a.b") + 2

@@ -1,0 +1,153 @@
+"""Chat templates: where they come from, what a request may tell them, and what they refuse."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from helpers.chats import LLAMA_LIKE, tiny_tokenizer
+
+pytest.importorskip("fastapi")
+
+from redrafter.app.templates import find_template, read_template
+from redrafter.errors import ArgumentError
+from redrafter.serve.prompts import Prompts
+from redrafter.serve.protocol.requests import ApiError, ChatRequest
+
+HELLO = {"role": "user", "content": "Hello"}
+THINKER = LLAMA_LIKE + (
+    "{% if not add_generation_prompt %}{{ '' }}{% elif enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% elif reasoning_effort == 'high' %}{{ '<think>\n' }}{% endif %}"
+)
+
+
+def prompts(template: str) -> Prompts:
+    tokenizer = tiny_tokenizer(template)
+    return Prompts(tokenizer, "mine", len(tokenizer), 4096)
+
+
+def text(template: str, *messages: dict[str, Any], **more: Any) -> str:
+    """What a model reads of a chat."""
+    read = prompts(template)
+    ids = read.talk(ChatRequest.model_validate({"messages": list(messages) or [HELLO]} | more)).ids
+    return str(read.tokenizer.decode(ids))
+
+
+def refusal(template: str, **more: Any) -> tuple[str, str | None]:
+    with pytest.raises(ApiError) as found:
+        text(template, **more)
+    assert found.value.status == 400
+    return str(found.value), found.value.param
+
+
+def test_variables_of_the_template_can_be_set_and_no_others():
+    assert text(THINKER, chat_template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
+    assert text(THINKER, reasoning_effort="high").endswith("<|assistant|>\n<think>\n")
+    assert text(THINKER, chat_template_kwargs={"reasoning_effort": "high"}).endswith("<think>\n")
+    for name in ("messages", "tools", "tokenizer", "bos_token", "add_generation_prompt", "chat_template", "tokenize"):
+        said, param = refusal(THINKER, chat_template_kwargs={name: "x"})
+        assert (
+            param == "chat_template_kwargs" and f"reads no '{name}'; it reads enable_thinking, reasoning_effort" in said
+        )
+    for name in ("reasoning_effort", "verbosity"):
+        assert refusal(LLAMA_LIKE, **{name: "high"}) == (
+            f"{name}: the chat template reads no {name!r}; it reads none",
+            name,
+        )
+
+
+def test_what_a_template_refuses_is_said():
+    raising = "{{ raise_exception('roles must alternate') }}"
+    assert refusal(raising) == ("the chat template refuses: roles must alternate", "messages")
+    assert refusal("{{ messages[0].content.nothing.more }}")[0].startswith("the chat template refuses: ")
+    assert refusal("{{ messages[0].content + 1 }}")[0].startswith("the chat template refuses: ")
+
+
+def test_an_answer_may_be_continued_and_its_beginning_left_out():
+    begun = {"role": "assistant", "content": "The sea"}
+    assert text(LLAMA_LIKE, HELLO, begun, continue_final_message=True).endswith("<|assistant|>\nThe sea")
+    assert text(LLAMA_LIKE, HELLO, begun).endswith("The sea</s>\n<|assistant|>\n")
+    assert text(LLAMA_LIKE, HELLO, add_generation_prompt=False).endswith("Hello\n")
+    assert text(LLAMA_LIKE, HELLO, begun | {"content": "a </s>"}, continue_final_message=True).endswith("\na </s>")
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none():
+    developer = {"role": "developer", "content": "Be kind"}
+    assert text(LLAMA_LIKE, developer, HELLO) == text(LLAMA_LIKE, developer | {"role": "system"}, HELLO)
+    knows = "{% for m in messages %}{{ '[developer]' if m.role == 'developer' }}{{ m.content }}{% endfor %}"
+    assert text(knows, developer) == "[developer]Be kind"
+
+
+def test_a_template_reads_thoughts_and_calls_of_earlier_turns():
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
+    turn = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
+    told = "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}"
+    assert text(told, turn) == "hm" + json.dumps([call | {"function": {"name": "f", "arguments": {}}}])
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "thinking"),
+    [
+        (THINKER, {}, False),
+        (THINKER, {"reasoning_effort": "high"}, True),
+        (THINKER, {"chat_template_kwargs": {"enable_thinking": False}}, False),
+        (THINKER, {"messages": [{"role": "assistant", "content": "<think> hm"}], "continue_final_message": True}, True),
+        (
+            THINKER,
+            {"messages": [{"role": "assistant", "content": "<think></think> a"}], "continue_final_message": True},
+            False,
+        ),
+    ],
+)
+def test_it_is_seen_whether_thoughts_are_open(template, more, thinking):
+    assert prompts(template).talk(ChatRequest.model_validate({"messages": [HELLO]} | more)).thinking == thinking
+
+
+def test_thoughts_are_told_apart_where_the_template_marks_them():
+    assert not prompts(LLAMA_LIKE).template.thinks and prompts(THINKER).template.thinks
+    hidden = prompts(THINKER)
+    hidden.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    assert not hidden.template.thinks  # a special token is not seen in a text
+
+
+def test_a_template_beside_the_model_is_found(tmp_path):
+    for name, written in (("chat_template.j2", "{{ 1 }}"), ("chat_template.json", '{"chat_template": "{{ 2 }}"}')):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text(written)
+        tokenizer = tiny_tokenizer(None)
+        find_template(tokenizer, str(folder))
+        assert tokenizer.chat_template == ("{{ 1 }}" if name.endswith("j2") else "{{ 2 }}")
+        tokenizer.chat_template = "own"
+        find_template(tokenizer, str(folder))
+        assert tokenizer.chat_template == "own"
+    tokenizer = tiny_tokenizer(None)
+    find_template(tokenizer, str(tmp_path))
+    assert tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "says"),
+    [
+        ("a.jinja", b"{% for %}", "line 1: "),
+        ("a.jinja", b"a\n{{ x | nothing }}", "line 2: No filter named 'nothing'."),
+        ("a.jinja", b"\xff\xfe", "cannot be read: it is no text"),
+        ("a.json", b"[]", "cannot be read: it is no text in UTF-8, or no JSON that has a chat_template"),
+        ("a.jinja", None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused(tmp_path, name, written, says):
+    if written is not None:
+        (tmp_path / name).write_bytes(written)
+    with pytest.raises(ArgumentError, match="chat template") as found:
+        read_template(tmp_path / name)
+    assert says in str(found.value)
+
+
+def test_a_server_with_a_wrong_template_says_so_in_a_line(tmp_path):
+    command = [sys.executable, "-m", "redrafter", "serve", "--port", "0", "--chat-template", str(tmp_path / "none")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert "error: chat template" in run.stderr and "cannot be read: No such file" in run.stderr

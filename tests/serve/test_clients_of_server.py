@@ -1,0 +1,176 @@
+"""What load generators ask of the server, and read: usage in every part, counters that add up, no waiting packets."""
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")  # test_serve needs it
+
+from helpers.serving import PROMPTS, Program
+from redrafter.engine.outputs import Stats
+from redrafter.serve.answers.openai_format import speculation
+from redrafter.serve.command import listen
+from redrafter.serve.config import ServeOptions
+
+Counters = dict[str, float]
+
+
+def counters(url: str) -> Counters:
+    """What `/metrics` says, by name and labels but for the model's."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    own = re.compile(r'\{model_name="boxed"\}$|,model_name="boxed"|model_name="boxed",')
+    return {own.sub("", name): float(value) for name, value in found}
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    found = Program("--max-batch-size", "64")
+    found.first = counters(found.url)
+    yield found
+    assert found.end() == 0
+
+
+def parts(url: str, path: str, body: dict) -> list[dict]:
+    with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+BOTH = {"include_usage": True, "continuous_usage_stats": True}
+ASKED = {
+    "completions": {"prompt": PROMPTS[0], "max_tokens": 40, "logprobs": 0},
+    "chat/completions": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPTS[0]}]}],
+        "max_completion_tokens": 40,
+        "logprobs": True,
+    },
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_every_part_tells_what_its_choice_has_come_to(path, program):
+    body = {"model": "boxed", "stream": True, "ignore_eos": True, "seed": 2, "n": 2, **ASKED[path]}
+    *texts, last = parts(program.url, path, body | {"stream_options": BOTH})
+    written = [0, 0]
+    for part in texts:
+        [choice] = part["choices"]
+        told, usage = choice["logprobs"], part["usage"]
+        written[choice["index"]] += len(told["tokens"] if path == "completions" else told["content"])
+        assert usage["completion_tokens"] == written[choice["index"]]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"] and "metrics" not in part
+    assert written == [40, 40] and len(texts) > 4
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 80 and "metrics" in last
+    once = parts(program.url, path, body | {"stream_options": {"include_usage": True}})
+    assert all(part["usage"] is None for part in once[:-1]) and once[-1]["usage"] == last["usage"]
+    alone = parts(program.url, path, body | {"stream_options": {"continuous_usage_stats": True}})
+    assert not any("usage" in part for part in alone)  # as vLLM has it
+
+
+def test_counters_rise_by_what_the_answers_tell(program):
+    """Twenty rows step without drafts on a CPU: such steps are none of speculation's."""
+
+    def ask(prompts: list[str], count: int) -> dict:
+        body = {"prompt": prompts, "max_tokens": count, "ignore_eos": True, "seed": 1}
+        return httpx.post(f"{program.url}/v1/completions", json=body, timeout=60).json()
+
+    before = counters(program.url)
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(ask, ([PROMPTS[1]] * 20, [PROMPTS[2]], [PROMPTS[3]] * 3), (20, 120, 90)))
+    after = counters(program.url)
+    rise = {name: after[name] - before[name] for name in after}
+    told = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    for name, field in (
+        ("num_drafts", "num_spec_steps"),
+        ("num_draft_tokens", "num_draft_tokens"),
+        ("num_accepted_tokens", "num_accepted_draft_tokens"),
+    ):
+        assert rise[f"vllm:spec_decode_{name}_total"] == sum(each[field] for each in told) > 0
+    for place in range(5):
+        accepted = sum(sum(each["acceptance_histogram"][place + 1 :]) for each in told)
+        assert rise[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] == accepted
+    usages = [answer["usage"] for answer in answers]
+    assert rise["vllm:generation_tokens_total"] == sum(each["completion_tokens"] for each in usages)
+    assert rise['vllm:request_success_total{finished_reason="length"}'] == 24
+    many = told[0]
+    assert many["num_spec_steps"] + many["num_accepted_draft_tokens"] + 20 < usages[0]["completion_tokens"]
+    for each in told:
+        assert sum(each["acceptance_histogram"]) == each["num_spec_steps"]
+        assert len(each["acceptance_histogram"]) == each["num_spec_tokens"] + 1
+
+
+def test_a_text_without_drafts_comes_to_one_token_a_step():
+    told = speculation([Stats(accepted_by_depth=[0] * 3)])
+    assert (told["mean_acceptance_length"], told["draft_acceptance_rate"]) == (1.0, 0.0)
+    assert told["acceptance_histogram"] == [0] * 4 and told["num_spec_steps"] == 0
+
+
+def test_counters_are_there_before_the_first_request(program):
+    """Else what a client finds first is taken for where it began."""
+    for place in range(5):
+        assert program.first[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] == 0
+    for reason in ("stop", "length", "abort", "error"):
+        assert program.first[f'vllm:request_success_total{{finished_reason="{reason}"}}'] == 0
+    assert program.first["vllm:num_preemptions_total"] == 0
+    assert "vllm:request_time_per_output_token_seconds_count" in program.first
+
+
+def test_steps_are_counted_while_a_text_is_written(program):
+    before = counters(program.url)
+    body = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        for _ in range(6):
+            next(lines)
+        now = counters(program.url)
+    assert now["vllm:num_requests_running"] == 1
+    assert now["vllm:spec_decode_num_drafts_total"] >= before["vllm:spec_decode_num_drafts_total"] + 5
+    for _ in range(500):
+        gone = counters(program.url)
+        if not gone["vllm:num_requests_running"]:
+            break
+    name = 'vllm:request_success_total{finished_reason="abort"}'
+    assert gone[name] == before[name] + 1
+
+
+def test_the_share_of_a_prompt_that_was_found_can_be_told(program):
+    before = counters(program.url)
+    body = {"prompt": "The tide came in over the sand, and with it came the boats. " * 4, "max_tokens": 2}
+    usages = [httpx.post(f"{program.url}/v1/completions", json=body).json()["usage"] for _ in range(2)]
+    after = counters(program.url)
+    for name, expected in (
+        ("queries", sum(usage["prompt_tokens"] for usage in usages)),
+        ("hits", usages[1]["prompt_tokens_details"]["cached_tokens"]),
+    ):
+        name = f"vllm:prefix_cache_{name}_total"
+        assert after[name] - before[name] == expected > 0
+
+
+def test_small_packets_do_not_wait():
+    """A first token behind the answer's head is a small packet; without this it waits for the client's delayed
+    acknowledgement, 40 ms."""
+
+    async def ask() -> int:
+        accepted: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+
+        def come(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.set_result(writer.get_extra_info("socket"))
+
+        server = await asyncio.start_server(come, sock=listen(ServeOptions(port=0)))
+        async with server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            found = (await accepted).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+        return found
+
+    assert asyncio.run(ask())

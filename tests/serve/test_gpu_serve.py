@@ -1,0 +1,102 @@
+"""On a GPU: the server's rows, of every kind, in captured steps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.chats import tiny_tokenizer
+from helpers.models import tiny_drafter, tiny_model, with_tree
+from helpers.scheduling import KINDS, alone, job, nothing_is_held, random_jobs, run
+from helpers.speculation import kept_by_odds, rejection_sampling, without_drafts
+from redrafter import DraftTarget, Engine
+from redrafter.engine.cuda_graphs import CUDAGraphRunner
+from redrafter.engine.options import EngineOptions
+from redrafter.grammar.grammar import Grammar
+from redrafter.scheduler.scheduler import Limits, Scheduler
+from redrafter.target.target import Target
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+OPTIONS = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=False)
+
+
+def served(engine: Engine, **limits: object) -> Scheduler:
+    return Scheduler(engine, CUDAGraphRunner.on(engine.target, engine.options, engine.draft_model), Limits(**limits))
+
+
+def recurrent(model_type: str = "llama", **changes: object) -> Engine:
+    model = tiny_model(model_type, **changes).cuda()
+    model.generation_config.eos_token_id = None
+    size = {"vocab_size": changes["vocab_size"]} if "vocab_size" in changes else {}
+    engine = with_tree(model, tiny_drafter(**size).cuda(), 4, 4)
+    engine.options = OPTIONS
+    return engine
+
+
+def draft_model() -> Engine:
+    models = [tiny_model("llama"), tiny_model("gpt2", num_hidden_layers=1)]
+    models[0].generation_config.eos_token_id = None
+    return DraftTarget(*(Target(model.cuda()) for model in models), options=OPTIONS)
+
+
+@pytest.mark.parametrize("make", [recurrent, draft_model])
+def test_rows_without_drafts_share_captured_steps(make):
+    engine = make()
+    jobs = without_drafts(random_jobs(24, seed=3))
+    scheduler = served(engine, max_batch_size=6)
+    run(scheduler, jobs, apart=1)
+    for each in jobs:
+        assert each.sink.tokens == alone(engine, each)
+    assert all(step.graph is not None for step in scheduler.rows._kept.values())
+
+
+def test_drafts_are_kept_by_their_odds_in_captured_steps():
+    models = [tiny_model("llama"), tiny_model("qwen2", num_hidden_layers=1)]
+    models[0].generation_config.eos_token_id = None
+    engine = rejection_sampling(*(Target(model.cuda()) for model in models))
+    engine.options = OPTIONS
+    jobs = without_drafts(random_jobs(24, seed=5))
+    scheduler = served(engine, max_batch_size=5)
+    run(scheduler, jobs, apart=1)
+    for each in jobs:
+        assert each.sink.tokens == kept_by_odds(engine, each)
+    assert all(step.graph is not None for step in scheduler.rows._kept.values())
+
+
+@pytest.mark.parametrize("make", [recurrent, draft_model])
+@pytest.mark.parametrize("limits", [{}, {"max_batch_size": 5, "max_num_tokens": 60}], ids=str)
+def test_requests_of_all_kinds_write_what_each_does_alone(make, limits):
+    engine = make()
+    jobs = [*random_jobs(40), *(job([5, 6, 7], 20, replace(each)) for each in KINDS.values())]
+    scheduler = served(engine, **limits)
+    run(scheduler, jobs, apart=1)
+    for each in jobs:
+        assert each.sink.tokens == alone(engine, each)
+    nothing_is_held(scheduler)
+    assert all(step.graph is not None for step in scheduler.rows._kept.values())
+
+
+def test_rows_with_and_without_a_grammar_share_steps():
+    pytest.importorskip("llguidance")
+    tokenizer = tiny_tokenizer()
+    engine = recurrent(vocab_size=290, max_position_embeddings=256)
+    grammar = Grammar.of({"regex": r"(ab|[0-9]{2}){1,4}(é|x)?"}, tokenizer)
+    kind = replace(KINDS["sampled"], ends=frozenset({2}), grammar=grammar)
+    guided = [job([7, 8, seed], 40, replace(kind, seed=seed)) for seed in range(6)]
+    jobs = [*guided, *random_jobs(12)]
+    run(served(engine), jobs[::2] + jobs[1::2], apart=1)
+    for each in guided:
+        ids = torch.tensor([list(each.prompt)])
+        kinds = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": each.settings.seed}
+        found = engine.generate(
+            ids,
+            torch.ones_like(ids),
+            max_new_tokens=40,
+            eos_token_id=2,
+            speculate=False,
+            grammar=grammar,
+            tokenizer=tokenizer,
+            **kinds,
+        )
+        assert each.sink.tokens == found[0, 3:].tolist()

@@ -1,0 +1,283 @@
+"""Grammars that clients send: compiled once for all, dropped with the last who waits, and a danger to nobody."""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("llguidance")
+
+from helpers.chats import tiny_tokenizer
+from helpers.processes import children, soon
+from helpers.serving import Program, offline, text_of
+from redrafter import ArgumentError
+from redrafter.grammar.process import GrammarProcess
+from redrafter.grammar.zygotes import _zygote_of
+from redrafter.scheduler.scheduler import QueueFullError
+from redrafter.serve.grammars import COMPILERS, OF_ONE_CLIENT, Grammars
+
+TOKENIZER = tiny_tokenizer()
+QUICK = {"regex": "[ab]{3}"}
+LARGE = {"regex": ".?" * 23_000}  # asks for 0.9 GB at once
+HALF = "\ud800"
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+TALK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+
+
+def slow(number: int) -> dict[str, Any]:
+    """A grammar that takes minutes, and is no other number's."""
+    parts = [{"type": "string", "pattern": f"a.{{{count}}}b"} for count in range(1, 45)]
+    return {"json_schema": {"title": str(number), "allOf": parts}}
+
+
+def compilations() -> list[int]:
+    return children(_zygote_of(TOKENIZER).pid)
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[GrammarProcess]:
+    """The processes that are started."""
+    found: list[GrammarProcess] = []
+
+    def start(tokenizer: Any) -> GrammarProcess:
+        found.append(GrammarProcess(tokenizer))
+        return found[-1]
+
+    monkeypatch.setattr("redrafter.serve.grammars.GrammarProcess", start)
+    gc.collect()
+    assert soon(lambda: not compilations())
+    return found
+
+
+def among(grammars: Grammars, work: Callable[[Callable[..., "asyncio.Task"]], Awaitable[object]]) -> None:
+    """Do `work(ask)`, where `ask(spec, client)` begins to ask for a grammar."""
+
+    async def run() -> None:
+        tasks: set[asyncio.Task] = set()
+
+        def ask(spec: object, client: str = "") -> asyncio.Task:
+            task = asyncio.ensure_future(grammars.get(spec, client))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            return task
+
+        try:
+            await work(ask)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def come(holds: Callable[[], object], seconds: float = 15) -> bool:
+    return await asyncio.to_thread(soon, holds, seconds)
+
+
+def test_one_compilation_serves_all(started):
+    grammars = Grammars(TOKENIZER)
+
+    async def work(ask):
+        found = await asyncio.gather(*(ask(QUICK, f"client {number}") for number in range(8)))
+        assert len(set(found)) == 1 == len(started)
+        assert await ask(QUICK) is found[0] and len(started) == 1
+        named = (
+            {"type": "object", "properties": {"a": {}, "b": {}}},
+            {"type": "object", "properties": {"b": {}, "a": {}}},
+        )
+        first, second = [await ask({"json_schema": schema}) for schema in named]
+        assert first is not second  # the order of properties is that of the text
+
+    among(grammars, work)
+
+
+def test_the_last_who_leaves_ends_a_compilation(started):
+    async def work(ask):
+        first, second = ask(slow(0), "one"), ask(slow(0), "two")
+        assert await come(lambda: len(compilations()) == 1) and len(started) == 1
+        first.cancel()
+        await asyncio.sleep(0.3)
+        assert len(compilations()) == 1 and not second.done()
+        second.cancel()
+        assert await come(lambda: not compilations(), 4)  # it had 9 s of a processor left
+
+    among(Grammars(TOKENIZER), work)
+
+
+def test_slow_grammars_block_no_quick_ones_and_one_client_not_the_others(started):
+    async def work(ask):
+        many = [ask(slow(number), "greedy") for number in range(OF_ONE_CLIENT + 3)]
+        assert await come(lambda: len(compilations()) == OF_ONE_CLIENT)
+        begin = time.monotonic()
+        await ask(QUICK, "another")
+        assert time.monotonic() - begin < 8  # seconds; 0.2 where nothing else runs
+        assert len(started) == OF_ONE_CLIENT + 1 and not any(task.done() for task in many)
+        shared = ask(slow(OF_ONE_CLIENT), "another")  # which waits behind others of its own client
+        assert await come(lambda: len(started) == OF_ONE_CLIENT + 2)
+        assert not shared.done()
+        many[0].cancel()  # its place goes to one that joins the other client
+        many[1].cancel()
+        assert await come(lambda: len(started) == OF_ONE_CLIENT + 3)
+
+    assert OF_ONE_CLIENT < COMPILERS
+    among(Grammars(TOKENIZER), work)
+    started.clear()
+    gc.collect()
+    assert soon(lambda: not compilations())
+
+
+def test_a_refusal_is_remembered(started):
+    async def work(ask):
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="unclosed group"):
+                await ask({"regex": "(a"})
+        assert len(started) == 1
+
+    among(Grammars(TOKENIZER), work)
+
+
+def test_what_died_is_compiled_again(started):
+    async def work(ask):
+        before = await ask(QUICK)
+        [child] = compilations()
+        os.kill(child, signal.SIGKILL)
+        assert await come(lambda: not before.process.alive)
+        assert await ask(QUICK) is not before
+        zygote = _zygote_of(TOKENIZER).pid
+        os.kill(zygote, signal.SIGKILL)
+        assert (await ask({"regex": "[cd]"})).process.alive and _zygote_of(TOKENIZER).pid != zygote
+
+    among(Grammars(TOKENIZER), work)
+
+
+def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch):
+    monkeypatch.setattr("redrafter.serve.grammars.KEPT", 2)
+    monkeypatch.setattr("redrafter.serve.grammars.LIVING", 4)
+
+    async def work(ask):
+        for number in range(6):
+            await ask({"regex": f"a{{{number}}}b"})
+        started.clear()
+        gc.collect()
+        assert await come(lambda: len(compilations()) == 2)
+        used = [await ask({"regex": f"a{{{number}}}c"}) for number in range(4)]
+        with pytest.raises(QueueFullError, match="4 other grammars are in use"):
+            await ask({"regex": "d"})
+        assert await ask({"regex": "a{3}c"}) is used[3]
+        monkeypatch.setattr("redrafter.serve.grammars.LIVING", 99)
+        monkeypatch.setattr("redrafter.serve.grammars.LIVING_MEMORY", 0)
+        used[0].process.memory = 1
+        with pytest.raises(QueueFullError, match="other grammars that are in use hold"):
+            await ask({"regex": "d"})
+        used[0].process.memory = 0
+        monkeypatch.setattr("redrafter.serve.grammars.LIVING_MEMORY", 1 << 40)
+        monkeypatch.setattr("redrafter.serve.grammars.KEPT_MEMORY", 0)
+        used.clear()
+        started.clear()
+        await ask({"regex": "e"})
+        assert await come(lambda: len(compilations()) == 1)
+
+    among(Grammars(TOKENIZER), work)
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    found = Program("--max-batch-size", "8")
+    yield found
+    zygotes = children(found.process.pid)
+    assert found.end() == 0
+    assert soon(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in zygotes))
+
+
+def post(program: Program, path: str, body: dict[str, Any], **how: Any) -> httpx.Response:
+    content = json.dumps(body).encode()
+    return httpx.post(f"{program.url}{path}", content=content, headers={"content-type": "application/json"}, **how)
+
+
+def complete(program: Program, spec: object, **more: Any) -> httpx.Response:
+    body = {"prompt": "Answer:", "max_tokens": 40, "temperature": 0, "structured_outputs": spec} | more
+    return post(program, COMPLETION, body, timeout=60)
+
+
+def forked(program: Program) -> list[int]:
+    """The processes of the server's grammars."""
+    return [child for zygote in children(program.process.pid) for child in children(zygote)]
+
+
+def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(program, pair):
+    assert complete(program, QUICK).status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        hostile = pool.submit(complete, program, LARGE)
+        slowest = 0.0
+        while not hostile.done():
+            begin = time.monotonic()
+            assert httpx.get(f"{program.url}/health").status_code == 200
+            slowest = max(slowest, time.monotonic() - begin)
+            found = complete(program, QUICK).json()["choices"][0]
+            expected = offline(pair, "Answer:", 40, do_sample=False, grammar=QUICK, tokenizer=pair[1])
+            assert found["text"] == text_of(pair, expected) and found["finish_reason"] == "stop"
+    answer = hostile.result()
+    assert answer.status_code == 400 and "too complex" in answer.json()["error"]["message"]
+    assert slowest < 2
+
+
+def test_a_client_that_leaves_ends_its_compilation(program):
+    before = set(forked(program))
+    with pytest.raises(httpx.ReadTimeout):
+        body = {"prompt": "a", "structured_outputs": {"json": slow(1)["json_schema"]}}
+        post(program, COMPLETION, body, timeout=httpx.Timeout(60, read=2))
+    assert soon(lambda: set(forked(program)) <= before)
+
+
+def test_a_killed_grammar_ends_its_own_texts_only(program, pair):
+    endless, other = {"regex": "[a-z ]{2000}"}, {"regex": "[b-y ]{2000}"}
+    assert complete(program, other, max_tokens=1).status_code == 200
+    before = set(forked(program))
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(complete, program, other, max_tokens=150)
+        guided = pool.submit(complete, program, endless, max_tokens=1000)
+        assert soon(lambda: set(forked(program)) - before, 20)
+        [child] = set(forked(program)) - before
+        time.sleep(0.3)
+        os.kill(child, signal.SIGKILL)
+        answer = guided.result()
+        assert answer.status_code == 400 and "its process ended" in answer.json()["error"]["message"]
+        assert beside.result().json()["usage"]["completion_tokens"] == 150
+    again = complete(program, endless, max_tokens=30)
+    expected = offline(pair, "Answer:", 30, do_sample=False, grammar=endless, tokenizer=pair[1])
+    assert again.json()["choices"][0]["text"] == text_of(pair, expected)
+
+
+HALVES = (
+    {"json": {"enum": [HALF]}},
+    {"json": HALF},
+    *({kind: HALF} for kind in ("regex", "lark", "ebnf")),
+    {"choice": [HALF]},
+)
+
+
+@pytest.mark.parametrize("spec", HALVES, ids=str)
+def test_half_a_character_is_refused(program, spec):
+    answer = complete(program, spec)
+    assert answer.status_code == 400 and "half a character" in answer.json()["error"]["message"], answer.text
+
+
+def test_a_schema_that_is_too_large_is_refused_at_once(program):
+    for schema in (
+        {"enum": ["x" * 8] * 150_000},
+        {str(number): {} for number in range(10_000)} | {"x": "x" * 1_800_000},
+    ):
+        begin = time.monotonic()
+        answer = complete(program, {"json": schema})
+        assert answer.status_code == 400 and "131072 are the most" in answer.text, answer.text
+        assert time.monotonic() - begin < 8

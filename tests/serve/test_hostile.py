@@ -1,0 +1,165 @@
+"""Requests that mean no good: each gets an answer of the 400s, soon, and nobody else waits for it."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("llguidance")
+
+from helpers.serving import Program
+from redrafter.serve.chat.reader import ChatReader
+from redrafter.serve.chat.tools import called
+from redrafter.serve.protocol.requests import Tool, error_body
+from redrafter.serve.protocol.response_models import ErrorAnswer
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HALF = "\ud800"  # of a character
+TALK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+PROMPT = {"prompt": "Hello", "max_tokens": 2}
+SOON = 8.0  # seconds; one where nothing else runs
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    found = Program("--max-batch-size", "8")
+    yield found
+    assert found.end() == 0
+
+
+def post(program: Program, path: str, body: bytes, **how: Any) -> httpx.Response:
+    return httpx.post(f"{program.url}{path}", content=body, headers={"content-type": "application/json"}, **how)
+
+
+def tool(**parts: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f"} | parts}]}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+WRONG = {
+    "half a character in a name": (COMPLETION, {HALF: 1}, (400, 422)),
+    "half a character in a model's name": (COMPLETION, {"model": HALF}, (400,)),
+    "half a character in a message": (CHAT, said(HALF), (400, 422)),
+    "half a character in a tool": (CHAT, tool(parameters={"title": HALF}), (400,)),
+    "half a character in a choice": (COMPLETION, {"structured_outputs": {"choice": [HALF]}}, (400, 422)),
+    "a digit that is no number": (COMPLETION, {"logit_bias": {"\u00b2": 1}}, (400,)),
+    "no number": (COMPLETION, {"temperature": float("nan")}, (400,)),
+    "a number of many digits": (COMPLETION, {"structured_outputs": {"json": {"const": "DIGITS"}}}, (400,)),
+    "an id of many digits": (COMPLETION, {"logit_bias": {"9" * 5000: 1}}, (400,)),
+    "a number as text": (COMPLETION, {"max_tokens": "5"}, (422,)),
+    "a number as truth": (COMPLETION, {"n": True}, (422,)),
+    "truth as text": (COMPLETION, {"stream": "yes"}, (422,)),
+    "a name of a megabyte": (COMPLETION, {"x" * 1_000_000: 1}, (400,)),
+    "a model of a megabyte": (COMPLETION, {"model": "x" * 1_000_000}, (404,)),
+}
+DEEP = {
+    "a tool": tool(parameters="SCHEMA"),
+    "a tool that must be called": tool(parameters="SCHEMA") | {"tool_choice": "required"},
+    "a format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "SCHEMA"}}},
+    "a grammar": {"structured_outputs": {"json": "SCHEMA"}},
+}
+M = 1 << 20
+LARGE = {
+    "a long text": (COMPLETION, b'{"prompt": "' + b"a " * (M - 20) + b'"}'),
+    "a longer text": (COMPLETION, b'{"prompt": "' + b"a " * (6 * M) + b'"}'),
+    "a long message": (CHAT, b'{"messages": [{"role": "user", "content": "' + b"a " * (M - 50) + b'"}]}'),
+    "many wrong prompts": (COMPLETION, b'{"prompt": [' + b"null," * M + b"1]}"),
+    "many wrong tokens": (COMPLETION, b'{"prompt": [' + b"-1," * M + b"1]}"),
+    "many empty prompts": (COMPLETION, b'{"prompt": [' + b"[]," * M + b"[1]]}"),
+    "many prompts": (COMPLETION, b'{"prompt": [' + b'"a",' * M + b'"a"]}'),
+    "many wrong messages": (CHAT, b'{"messages": [' + b"1," * M + b"1]}"),
+    "many wrong parts": (CHAT, b'{"messages": [{"role": "user", "content": [' + b"1," * M + b"1]}]}"),
+    "many fields": (COMPLETION, b"{" + b",".join(b'"x%d":1' % n for n in range(M // 2)) + b"}"),
+    "few enough fields": (COMPLETION, b"{" + b",".join(b'"x%d":1' % n for n in range(M // 17)) + b"}"),
+    "few enough prompts": (COMPLETION, b'{"prompt": [' + b'"a",' * (M // 5) + b'"a"]}'),
+    "few enough lists": (COMPLETION, b'{"prompt": [' + b"[]," * (M // 17) + b"[1]]}"),
+    "many digits": (COMPLETION, b'{"prompt": [' + b"1.23456789012345678," * (M // 11) + b"1]}"),
+    "many biases": (
+        COMPLETION,
+        b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d":"x"' % n for n in range(M // 2)) + b"}}",
+    ),
+}
+
+
+def refused(answer: httpx.Response, *statuses: int) -> None:
+    assert answer.status_code in statuses, answer.text
+    ErrorAnswer.model_validate(answer.json())
+    assert len(answer.content) < 5000
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_odd_is_refused(name, program):
+    path, odd, statuses = WRONG[name]
+    body = (TALK if path == CHAT else PROMPT) | odd
+    refused(post(program, path, json.dumps(body).replace('"DIGITS"', "9" * 5000).encode()), *statuses)
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "\xed\xa0\x80"}', '{"prompt": "a"}'.encode("utf-16"), b"\xff{}"])
+def test_a_body_that_is_not_utf_8_is_refused(body, program):
+    refused(post(program, COMPLETION, body), 400)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_what_is_nested_deeply_is_refused_at_any_depth(name, program):
+    """One part or another of what reads a body gives up at each of these depths."""
+    for depth in (70, 130, 200, 300, 400, 460, 480, 900):
+        schema = '{"anyOf": [' * depth + "true" + "]}" * depth
+        answer = post(program, CHAT, json.dumps(TALK | DEEP[name]).replace('"SCHEMA"', schema).encode(), timeout=SOON)
+        if name != "a tool" or answer.status_code != 200:  # which may be no more than told of
+            refused(answer, 400, 422)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_is_large_is_refused_soon(name, program):
+    path, body = LARGE[name]
+    begin, waits, done = time.monotonic(), [], threading.Event()
+
+    def watch() -> None:
+        with httpx.Client() as client:
+            while not (done.is_set() and waits):
+                asked = time.monotonic()
+                assert client.get(f"{program.url}/health").status_code == 200
+                waits.append(time.monotonic() - asked)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    refused(post(program, path, body, timeout=60), 400, 413, 422)
+    done.set()
+    watching.join()
+    assert time.monotonic() - begin < SOON and max(waits) < SOON / 8
+
+
+def test_another_method_is_told_which_there_are(program):
+    answer = httpx.put(f"{program.url}{COMPLETION}")
+    refused(answer, 405)
+    assert answer.headers["allow"] == "POST"
+
+
+def test_errors_are_documented(program):
+    document = httpx.get(f"{program.url}/openapi.json").json()
+    for path in (CHAT, COMPLETION):
+        responses = document["paths"][path]["post"]["responses"]
+        assert {int(status) for status in responses} == {200, 400, 401, 404, 408, 413, 422, 429, 500, 503}
+        for status, response in responses.items():
+            [reference] = (found["schema"].get("$ref", "") for found in list(response["content"].values())[:1])
+            assert reference.endswith("Answer") and ("Error" in reference) == (status != "200")
+
+
+def test_an_error_can_be_sent_whatever_it_names():
+    body = error_body(400, f"{HALF} is not known", "x" * 1000)["error"]
+    assert body["message"] == "? is not known" and len(body["param"]) == 100
+
+
+def test_half_a_character_in_a_call_is_sent_as_it_was_written():
+    tools = [Tool.model_validate(tool()["tools"][0])]
+    reader = ChatReader(frozenset(tool.function.name for tool in tools))
+    [call] = called(reader.push('{"name": "f", "arguments": {"a": "\\ud800 \u00e9"}}', last=True))
+    assert call["function"]["arguments"] == '{"a": "\\ud800 \u00e9"}'

@@ -1,0 +1,400 @@
+"""The page that a server shows a browser, and the runs of drafts that it colours."""
+
+import asyncio
+import json
+import random
+import re
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from helpers.chats import tiny_tokenizer
+
+pytest.importorskip("fastapi")
+
+from helpers.serving_in_process import listening
+from redrafter.app.loading import Pair
+from redrafter.app.options import LoadOptions
+from redrafter.scheduler.scheduler import QueueFullError
+from redrafter.serve.answers.text import TextStream
+from redrafter.serve.command import Server
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.network.api_keys import ApiKeys
+from redrafter.serve.network.guard import Admission
+from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.routes.app import create_app
+from redrafter.serve.worker import Stopped
+
+if TYPE_CHECKING:
+    from helpers.browser import Page
+
+TEXT = "Zoë paid 3 € for 日本 🙂🙂, naïve as ever. "
+TALK = [{"role": "user", "content": "Tell me of the sea"}]
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": NOTHING}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server(Pair.load(LoadOptions()), ServeOptions(), LoadOptions())
+    found.worker.start()
+    yield found
+    found.worker.stop()
+
+
+@pytest.fixture(scope="module")
+def url(server) -> Iterator[str]:
+    with listening(server.app) as found:
+        yield found
+
+
+def streamed(url: str, kind: str, drafts: bool = True, **body: Any) -> list[dict[str, Any]]:
+    """The parts, the one with the usage last."""
+    body |= {"stream": True, "stream_options": {"include_usage": True, "include_drafts": drafts}}
+    lines = httpx.post(f"{url}/v1/{kind}", json=body, timeout=60).raise_for_status().text.split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+
+
+def text_in(choice: dict[str, Any]) -> str:
+    return (choice["text"] if "text" in choice else choice["delta"].get("content")) or ""
+
+
+def choices_of(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [choice for part in parts for choice in part["choices"]]
+
+
+@pytest.mark.parametrize("stops", [[], ["€ for"], ["🙂, n", "paid 4"], [". Zoë paid 3 € for 日本 🙂!"]])
+def test_every_character_is_of_the_token_that_completes_it(stops):
+    tokenizer, made, whole = tiny_tokenizer(), random.Random(len(stops)), TEXT * 6
+    shown = min((whole.index(stop) for stop in stops if stop in whole), default=len(whole))
+    end = min((whole.index(stop) + len(stop) for stop in stops if stop in whole), default=len(whole))
+    for _ in range(20):
+        stream, runs, drafted = TextStream(tokenizer, stops), [], []
+        left = tokenizer(whole[:end]).input_ids  # the engine stops here
+        while left:
+            size = made.randint(1, 7)
+            piece, left, accepted = left[:size], left[size:], made.randint(0, size)
+            drafted += [place < accepted for place in range(len(piece))]
+            new, added = stream.push(piece, last=not left, accepted=accepted), stream.runs()
+            assert "".join(text for text, _ in added) == new
+            runs += added
+        ends = accumulate(len(character.encode()) for character in whole[:shown])
+        assert stream.text == whole[:shown]
+        assert [own for text, own in runs for _ in text] == [drafted[end - 1] for end in ends]  # a token for each byte
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("completions", {"prompt": ["The sea", "She said"], "n": 2, "temperature": 0.8}),
+        ("completions", {"prompt": "The sea", "echo": True}),
+        ("completions", {"prompt": "The sea", "logprobs": 2, "stop": ["e", "zz"], "ignore_eos": True}),
+        ("completions", {"prompt": "Say", "structured_outputs": {"choice": [TEXT]}, "stop": ["ever."]}),
+        ("chat/completions", {"messages": TALK, "n": 3, "stop": [" th"], "logprobs": True}),
+        ("chat/completions", {"messages": TALK, "tools": [TOOL], "tool_choice": "auto"}),
+    ],
+)
+def test_runs_join_to_the_text_of_each_part_and_change_nothing(url, kind, body):
+    settings = {"seed": 5, "max_tokens": 60} | body
+    parts, plain = (choices_of(streamed(url, kind, drafts, **settings)) for drafts in (True, False))
+    assert not any("drafts" in choice for choice in plain)
+    for choice in parts:
+        runs = choice.pop("drafts", [])
+        assert "".join(run["text"] for run in runs) == text_in(choice) and all(run["text"] for run in runs)
+    assert whole(parts) == whole(plain) and any(map(text_in, parts))
+
+
+def whole(choices: list[dict[str, Any]]) -> dict[int, list[Any]]:
+    """Of each choice all that its parts tell, of which there are as many as the server had time for."""
+    found: dict[int, list[Any]] = {}
+    for choice in choices:
+        told = found.setdefault(choice["index"], ["", [], None, []])
+        told[0] += text_in(choice)
+        logprobs = choice["logprobs"] or {}
+        told[1] += logprobs.get("content") or list(zip(*(logprobs[name] for name in sorted(logprobs)), strict=True))
+        told[2] = choice["finish_reason"] or told[2]
+        told[3] += [call["function"] for call in choice.get("delta", {}).get("tool_calls", ())]
+    return found
+
+
+def test_an_answer_that_is_a_call_has_no_runs(url):
+    settings = {"messages": TALK, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "seed": 2}
+    parts = choices_of(streamed(url, "chat/completions", **settings))
+    assert parts[-1]["finish_reason"] == "tool_calls" and not any(choice.get("drafts") for choice in parts)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_runs_hold_as_many_drafts_as_the_usage_counts(url, stopped):
+    body = {"prompt": "The old man looked at the sea and", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
+    whole = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    stop = " ".join(whole.split(" ")[20:22])[:-1] if stopped else None  # ends within a word
+    *parts, last = streamed(url, "completions", logprobs=0, stop=stop, **body)
+    choices = choices_of(parts)
+    marks = [run["accepted"] for choice in choices for run in choice["drafts"] for _ in run["text"]]
+    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+    count = place = hidden = 0
+    for token in tokens:
+        mine = marks[place : place + len(token)]
+        place += len(token)
+        if place > len(marks):
+            hidden += 1  # a part of the stop string, which is not shown
+        else:
+            [own] = set(mine)  # it is plain English: no token ends within a character
+            count += own
+    spec = last["metrics"]["speculative_decoding"]
+    assert (hidden > 0) == stopped and count > 5
+    assert 0 <= spec["num_accepted_draft_tokens"] - count <= hidden
+
+
+def test_drafts_are_for_streams_only(url):
+    body = {"prompt": "a", "stream_options": {"include_drafts": True}}
+    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 422
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_the_page_may_load_nothing_else(path, url):
+    found = httpx.get(f"{url}{path}")
+    policy = found.headers["Content-Security-Policy"]
+    assert found.headers["Content-Type"] == "text/html; charset=utf-8" and "unsafe" not in policy
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+    elsewhere = r"src=|href=\"(?!data:)|@import|url\(|https?://(?!www\.w3\.org/2000/svg)"
+    assert not re.search(elsewhere, found.text)
+    assert path not in httpx.get(f"{url}/openapi.json").json()["paths"]
+
+
+class Stub:
+    """A service that says what it is told to, and then nothing more until its client leaves."""
+
+    model, created, context = "<b>stub</b>", 0, 100
+
+    def __init__(self, *runs: tuple[str, bool], error: Exception | None = None, thoughts: Sequence[str] = ()):
+        self.runs, self.error, self.left, self.thoughts = runs, error, threading.Event(), thoughts
+
+    def model_entry(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": 0, "owned_by": "redrafter", "max_model_len": 100}
+
+    async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        if self.error is not None:
+            raise self.error
+        return self._parts()
+
+    async def _parts(self) -> AsyncIterator[dict[str, Any]]:
+        try:
+            for thought in self.thoughts:
+                yield {"choices": [{"index": 0, "delta": {"reasoning_content": thought}, "finish_reason": None}]}
+            for text, accepted in self.runs:
+                drafts = [{"text": text, "accepted": accepted}]
+                yield {"choices": [{"index": 0, "delta": {"content": text}, "drafts": drafts, "finish_reason": None}]}
+            await asyncio.sleep(60)
+        finally:
+            self.left.set()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Iterator["Page"]:
+    pytest.importorskip("websockets")
+    from helpers.browser import CHROMIUM, Page
+
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium")
+    found = Page(tmp_path_factory.mktemp("profile"))
+    found.send("Emulation.setDeviceMetricsOverride", width=400, height=400, deviceScaleFactor=1, mobile=False)
+    yield found
+    found.close()
+
+
+def opened(page: "Page", url: str, **settings: float) -> None:
+    page.open(url)
+    page.errors.clear()
+    for name, value in settings.items():
+        page.run(f"document.getElementById('{name}').value = {value}")
+
+
+def sent(page: "Page", text: str) -> None:
+    page.run("document.getElementById('message').focus()")
+    page.send("Input.insertText", text=text)
+    page.press_enter()
+
+
+def ended(page: "Page") -> None:
+    page.wait("document.getElementById('log').ariaBusy == 'false'")
+
+
+def last(page: "Page", name: str) -> str:
+    """The text of the log's last element of a class."""
+    return str(page.run(f"[...document.querySelectorAll('#log .{name}')].at(-1)?.textContent"))
+
+
+LOG = "document.getElementById('log')"
+SETTINGS = {"seed": 3, "temperature": 0.5, "max_tokens": 50}
+
+
+def test_a_conversation_is_what_the_server_answers(page, url):
+    opened(page, url, **SETTINGS)
+    page.wait("document.title == 'boxed'")
+    talk: list[dict[str, str]] = []
+    for text in ("How do I list the files of a folder?", "And then?"):
+        sent(page, text)
+        page.wait(f"document.querySelectorAll('.asked').length == {len(talk) // 2 + 1}")
+        ended(page)
+        talk.append({"role": "user", "content": text})
+        whole = httpx.post(f"{url}/v1/chat/completions", json=SETTINGS | {"messages": talk}, timeout=60).json()
+        answer, spec = whole["choices"][0]["message"]["content"], whole["metrics"]["speculative_decoding"]
+        assert last(page, "asked") == text and last(page, "answer") == answer
+        assert last(page, "draft") in answer and last(page, "numbers").startswith(
+            f"{spec['mean_acceptance_length']:.2f} tokens per step"
+        )
+        talk.append({"role": "assistant", "content": answer})
+    assert page.run(f"{LOG}.scrollTop > 0 && {LOG}.scrollHeight - {LOG}.scrollTop - {LOG}.clientHeight < 2")
+    assert page.run("document.documentElement.scrollWidth") == 400
+    page.run("document.getElementById('new').click()")
+    assert page.run("document.querySelectorAll('article').length") == 0 and page.errors == []
+
+
+def test_shift_and_enter_make_a_new_line(page, url):
+    opened(page, url)
+    page.wait("document.title == 'boxed'")
+    page.send("Input.insertText", text="one")
+    page.press_enter(modifiers=8)
+    page.send("Input.insertText", text="two")
+    assert page.run("document.getElementById('message').value") == "one\ntwo"
+    assert page.run("document.querySelectorAll('article').length") == 0
+
+
+def test_a_model_without_a_chat_template_goes_on_with_the_text(page, url, server, monkeypatch):
+    monkeypatch.setattr(server.pair.tokenizer, "chat_template", None)
+    opened(page, url, **SETTINGS)
+    for text in ("The old man looked at the sea", "She said"):
+        sent(page, text)
+        page.wait(f"document.getElementById('log').textContent.includes('{text}')")
+        ended(page)
+        whole = httpx.post(f"{url}/v1/completions", json=SETTINGS | {"prompt": text}, timeout=60).json()
+        assert last(page, "answer") == whole["choices"][0]["text"]
+    assert page.run("document.getElementById('message').ariaLabel") == "Text to continue"
+
+
+HOSTILE = ("<script>document.title = 'hit'</script>", "<img src=x onerror=\"document.title = 'hit'\">", "</p>&amp;")
+
+
+def test_html_is_text_and_stop_stops(page):
+    service = Stub(*((text, place % 2 == 0) for place, text in enumerate(HOSTILE)))
+    with listening(create_app(service)) as url:
+        opened(page, url)
+        sent(page, HOSTILE[1])
+        page.wait("document.querySelector('.answer')?.textContent.endsWith('&amp;')")
+        assert not service.left.is_set() and last(page, "answer") == "".join(HOSTILE)
+        assert last(page, "asked") == HOSTILE[1] and page.run("document.title") == Stub.model
+        assert page.run("document.querySelectorAll('#log :is(script, img, b)').length") == 0
+        assert page.run("document.querySelectorAll('#log .draft').length") == 2
+        page.run("document.getElementById('stop').click()")
+        ended(page)
+        assert service.left.wait(10) and last(page, "numbers") == "stopped" and last(page, "answer") == "".join(HOSTILE)
+
+
+def test_thoughts_stand_above_the_answer_and_are_not_sent_back(page):
+    asked = []
+
+    class Thinking(Stub):
+        async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            asked.append([message.text for message in body.messages])
+            return self._parts()
+
+    with listening(create_app(Thinking(("Yes.", False), thoughts=["Hm", "<b>m.</b>"]))) as url:
+        opened(page, url)
+        for _ in range(2):
+            sent(page, "Hello")
+            page.wait("[...document.querySelectorAll('.answer')].at(-1)?.textContent == 'Yes.'")
+            assert last(page, "thoughts") == "Hm<b>m.</b>" and page.run(
+                "!!document.querySelector('.thoughts + .answer')"
+            )
+            page.run("document.getElementById('stop').click()")
+            ended(page)
+    assert asked == [["Hello"], ["Hello", "Yes.", "Hello"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ApiError(400, "<i>no</i>"), "400: <i>no</i>"),
+        (QueueFullError("full"), "429: full"),
+        (Stopped(), "503: the server is stopping"),
+    ],
+)
+def test_what_is_wrong_is_said(page, error, said):
+    with listening(create_app(Stub(error=error))) as url:
+        opened(page, url)
+        sent(page, "Hello")
+        page.wait("document.querySelector('.error')")
+        assert last(page, "error") == said
+        assert page.run("document.getElementById('message').value") == "Hello"  # to be sent again
+
+
+def test_a_full_conversation_offers_a_new_one(page):
+    class Full(Stub):
+        async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            if len(body.messages) > 1:
+                raise ApiError(400, "too long", "messages", "context_length_exceeded")
+            return self._parts()
+
+    with listening(create_app(Full(("fine", False)))) as url:
+        opened(page, url)
+        sent(page, "one")
+        page.wait("document.querySelector('.answer')?.textContent == 'fine'")
+        page.run("document.getElementById('stop').click()")
+        ended(page)
+        sent(page, "two")
+        page.wait("document.querySelector('.error button')")
+        assert page.run("document.getElementById('message').value") == "two"
+        page.run("document.querySelector('.error button').click()")
+        assert page.run("document.querySelectorAll('article').length") == 0
+        assert page.run("document.getElementById('message').value") == "two"
+        sent(page, "")
+        page.wait("document.querySelector('.answer')?.textContent == 'fine'")
+        page.run("document.getElementById('stop').click()")
+
+
+DOCUMENTED = ("POST /v1/completions", "POST /v1/chat/completions", "GET /v1/models", "GET /metrics")
+
+
+def test_the_protocol_is_shown_without_anything_from_elsewhere(page):
+    with listening(create_app(Stub(), Admission(ApiKeys(["secret"])))) as url:
+        opened(page, f"{url}/docs")
+        page.wait("document.getElementById('key').hidden === false")
+        page.run("document.getElementById('secret').value = 'secret'")
+        page.run("document.getElementById('key').requestSubmit()")
+        page.wait("document.querySelectorAll('#routes > details').length > 4")
+        shown = page.run("document.getElementById('routes').textContent")
+        assert all(each in shown for each in DOCUMENTED) and "temperature" in shown and "at most 2" in shown
+        page.run("document.querySelectorAll('details').forEach((each) => each.open = true)")
+        page.wait("document.getElementById('routes').textContent.includes('json_schema')")
+        assert not [error for error in page.errors if "401" not in str(error)]
+
+
+def test_a_server_that_has_gone_is_said(page):
+    with listening(create_app(Stub())) as url:
+        opened(page, url)
+        page.wait("document.title != 'redrafter'")
+    sent(page, "Hello")
+    page.wait("document.querySelector('.error')")
+    assert re.fullmatch("The server cannot be reached: .+", last(page, "error"))
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab(page):
+    with listening(create_app(Stub(("fine", False)), Admission(ApiKeys(["secret"])))) as url:
+        opened(page, url)
+        for key, hidden in ((None, False), ("wrong", False), ("secret", True)):
+            if key is not None:
+                page.run(f"document.getElementById('secret').value = '{key}'")
+                page.run("document.getElementById('empty').textContent = ''")
+                page.run("document.getElementById('key').requestSubmit()")
+            page.wait("document.getElementById('empty').textContent != ''")
+            assert page.run("document.getElementById('key').hidden") is hidden
+            assert page.run("document.getElementById('empty').textContent").startswith("401") is not hidden
+        sent(page, "Hello")
+        page.wait("document.querySelector('.answer')?.textContent == 'fine'")
+        page.run("document.getElementById('stop').click()")
+        assert page.run("localStorage.length + document.cookie.length") == 0

@@ -1,0 +1,310 @@
+"""`/v1/responses` as OpenAI's client sends and reads it, every event and answer checked against its own types."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Literal
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+
+import openai
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, Field, TypeAdapter
+
+from helpers.serving import SCHEMA, Program
+from redrafter.serve.answers.responses_stream import response_events
+from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.protocol.responses import ResponsesRequest, as_chat
+
+EVENTS = TypeAdapter(ResponseStreamEvent)
+TALK = {"input": "Tell me of the sea", "max_output_tokens": 24, "temperature": 0}
+TOOLS = [{"type": "function", "name": "find_dog", "description": "finds", "parameters": SCHEMA, "strict": True}]
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    found = Program("--max-batch-size", "8")
+    yield found
+    assert found.end() == 0
+
+
+@pytest.fixture(scope="module")
+def client(program) -> "openai.OpenAI":
+    return openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0)
+
+
+def posted(program: Program, **body: object) -> dict:
+    answer = httpx.post(f"{program.url}/v1/responses", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    Response.model_validate(answer.json(), strict=False)
+    return answer.json()
+
+
+def streamed(program: Program, **body: object) -> list[dict]:
+    """The events of a stream, each of the type that its line names and that the client knows."""
+    found = []
+    with httpx.stream("POST", f"{program.url}/v1/responses", json=body | {"stream": True}, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        for event in "".join(answer.iter_text()).strip().split("\n\n"):
+            name, data = event.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+    check(found)
+    return found
+
+
+def check(events: list[dict]) -> None:
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        kind = type(EVENTS.validate_python(event))
+        assert kind.model_fields["type"].annotation.__args__ == (event["type"],)
+
+
+def kinds(events: list[dict]) -> list[str]:
+    """Types without their beginning, runs of deltas as one."""
+    names = [event["type"].removeprefix("response.") for event in events]
+    return [name for at, name in enumerate(names) if not (name.endswith("delta") and name in names[at - 1 : at])]
+
+
+def chat(client, **settings: object):
+    return client.chat.completions.create(model="boxed", **settings)
+
+
+def test_a_response_is_what_a_chat_writes(client, program):
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me of the sea"}]
+    expected = chat(client, messages=talk, max_tokens=24, temperature=0)
+    found = client.responses.create(model="boxed", instructions="Be brief.", **TALK)
+    assert found.output_text == expected.choices[0].message.content
+    assert found.usage.input_tokens == expected.usage.prompt_tokens and found.usage.output_tokens == 24
+    assert found.status == "incomplete" and found.incomplete_details.reason == "max_output_tokens"
+    assert found.store is False and found.instructions == "Be brief."
+    raw = posted(program, **TALK | {"instructions": "Be brief.", "metadata": {"a": "b"}, "user": "me"})
+    assert raw["metadata"] == {"a": "b"} and raw["output"][0]["content"][0]["text"] == found.output_text
+    again = posted(program, **TALK | {"instructions": "Be brief."})["usage"]
+    assert again["input_tokens_details"]["cached_tokens"] > 0
+    assert again["output_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_items_are_read_as_messages(client, program):
+    first = posted(program, **TALK)["output"]
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "Tell me "}, {"type": "input_text", "text": "all"}],
+        },
+        *first,
+        {"type": "function_call", "call_id": "a", "name": "find_dog", "arguments": '{"name": "Rex", "age": 3}'},
+        {"type": "function_call_output", "call_id": "a", "output": "found"},
+    ]
+    call = {"id": "a", "type": "function", "function": {"name": "find_dog", "arguments": '{"name": "Rex", "age": 3}'}}
+    talk = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Tell me all"},
+        {"role": "assistant", "content": first[0]["content"][0]["text"], "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "found"},
+    ]
+    expected = chat(client, messages=talk, max_tokens=8, temperature=0)
+    found = client.responses.create(model="boxed", input=items, max_output_tokens=8, temperature=0)
+    assert found.output_text == expected.choices[0].message.content
+    assert found.usage.input_tokens == expected.usage.prompt_tokens
+
+
+def test_a_streams_events_come_in_order_and_join_to_the_whole(program):
+    whole, events = posted(program, **TALK), streamed(program, **TALK)
+    assert kinds(events) == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        whole["status"],
+    ]
+    text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    last = events[-1]["response"]
+    assert text == whole["output"][0]["content"][0]["text"] == last["output"][0]["content"][0]["text"]
+    assert events[0]["response"]["status"] == "in_progress" and last["status"] == whole["status"]
+    assert (
+        last["usage"]["output_tokens"] == whole["usage"]["output_tokens"] and last["id"] == events[0]["response"]["id"]
+    )
+    assert last["output"][0] == events[-2]["item"] and last["metrics"] == whole["metrics"]
+
+
+class Person(BaseModel):
+    name: Literal["Anna", "Rex"]
+    age: int = Field(ge=0, le=99)
+
+
+def test_the_clients_own_stream_reads_it(client):
+    settings = {"input": "Who?", "max_output_tokens": 100, "text_format": Person, "extra_body": {"seed": 3}}
+    with client.responses.stream(model="boxed", **settings) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        found = stream.get_final_response()
+    assert "".join(deltas) == found.output_text and isinstance(found.output_parsed, Person)
+
+
+def test_a_text_is_parsed_into_a_type(client, program):
+    settings = {"model": "boxed", "input": "Who?", "max_output_tokens": 300, "temperature": 0.5}
+    found = client.responses.parse(text_format=Person, extra_body={"seed": 3}, **settings)
+    assert found.status == "completed" and isinstance(found.output_parsed, Person)
+    form = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}}
+    raw = posted(program, text=form, input="Who?", max_output_tokens=200, seed=1)
+    assert set(json.loads(raw["output"][0]["content"][0]["text"])) == {"name", "age"} and raw["text"] == form
+    assert posted(program, text={"format": {"type": "text"}}, **TALK)["text"] == {"format": {"type": "text"}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "find_dog"}], ids=str)
+def test_tools_are_called(choice, client, program):
+    settings = {"input": "Find Rex", "tools": TOOLS, "tool_choice": choice, "max_output_tokens": 80, "seed": 2}
+    [call] = posted(program, **settings)["output"]
+    assert call["type"] == "function_call" and set(json.loads(call["arguments"])) == {"name", "age"}
+    events = streamed(program, **settings)
+    assert kinds(events) == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    [again] = events[-1]["response"]["output"]
+    assert again["arguments"] == call["arguments"] and again["name"] == "find_dog" and again["call_id"]
+    own = {name: value for name, value in settings.items() if name != "seed"}
+    with client.responses.stream(model="boxed", extra_body={"seed": 2}, **own) as stream:
+        assert stream.get_final_response().output[0].arguments == call["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("store", True, "nothing is stored"),
+        ("previous_response_id", "resp_1", "send the whole conversation"),
+        ("conversation", "conv_1", "nothing is stored"),
+        ("background", True, "nothing is stored"),
+        ("reasoning", {"effort": "low"}, "reasoning_effort"),
+        ("reasoning", {"summary": "auto"}, "thoughts are told as they are"),
+        ("include", ["message.output_text.logprobs"], "chat/completions"),
+        ("prompt", {"id": "x"}, "not supported"),
+        ("tools", [{"type": "web_search"}], "'web_search' are not run here"),
+        ("input", [{"type": "reasoning", "id": "rs_1", "encrypted_content": "x"}], "thoughts are sent as content"),
+        ("input", [{"type": "web_search_call", "id": "ws_1"}], "'web_search_call' are not read here"),
+        ("text", {"format": {"type": "json_schema", "name": "x"}}, "needs a schema"),
+        ("nonsense", 1, "nonsense is not supported"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(field, value, says, program):
+    answer = httpx.post(f"{program.url}/v1/responses", json=TALK | {field: value})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert says in error["message"] and error["param"].startswith(field)
+
+
+def test_what_the_chat_route_refuses_is_refused_here(program):
+    for body, status in (
+        ({"input": ""}, 200),
+        ({"input": []}, 422),
+        ({"input": "a", "tool_choice": "required"}, 422),
+        ({"input": "a", "tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, 422),
+        ({"input": "a", "model": "another"}, 404),
+        ({"input": "word " * 3000, "stream": True}, 400),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400),
+    ):
+        answer = httpx.post(f"{program.url}/v1/responses", json={"max_output_tokens": 1} | body)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or answer.json()["error"]["message"]
+
+
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 4,
+    "total_tokens": 7,
+    "prompt_tokens_details": {"cached_tokens": 1},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
+HEAD = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m", "output": [], "parallel_tool_calls": True}
+HEAD |= {"tool_choice": "auto", "tools": [], "status": "in_progress"}
+
+
+def told(*deltas: dict, finish: str | None = "stop", error: Exception | None = None) -> list[dict]:
+    """The events of a chat's stream of these deltas."""
+
+    async def parts():
+        for delta in deltas:
+            yield {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        if error is not None:
+            raise error
+        yield {"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}
+        yield {"choices": [], "usage": USAGE, "metrics": {}}
+
+    async def joined() -> list[dict]:
+        return [event async for event in response_events(HEAD, parts())]
+
+    found = asyncio.run(joined())
+    check(found)
+    return found
+
+
+def call(index: int, arguments: str, **more: str) -> dict:
+    function = {"arguments": arguments} | ({"name": more["name"]} if more else {})
+    return {"tool_calls": [{"index": index, "function": function} | ({"id": more["id"]} if more else {})]}
+
+
+def test_calls_that_come_in_pieces_are_told_in_pieces():
+    events = told(
+        {"role": "assistant", "content": ""},
+        {"content": "I look."},
+        call(0, "", id="a", name="f"),
+        call(0, '{"x"'),
+        call(0, ": 1}"),
+        call(1, "{}", id="b", name="g"),
+    )
+    deltas = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
+    assert deltas == ['{"x"', ": 1}", "{}"] and events[-1]["type"] == "response.completed"
+    message, first, second = events[-1]["response"]["output"]
+    assert message["content"][0]["text"] == "I look." and message["status"] == "completed"
+    assert (first["name"], first["arguments"], first["call_id"]) == ("f", '{"x": 1}', "a")
+    assert (second["name"], second["arguments"], second["call_id"]) == ("g", "{}", "b")
+    places = [event["output_index"] for event in events if event["type"] == "response.output_item.added"]
+    assert places == [0, 1, 2]
+    assert events[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+
+
+def test_thoughts_are_an_item_of_their_own():
+    events = told({"role": "assistant"}, {"reasoning_content": "Hm"}, {"reasoning_content": "m."}, {"content": "Yes."})
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    thoughts, message = events[-1]["response"]["output"]
+    assert deltas == ["Hm", "m."] and thoughts["content"] == [{"type": "reasoning_text", "text": "Hmm."}]
+    assert message["content"][0]["text"] == "Yes." and thoughts["status"] == message["status"] == "completed"
+    [cut] = told({"reasoning_content": "Hm"}, finish="length")[-1]["response"]["output"]
+    assert (cut["type"], cut["status"]) == ("reasoning", "incomplete")
+
+
+def test_thoughts_may_be_sent_back():
+    thoughts, message = told({"reasoning_content": "Hm."}, {"content": "Yes."})[-1]["response"]["output"]
+    user = {"role": "user", "content": "And?"}
+    chat = as_chat(ResponsesRequest.model_validate({"input": [user, thoughts, message, user]}))
+    turns = [(each.role, each.text, each.reasoning_content) for each in chat.messages]
+    assert turns == [("user", "And?", None), ("assistant", "Yes.", "Hm."), ("user", "And?", None)]
+    asked = as_chat(ResponsesRequest.model_validate({"input": "a", "reasoning": {"effort": "low"}}))
+    assert asked.reasoning_effort == "low"
+
+
+def test_a_call_alone_and_a_text_of_nothing():
+    [only] = told(call(0, "{}", id="a", name="f"))[-1]["response"]["output"]
+    assert only["type"] == "function_call"
+    [message] = told({"role": "assistant", "content": ""})[-1]["response"]["output"]
+    assert message["content"][0]["text"] == ""
+
+
+def test_an_error_within_a_stream_is_its_last_event():
+    events = told({"content": "a"}, error=ApiError(500, "the engine failed"))
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"] == {"code": "server_error", "message": "the engine failed"}

@@ -1,0 +1,332 @@
+"""The server as clients see it: the real `openai` client against the running program, on the boxed pair."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+from helpers.serving import PROMPTS, SCHEMA, Program, offline, text_of
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    found = Program("--max-batch-size", "64")
+    yield found
+    assert found.end() == 0
+
+
+@pytest.fixture(scope="module")
+def client(program) -> "openai.OpenAI":
+    return openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_completion_is_what_generate_writes(client, pair):
+    found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=30, temperature=0)
+    assert found.choices[0].text == text_of(pair, offline(pair, PROMPTS[0], 30, do_sample=False))
+    assert found.usage.completion_tokens == 30 and found.choices[0].finish_reason == "length"
+    spec = found.model_extra["metrics"]["speculative_decoding"]
+    assert spec["num_spec_steps"] == sum(spec["acceptance_histogram"]) and spec["mean_acceptance_length"] > 1.5
+
+
+def test_seeds_and_settings_are_those_of_generate(client, pair):
+    for settings, own in (
+        ({"temperature": 0.8}, {}),
+        ({"temperature": 1.2, "top_p": 0.7}, {}),
+        ({"presence_penalty": 1.0, "frequency_penalty": 0.5}, {}),
+        ({"logit_bias": {"300": 5, "12": -100}}, {"logit_bias": {300: 5.0, 12: -100.0}}),
+    ):
+        extra = {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.1}
+        found = client.completions.create(
+            model="boxed", prompt=PROMPTS[1], max_tokens=24, seed=7, extra_body=extra, **settings
+        )
+        expected = offline(pair, PROMPTS[1], 24, seed=7, **({"temperature": 1.0} | settings | extra | own))
+        assert found.choices[0].text == text_of(pair, expected)
+
+
+def test_several_prompts_and_several_texts_of_each(client, pair):
+    prompts = PROMPTS[:2]
+    found = client.completions.create(model="boxed", prompt=prompts, n=2, max_tokens=12, seed=5, temperature=0.9)
+    for index, choice in enumerate(found.choices):
+        assert choice.index == index
+        expected = offline(pair, prompts[index // 2], 12, seed=5 + index, temperature=0.9)
+        assert choice.text == text_of(pair, expected)
+    ids = [pair[1](prompt).input_ids for prompt in prompts]
+    again = client.completions.create(model="boxed", prompt=ids, n=2, max_tokens=12, seed=5, temperature=0.9)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in found.choices]
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_a_stream_joins_to_the_whole(client, kind):
+    talk = {"messages": [{"role": "user", "content": "Tell me of the sea"}]}
+    where = client.completions if kind == "completion" else client.chat.completions
+    given = {"prompt": PROMPTS[0]} if kind == "completion" else talk
+    settings = {"model": "boxed", "max_tokens": 40, "seed": 3, "n": 2, **given}
+    whole = where.create(**settings)
+    texts, ended, usage = ["", ""], [None, None], None
+    for part in where.create(**settings, stream=True, stream_options={"include_usage": True}):
+        usage = part.usage or usage
+        for choice in part.choices:
+            texts[choice.index] += (choice.text if kind == "completion" else choice.delta.content) or ""
+            ended[choice.index] = choice.finish_reason or ended[choice.index]
+    assert texts == [c.text if kind == "completion" else c.message.content for c in whole.choices]
+    assert ended == [choice.finish_reason for choice in whole.choices]
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_stream_ends_with_done(program):
+    body = {"prompt": "a", "max_tokens": 3, "stream": True}
+    lines = [line for line in httpx.post(f"{program.url}/v1/completions", json=body).text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    assert all(json.loads(line[6:])["choices"] for line in lines[:-1])
+
+
+def test_nothing_of_a_stop_string_is_shown(client, pair):
+    whole = text_of(pair, offline(pair, PROMPTS[0], 60, do_sample=False))
+    words = whole.split()
+    stop = f"{words[6]} {words[7][:2]}"  # begins in one token and ends in another
+    settings = {
+        "model": "boxed",
+        "prompt": PROMPTS[0],
+        "max_tokens": 60,
+        "temperature": 0,
+        "stop": [stop, "never this"],
+    }
+    found = client.completions.create(**settings)
+    assert found.choices[0].text == whole[: whole.index(stop)] and found.choices[0].finish_reason == "stop"
+    streamed = [part.choices[0].text for part in client.completions.create(**settings, stream=True)]
+    assert "".join(streamed) == found.choices[0].text
+    tokens = offline(pair, PROMPTS[0], 60, do_sample=False, stop_strings=[stop], tokenizer=pair[1])
+    assert found.usage.completion_tokens == len(tokens)
+
+
+def test_log_probabilities(client):
+    found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=8, temperature=0, logprobs=3)
+    told = found.choices[0].logprobs
+    assert len(told.tokens) == 8 and "".join(told.tokens) == found.choices[0].text
+    assert all(max(top.values()) == own for top, own in zip(told.top_logprobs, told.token_logprobs, strict=True))
+    talk = [{"role": "user", "content": "Hello"}]
+    settings = {"model": "boxed", "messages": talk, "max_tokens": 5, "seed": 1, "logprobs": True, "top_logprobs": 2}
+    found = client.chat.completions.create(**settings)
+    entries = found.choices[0].logprobs.content
+    assert all(len(entry.top_logprobs) == 2 for entry in entries)
+    assert "".join(entry.token for entry in entries) == found.choices[0].message.content
+    parts = [part.choices[0] for part in client.chat.completions.create(**settings, stream=True) if part.choices]
+    streamed = [entry for choice in parts if choice.logprobs for entry in choice.logprobs.content]
+    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
+
+
+def test_echo_and_the_model_list(client):
+    found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=3, temperature=0, echo=True)
+    assert found.choices[0].text.startswith(PROMPTS[0])
+    [model] = client.models.list().data
+    assert model.id == "boxed" and model.model_extra["max_model_len"] > 500
+
+
+def test_a_beginning_that_was_read_is_found(client, program):
+    system = "You are a patient storyteller who knows the sea, its ships and its weather. " * 4
+    talks = [[{"role": "system", "content": system}, {"role": "user", "content": each}] for each in ("Hello", "Who?")]
+    settings = {"model": "boxed", "max_tokens": 5, "temperature": 0}
+    client.chat.completions.create(messages=talks[0], **settings)
+    found = client.chat.completions.create(messages=talks[1], **settings)
+    assert found.usage.prompt_tokens_details.cached_tokens > 0.5 * found.usage.prompt_tokens
+    assert re.search(
+        r"^vllm:prefix_cache_hits_total\{.*\} [1-9]", httpx.get(f"{program.url}/metrics").text, re.MULTILINE
+    )
+
+
+def test_what_is_wrong_is_said_in_the_shape_of_openai(client, program):
+    talk = [{"role": "user", "content": "Hello"}]
+    for status, kind, body in (
+        (400, openai.BadRequestError, {"prompt": "a", "extra_body": {"nonsense": 1}}),
+        (400, openai.BadRequestError, {"prompt": "a", "suffix": "b"}),
+        (400, openai.BadRequestError, {"prompt": [[10**9]]}),
+        (400, openai.BadRequestError, {"prompt": "word " * 4000}),
+        (400, openai.BadRequestError, {"prompt": []}),
+        (400, openai.BadRequestError, {"prompt": "a", "logit_bias": {"99999999": 1}}),
+        (404, openai.NotFoundError, {"prompt": "a", "model": "another"}),
+        (422, openai.UnprocessableEntityError, {"prompt": "a", "temperature": -1}),
+        (422, openai.UnprocessableEntityError, {"prompt": "a", "max_tokens": "many"}),
+        (422, openai.UnprocessableEntityError, {"prompt": "a", "stop": [""]}),
+    ):
+        with pytest.raises(kind) as found:
+            client.completions.create(**({"model": "boxed"} | body))
+        assert found.value.status_code == status and found.value.body["message"]
+    with pytest.raises(openai.BadRequestError) as found:
+        client.chat.completions.create(model="boxed", messages=talk, audio={"voice": "x", "format": "wav"})
+    assert found.value.param == "audio" and "not supported" in found.value.message
+    for raw in (b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000):
+        answer = httpx.post(f"{program.url}/v1/completions", content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code in (400, 413, 422) and answer.json()["error"]["message"]
+    assert httpx.post(f"{program.url}/v1/completions", content=b"x" * (17 << 20)).status_code == 413
+    assert httpx.get(f"{program.url}/nowhere").json()["error"]["type"] == "not_found_error"
+
+
+def test_texts_follow_their_grammars(client, pair):
+    for spec, fits in (
+        ({"regex": "[a-f]{3,9}-[0-9]{2}"}, lambda text: re.fullmatch("[a-f]{3,9}-[0-9]{2}", text)),
+        ({"choice": ["yes", "no", "perhaps"]}, lambda text: text in ("yes", "no", "perhaps")),
+        ({"json": SCHEMA}, lambda text: set(json.loads(text)) == {"name", "age"}),
+    ):
+        for temperature in (0, 0.9):
+            settings = {"prompt": "Answer:", "max_tokens": 60, "seed": 4, "temperature": temperature}
+            found = client.completions.create(model="boxed", **settings, extra_body={"structured_outputs": spec})
+            [choice] = found.choices
+            assert choice.finish_reason == "stop" and fits(choice.text), choice.text
+            own = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "seed": 4}
+            grammar = {"json_schema": spec["json"]} if "json" in spec else spec
+            ids = offline(pair, "Answer:", 60, grammar=grammar, tokenizer=pair[1], **own)
+            assert choice.text == text_of(pair, ids)
+
+
+def test_a_response_format_is_kept_to(client):
+    talk = [{"role": "user", "content": "Who are you?"}]
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    same = {"model": "boxed", "messages": talk, "max_tokens": 120, "seed": 1}  # another text may be longer
+    found = client.chat.completions.create(response_format=form, n=3, **same)
+    assert all(0 <= json.loads(choice.message.content)["age"] <= 99 for choice in found.choices)
+    lark = {"type": "lark_grammar", "lark_grammar": 'start: "(" /[0-9]{2,4}/ ")"'}
+    found = client.chat.completions.create(response_format=lark, **same)
+    assert re.fullmatch(r"\([0-9]{2,4}\)", found.choices[0].message.content)
+    with pytest.raises(openai.APIStatusError, match="only then"):
+        client.chat.completions.create(response_format={"type": "lark_grammar"}, **same)
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+        client.chat.completions.create(model="boxed", messages=talk, response_format=broken)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tools_are_called(client, streamed):
+    tools = [
+        {"type": "function", "function": {"name": name, "description": name, "parameters": SCHEMA}}
+        for name in ("find_person", "find_dog")
+    ]
+    talk = [{"role": "user", "content": "Find Anna, who is 30."}]
+    for choice, names in (("required", ("find_person", "find_dog")), (tools[1], ("find_dog",))):
+        choice = choice if isinstance(choice, str) else {"type": "function", "function": {"name": "find_dog"}}
+        settings = {"messages": talk, "tools": tools, "tool_choice": choice, "max_tokens": 80, "seed": 2}
+        found = client.chat.completions.create(model="boxed", **settings, stream=streamed)
+        if streamed:
+            parts = [part.choices[0] for part in found]
+            call, *more = [call for part in parts for call in part.delta.tool_calls or ()]
+            assert call.id and call.type == "function" and call.function.arguments == "" and len(more) > 1
+            assert all((each.index, each.id, each.function.name) == (0, None, None) for each in more)
+            call.function.arguments = "".join(each.function.arguments for each in more)
+            finish = parts[-1].finish_reason
+        else:
+            [call], finish = found.choices[0].message.tool_calls, found.choices[0].finish_reason
+        assert finish == "tool_calls" and call.function.name in names
+        assert set(json.loads(call.function.arguments)) == {"name", "age"}
+    answered = [
+        *talk,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "a",
+                    "type": "function",
+                    "function": {"name": "find_dog", "arguments": '{"name": "Rex", "age": 3}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "found"},
+    ]
+    with pytest.raises(openai.APIStatusError):
+        client.chat.completions.create(model="boxed", messages=answered, tool_choice="required", max_tokens=5)
+
+
+def test_a_body_that_never_comes_holds_nobody_up(monkeypatch):
+    from redrafter.serve.network import bodies
+    from redrafter.serve.routes import app
+
+    monkeypatch.setattr(bodies, "SLOWEST", 0.2)
+
+    async def ask() -> list[int]:
+        async def never() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(30)
+
+        transport = httpx.ASGITransport(app.create_app(SimpleNamespace()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return [(await client.post("/v1/completions", content=never())).status_code]
+
+    assert asyncio.run(ask()) == [408]
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "server"
+SAYS = {
+    "completion.py": "tokens per step",
+    "json_schema.py": "'flags': '-",
+    "load.py": "concurrency 2  tokens/s",
+    "streaming.py": "[",
+    "tools.py": "tide({'place': ",
+}
+
+
+@pytest.mark.parametrize("script", SAYS)
+def test_the_example_runs(script, program):
+    command = [sys.executable, str(EXAMPLES / script), program.url]
+    if script == "load.py":
+        command += ["--requests", "4", "--concurrency", "1,2", "--max-tokens", "8"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert SAYS[script] in run.stdout and {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
+
+
+def test_requests_are_logged():
+    program = Program("--log-format", "json")
+    body = {"prompt": "The sea", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    found = httpx.post(f"{program.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+    assert found.headers["x-request-id"] == "mine"
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=body | {"stream": True, "max_tokens": 5}) as left:
+        list(left.iter_lines())
+    refused = httpx.post(f"{program.url}/v1/chat/comp%0aletions", json=body)
+    assert program.end() == 0
+    lines = [json.loads(line) for line in program.log]
+    first, second, last = [line for line in lines if "status" in line]
+    speculation = found.json()["metrics"]["speculative_decoding"]
+    assert first["id"] == "mine" and first["status"] == 200 and first["completion_tokens"] == 9
+    assert first["tokens_per_step"] == pytest.approx(speculation["mean_acceptance_length"], abs=1e-3)
+    assert 0 < first["first_token_seconds"] < first["seconds"] and first["finish"] == "length"
+    assert second["completion_tokens"] == 5 and second["prompt_tokens"] == first["prompt_tokens"]
+    assert (last["status"], last["path"]) == (404, "/v1/chat/comp%0aletions")
+    assert last["id"] == refused.headers["x-request-id"]
+
+
+def test_a_key_is_asked_for_and_stopping_lets_texts_end():
+    program = Program("--api-key", "secret", "--served-model-name", "mine")
+    body = {"prompt": "The sea", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
+    assert httpx.post(f"{program.url}/v1/completions", json=body).status_code == 401
+    assert httpx.get(f"{program.url}/health").status_code == 200
+    key = {"Authorization": "Bearer secret"}
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, headers=key, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        program.process.send_signal(signal.SIGTERM)
+        while program.healthy:
+            time.sleep(0.02)
+        late = httpx.post(f"{program.url}/v1/completions", json=body, headers=key)
+        assert late.status_code == 503 and "Retry-After" in late.headers
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert program.process.wait(timeout=30) == 0
+
+
+def test_a_port_that_is_taken_is_one_line(program):
+    port = program.url.rsplit(":", 1)[1]
+    words = [sys.executable, "-m", "redrafter", "serve", "--port", port]
+    run = subprocess.run(words, capture_output=True, text=True)
+    assert run.returncode == 2 and re.fullmatch(
+        r"redrafter: error: cannot listen on .*choose another --port\n", run.stderr
+    )

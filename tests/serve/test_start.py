@@ -1,0 +1,153 @@
+"""How a server starts and ends: 503 until the model is loaded, and an end whatever its clients do."""
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+from helpers.fronts import FrontProgram, open_files
+from redrafter.errors import ArgumentError
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.network.front import Front
+
+Start = Callable[..., FrontProgram]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    made: list[FrontProgram] = []
+
+    def begin(changes: str = "", tls: ssl.SSLContext | None = None) -> FrontProgram:
+        made.append(FrontProgram(changes, tls))
+        return made[-1]
+
+    yield begin
+    for each in made:
+        each.close()
+
+
+def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never_reads(start):
+    program = start("IDLE = False; front.STILL = 0.2")  # texts that never end
+    for path in ("/health", "/v1/health/ready", "/v1/models", "/"):
+        answer = program.get(path)
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+        assert answer.json()["error"]["code"] == "loading"
+    assert program.get("/v1/health/live").status_code == 200
+    assert httpx.head(f"{program.url}/health").status_code == 503
+    program.said("still loading after")
+    program.cue()
+    program.said("ready")
+    assert program.get("/health").text == "fine"
+    never_read = program.connect(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
+    code, seconds = program.end()
+    assert code == 0 and 1 <= seconds < 6
+    never_read.close()
+    assert "stopping: 1 texts are still written, for 1 s at most" in "".join(program.log)
+    assert "dropped 1 connections" in program.log[-1]
+
+
+def test_a_second_signal_ends_it_at_once_whatever_hangs(start):
+    hangs = "threading.Thread(target=threading.Event().wait).start()"
+    program = start(f"import threading; {hangs}; front.GRACE = 0.5; IDLE = False; DRAIN = 100.0")
+    program.cue()
+    program.said("ready")
+    program.process.terminate()
+    program.said("stopping")
+    code, seconds = program.end()
+    assert code == 0 and seconds < 5
+    assert "ended by force" in program.log[-1]
+
+
+def test_it_ends_soon_while_it_loads(start):
+    code, seconds = start().end()
+    assert code == 0 and seconds < 3
+
+
+def test_a_load_that_fails_ends_it(start):
+    program = start()
+    program.cue("fail")
+    assert program.process.wait(timeout=30) != 0
+    program._reader.join(timeout=10)
+    assert "CheckpointError: this model is no good" in program.log[-1]
+
+
+def test_a_shortage_of_files_is_said_seldom_and_passes(start):
+    program = start(
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60)); "
+        "front.room_for_connections = lambda _: 9999"
+    )
+    program.cue()
+    program.said("ready")
+    held = [program.connect() for _ in range(100)]  # the system takes them all
+    program.said("connections cannot be accepted: [Errno 24]")
+    assert open_files(program.process) > 50
+    for each in held:
+        each.close()
+    assert program.get("/health").status_code == 200
+    code, _ = program.end()
+    assert code == 0 and len(program.log) < 10
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory) -> tuple[Path, Path]:
+    """A certificate for this machine that it has signed itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *files, *names]
+    subprocess.run(words, check=True, capture_output=True)
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def test_https_and_clients_that_prove_who_they_are(start, certificate):
+    cert, key = map(str, certificate)
+    with_own = ssl.create_default_context(cafile=cert)
+    with_own.load_cert_chain(cert, key)
+    files = {"ssl_certfile": cert, "ssl_keyfile": key, "ssl_ca_certs": cert}
+    program = start(f"FILES = {files!r}", with_own)
+    program.cue()
+    program.said("ready")
+    assert program.get("/").text == "fine"
+    without_own = ssl.create_default_context(cafile=cert)
+    for client in (without_own, True):
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{program.url}/", verify=client)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(program.url.replace("https", "http"))
+    stalled = with_own.wrap_socket(program.connect(), server_hostname="127.0.0.1")
+    stalled.sendall(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
+    code, seconds = program.end()
+    assert code == 0 and seconds < 6
+    stalled.close()
+
+
+def test_a_certificate_that_cannot_be_used_is_named(tmp_path, certificate):
+    (tmp_path / "bad.pem").write_text("no certificate")
+    for cert, key in ((tmp_path / "none.pem", None), (tmp_path / "bad.pem", None), (certificate[0], tmp_path / "none")):
+        options = ServeOptions(ssl_certfile=str(cert), ssl_keyfile=None if key is None else str(key))
+        with (
+            socket.socket() as listening,
+            pytest.raises(ArgumentError, match=r"--ssl-certfile, --ssl-keyfile: .* cannot"),
+        ):
+            Front(options, listening)
+    with pytest.raises(ArgumentError, match="need --ssl-certfile"):
+        ServeOptions(ssl_keyfile="key.pem")
+
+
+def test_what_cannot_be_loaded_is_one_line_and_code_2():
+    words = [sys.executable, "-m", "redrafter", "serve", "/no/such/model", "--port", "0", "--log-format", "json"]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    first, last = map(json.loads, run.stderr.splitlines())
+    assert run.returncode == 2 and "loading /no/such/model" in first["message"]
+    assert last["level"] == "error" and "/no/such/model" in last["message"]

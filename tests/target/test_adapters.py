@@ -1,0 +1,164 @@
+"""Models with PEFT's adapters: what is written is what the `PeftModel` itself writes."""
+
+import pytest
+import torch
+
+from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError
+from redrafter.target.adapters import base_of
+from redrafter.train.teacher import Teacher
+
+peft = pytest.importorskip("peft")
+
+IDS, MASK = uneven_batch(rows=3)
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "up_proj", "gate_proj"]
+
+
+def adapted(architecture="llama", seed=1, **changes):
+    """A tiny model with LoRA that says something."""
+    settings = {"r": 4, "target_modules": PROJECTIONS, "task_type": "CAUSAL_LM", "lora_alpha": 32} | changes
+    model = peft.get_peft_model(tiny_model(architecture), peft.LoraConfig(**settings)).eval()
+    return speaking(model, seed)
+
+
+def speaking(model, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def told(model):
+    return model.generate(input_ids=IDS, attention_mask=MASK, **GREEDY)
+
+
+@pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora_dropout": 0.3},
+        {"use_dora": True},
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [5, 6, 7]},
+    ],
+    ids=lambda changes: next(iter(changes), "lora"),
+)
+def test_a_peft_model_is_served_with_its_adapters(on, changes):
+    model = adapted(**changes)
+    expected = told(model)
+    with model.disable_adapter():
+        assert not torch.equal(expected, told(model))
+    makers = (
+        lambda: ReDrafter.from_pretrained(model, tiny_drafter(), num_beams=3, draft_len_per_beam=3),
+        lambda: PromptLookup.from_pretrained(model),
+        lambda: DraftTarget.from_pretrained(model, tiny_model("gpt2"), draft_len=2),
+    )
+    for make in makers:
+        engine = on(make())
+        for speculate in (True, False):
+            assert torch.equal(engine.generate(IDS, MASK, speculate=speculate, **GREEDY), expected)
+    sampled = {"max_new_tokens": 12, "do_sample": True, "seed": 3}
+    assert torch.equal(engine.generate(IDS, MASK, **sampled), engine.generate(IDS, MASK, speculate=False, **sampled))
+
+
+def test_the_custom_generate_of_an_engine_belongs_to_its_peft_model_too():
+    model = adapted()
+    engine = with_tree(model, tiny_drafter(), 3, 3)
+    found = model.generate(input_ids=IDS, attention_mask=MASK, custom_generate=engine.custom_generate(), **GREEDY)
+    assert torch.equal(found, told(model)) and engine.model is model.get_base_model()
+
+
+def test_a_model_and_its_adapted_self_draft_for_each_other():
+    model = adapted()
+    expected = told(model)
+    itself = DraftTarget.from_pretrained(model, model, draft_len=3)
+    assert itself.draft_model is itself.target
+    for engine in (
+        itself,
+        DraftTarget.from_pretrained(model, tiny_model("llama")),
+        DraftTarget.from_pretrained(tiny_model("gpt2"), model),
+    ):
+        assert torch.equal(engine.generate(IDS, MASK, **GREEDY), told(engine.model))
+    assert torch.equal(itself.generate(IDS, MASK, **GREEDY), expected)
+
+
+def test_adapters_that_are_merged_switched_or_disabled_are_followed():
+    model = adapted()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    speaking(model, seed=4).eval()
+    engine, texts = with_tree(model, tiny_drafter(), 3, 3), []
+
+    def check():
+        texts.append(told(model))
+        assert torch.equal(engine.generate(IDS, MASK, **GREEDY), texts[-1])
+
+    check()
+    model.merge_adapter()
+    check()
+    model.unmerge_adapter()
+    model.set_adapter("other")
+    model.eval()
+    check()
+    with model.disable_adapter():
+        check()
+    assert not torch.equal(texts[0], texts[2]) and not torch.equal(texts[2], texts[3])
+    merged = adapted()
+    expected = told(merged)
+    whole = merged.merge_and_unload()
+    assert torch.equal(with_tree(whole, tiny_drafter(), 3, 3).generate(IDS, MASK, **GREEDY), expected)
+
+
+def test_what_is_kept_between_requests_refuses_other_adapters():
+    model = adapted()
+    engine = paged(with_tree(model, tiny_drafter(), 3, 3))
+    expected = engine.generate(IDS, MASK, **GREEDY)
+    with model.disable_adapter(), pytest.raises(ArgumentError, match="adapters of LlamaForCausalLM changed"):
+        engine.generate(IDS, MASK, **GREEDY)
+    assert torch.equal(engine.generate(IDS, MASK, **GREEDY), expected)
+    model.merge_adapter()
+    with pytest.raises(ArgumentError, match="make a new engine"):
+        engine.generate(IDS, MASK, **GREEDY)
+
+
+def test_adapters_that_transformers_loads_are_served(tmp_path):
+    base = tiny_model("llama")
+    base.save_pretrained(tmp_path / "base")
+    model = adapted()
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    expected = told(model)
+    for engine in (
+        PromptLookup.from_pretrained(tmp_path / "adapter"),
+        PromptLookup.from_pretrained(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")),
+        PromptLookup.from_pretrained(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")),
+    ):
+        assert torch.equal(engine.generate(IDS, MASK, **GREEDY), expected)
+
+
+def test_a_drafter_is_trained_on_what_the_adapted_model_says():
+    model = adapted()
+    with Teacher(base_of(model)) as teacher, torch.no_grad():
+        assert torch.allclose(teacher.read(IDS).logits, model(input_ids=IDS).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PROMPT_TUNING"),
+        (lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING"),
+        (
+            lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules=PROJECTIONS, alora_invocation_tokens=[5, 6]),
+            "LORA",
+        ),
+    ],
+)
+def test_adapters_that_are_more_than_layers_are_refused(config, named):
+    model = peft.get_peft_model(tiny_model("llama"), config()).eval()
+    with pytest.raises(UnsupportedError, match=f"PeftModelForCausalLM with {named} adapters is more than layers"):
+        ReDrafter.from_pretrained(model, tiny_drafter())
+    with pytest.raises(UnsupportedError, match="use adapters that stand in layers"):
+        PromptLookup.from_pretrained(model)

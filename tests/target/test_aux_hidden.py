@@ -1,0 +1,321 @@
+"""What a drafter reads of its target is the same to the trainer, to verification and to plain forwards."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+
+from helpers.drafters import FORMS, random_drafter
+from helpers.models import (
+    ARCHITECTURES,
+    HIDDEN,
+    VOCAB,
+    assert_close_by_scale,
+    paged,
+    tiny_model,
+    uneven_batch,
+    with_tree,
+)
+from redrafter import Engine, MismatchError, ReDrafter, UnsupportedError
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.drafting.proposer import State
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.sampling.sampler import Sampler
+from redrafter.target.aux_hidden import decoder_layers, join
+from redrafter.target.target import Target
+from redrafter.train.teacher import Teacher
+from redrafter.tree.token_tree import Tree, tree_of
+
+NEW = 20
+
+
+def plain_features(model: PreTrainedModel, text: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """By the model's own account; layers but the last, of which it tells only what the final norm made. `[T, F]`."""
+    with torch.no_grad():
+        states = model(input_ids=text[None], output_hidden_states=True, use_cache=False).hidden_states
+    return torch.cat([states[-1], *(states[layer + 1] for layer in layers)], dim=-1)[0]
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
+
+
+# The trainer's reading
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_texts_that_share_a_row_are_read_as_alone(architecture):
+    """Some of them are longer than the windows of the models that have one."""
+    model = tiny_model(architecture)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(3, VOCAB, (2, 30), generator=generator)
+    lengths = [[9, 5, 13, 3], [14, 1, 15, 0]]  # the last of a row is its padding
+    segment = torch.stack([torch.arange(4).repeat_interleave(torch.tensor(own)) for own in lengths])
+    with Teacher(model, (0, 1)) as teacher:
+        packed = teacher.read(rows, segment)
+        for row, own in zip(range(2), lengths, strict=True):
+            for place, length in zip(torch.tensor([0, *own]).cumsum(0).tolist(), own, strict=False):
+                text = slice(place, place + length)
+                if length == 0:
+                    continue
+                alone = teacher.read(rows[row : row + 1, text])
+                for name in ("hidden", "embedding", "logits"):
+                    found, expected = getattr(packed, name)[row, text], getattr(alone, name)[0]
+                    assert_close_by_scale(found, expected, 2e-5)
+                with torch.no_grad():
+                    logits = model(input_ids=rows[row : row + 1, text], use_cache=False).logits[0]
+                    embedding = model.get_input_embeddings()(rows[row, text])
+                assert_close_by_scale(alone.logits[0], logits, 2e-5)
+                assert torch.equal(alone.embedding[0], embedding)
+                expected = plain_features(model, rows[row, text], (0, 1))
+                assert_close_by_scale(alone.hidden[0], expected, 2e-5)
+
+
+def test_texts_within_chunks_of_attention_share_rows_as_well():
+    model = tiny_model("llama4_text", attention_chunk_size=4, head_dim=8, num_local_experts=2, intermediate_size_mlp=48)
+    rows = torch.randint(3, VOCAB, (1, 20))
+    with Teacher(model) as teacher:
+        packed = teacher.read(rows, torch.tensor([[0] * 7 + [1] * 13]))
+        for text in (slice(0, 7), slice(7, 20)):
+            alone = teacher.read(rows[:, text])
+            assert_close_by_scale(packed.hidden[:, text], alone.hidden, 2e-5)
+
+
+def test_padding_at_the_end_changes_nothing_before_it():
+    model, text = tiny_model("mistral"), torch.randint(3, VOCAB, (1, 12))
+    with Teacher(model, (1,)) as teacher:
+        short = teacher.read(text[:, :9])
+        long = teacher.read(text)
+    assert_close_by_scale(long.hidden[:, :9], short.hidden, 2e-5)
+
+
+def test_a_teacher_leaves_nothing_on_the_model():
+    model = tiny_model("gemma2").train()
+    teacher = Teacher(model, (0, 2))
+    attention, before = model.config._attn_implementation, {key: id(value) for key, value in vars(model).items()}
+    assert hooks_of(model) == 0
+    with teacher:
+        assert hooks_of(model) == 4
+        teacher.read(torch.randint(3, VOCAB, (1, 5)))
+    with pytest.raises(IndexError), teacher:
+        teacher.read(torch.full((1, 5), VOCAB))
+    assert hooks_of(model) == 0 and model.config._attn_implementation == attention
+    changed = {key for key, value in vars(model).items() if id(value) != before.get(key)}
+    assert changed == set() and not model.training
+    with teacher:
+        again = teacher.read(torch.randint(3, VOCAB, (1, 5)))
+    assert again.hidden.shape == (1, 5, 3 * HIDDEN) and not again.logits.requires_grad
+
+
+def test_what_runs_the_model_between_readings_is_not_read():
+    """As a trainer's validation does, and a reading that fails."""
+    model, text = tiny_model("llama"), torch.randint(3, VOCAB, (1, 5))
+    with Teacher(model, (0, 1)) as teacher:
+        expected = teacher.read(text)
+        layer = model.model.layers[2]
+        layer.forward, forward = broken, layer.forward
+        with pytest.raises(RuntimeError, match="out of memory"):
+            teacher.read(text)
+        layer.forward = forward
+        assert torch.equal(teacher.read(text).hidden, expected.hidden)
+        Target(model)
+        assert teacher._seen is None  # and what it does is not kept
+        assert torch.equal(teacher.read(text).hidden, expected.hidden)
+
+
+def broken(*_: object, **__: object) -> Tensor:
+    raise RuntimeError("out of memory")
+
+
+# Verification's
+
+
+def forward_caches(target: Target, rows: int) -> Iterator[object]:
+    dense = target.new_cache(rows)
+    dense.reserve(32)
+    yield dense
+    yield PagedCache(KVCachePool(target.paged_shapes, 5), torch.tensor([[3, 1], [4, 2]]).int()[:rows])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_verification_returns_what_the_model_says_of_its_layers(architecture):
+    model = tiny_model(architecture)
+    target = Target(model)
+    target.tap((0, 1))
+    lengths, prompts = torch.tensor([9, 6]), (torch.arange(18).view(2, 9) * 7 + 11) % VOCAB
+    parents, depth = torch.tensor([0, 0, 0, 1, 2]).expand(2, 5), torch.tensor([0, 1, 1, 2, 2]).expand(2, 5)
+    tokens = (torch.arange(10).view(2, 5) * 5 + 3) % VOCAB
+    tree, paths = tree_of(tokens, parents, depth, 2), ([0, 1, 3], [0, 2, 4])
+    told, first = torch.zeros(2, 5, 3 * HIDDEN), torch.zeros(2, 3 * HIDDEN)
+    for row, n in enumerate(lengths.tolist()):
+        for path in paths:
+            features = plain_features(model, torch.cat([prompts[row, :n], tokens[row, path]]), (0, 1))
+            first[row], told[row, path] = features[n - 1], features[n:]
+    hooks = hooks_of(model)  # transformers leaves its own
+    with torch.inference_mode():
+        for cache in forward_caches(target, 2):
+            _, prefilled = target.prefill(prompts, lengths, cache)
+            _, hidden = target.verify(tree, lengths, cache)
+            _, some = target.verify(tree, lengths, cache, torch.tensor([3, 0]))
+            torch.testing.assert_close(prefilled, first, atol=5e-5, rtol=1e-3)
+            torch.testing.assert_close(hidden, told, atol=5e-5, rtol=1e-3)
+            torch.testing.assert_close(some, told[[0, 1], [3, 0]][:, None], atol=5e-5, rtol=1e-3)
+    assert hooks_of(model) == hooks and target.feature_size == 3 * HIDDEN
+
+
+def test_a_forward_that_failed_leaves_no_features_to_the_next():
+    model, length = tiny_model("llama"), torch.tensor([9])
+    target, layer = Target(model), model.model.layers[2]
+    target.tap((0, 1))
+    prompt = torch.randint(3, VOCAB, (1, 9))
+    with torch.inference_mode():
+        for cache in forward_caches(target, 1):
+            _, expected = target.prefill(prompt, length, cache)
+            layer.forward, forward = broken, layer.forward
+            with pytest.raises(RuntimeError, match="out of memory"):
+                target.prefill(prompt, length, cache)
+            layer.forward = forward
+            assert torch.equal(target.prefill(prompt, length, cache)[1], expected)
+
+
+def test_the_output_of_the_last_layer_is_what_the_final_norm_reads():
+    """That of a new llama has a weight of 1."""
+    target = Target(tiny_model("llama"))
+    target.tap((2,))
+    cache = target.new_cache(1)
+    cache.reserve(8)
+    with torch.inference_mode():
+        _, hidden = target.prefill(torch.tensor([[5, 6, 7]]), torch.tensor([3]), cache)
+    torch.testing.assert_close(rms_norm(hidden[:, HIDDEN:], (HIDDEN,), eps=1e-6), hidden[:, :HIDDEN])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_prompt_of_many_chunks_leaves_the_features_of_its_last_token(masked):
+    model, prompts = tiny_model("mistral"), torch.randint(3, VOCAB, (2, 11))
+    target = Target(model)
+    target._unmasked = not masked
+    target.tap((1,))
+    cache = target.new_cache(2)
+    cache.reserve(16)
+    with torch.inference_mode():
+        _, hidden = target.prefill(prompts, torch.tensor([11, 6]), cache, most=7)
+    expected = [plain_features(model, text, (1,))[-1] for text in (prompts[0], prompts[1, :6])]
+    torch.testing.assert_close(hidden, torch.stack(expected), atol=5e-5, rtol=1e-3)
+
+
+def test_features_have_the_dtype_of_the_last():
+    last, early = torch.randn(2, 3, HIDDEN).bfloat16(), 300 * torch.randn(2, 3, HIDDEN)
+    assert join(last, []) is last
+    joined = join(last, [early])
+    assert joined.dtype == torch.bfloat16 and torch.equal(joined, torch.cat([last, early.bfloat16()], dim=-1))
+
+
+# Which layers
+
+
+@pytest.mark.parametrize("layers", [(3,), (0, 7), (-1,)])
+def test_layers_that_a_target_has_not_are_refused(layers):
+    model = tiny_model("llama")
+    target = Target(model)
+    with pytest.raises(MismatchError, match=f"reads layer {layers[-1]}; LlamaForCausalLM has 3 layers, from 0 to 2"):
+        target.tap(layers)
+    with pytest.raises(MismatchError, match=f"reads layer {layers[-1]}"):
+        Teacher(model, layers)
+
+
+def test_a_target_is_read_by_drafters_of_the_same_layers_alone():
+    target = Target(tiny_model("llama"))
+    assert target.feature_size == HIDDEN
+    for _ in range(2):
+        ReDrafter(target, random_drafter(target_layers=(0, 2)))
+    for layers in ((), (0, 1)):
+        with pytest.raises(MismatchError, match=r"layers \[0, 2\] are read by another drafter"):
+            ReDrafter(target, random_drafter(target_layers=layers))
+
+
+def test_a_drafter_whose_layers_do_not_fit_makes_no_engine(tmp_path):
+    drafter = random_drafter(target_layers=(1, 3))
+    with pytest.raises(MismatchError, match="the drafter reads layer 3"):
+        with_tree(tiny_model("llama"), drafter, 2, 2)
+    drafter.save_pretrained(tmp_path)
+    with pytest.raises(MismatchError, match="the drafter reads layer 3"):
+        ReDrafter.from_pretrained(tiny_model("llama"), tmp_path)
+
+
+def test_layers_that_stand_in_no_list_are_refused_unless_none_is_wanted():
+    model = tiny_model("llama")
+    assert decoder_layers(model, 5, ()) == []
+    with pytest.raises(UnsupportedError, match="does not hold its 5 layers in a list"):
+        decoder_layers(model, 5, (4,))
+
+
+def test_layers_are_those_of_the_decoder_and_not_of_an_eye_with_as_many():
+    text = tiny_model("llama").config.to_dict()
+    eye = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    eye |= {"num_hidden_layers": text["num_hidden_layers"], "image_size": 8, "patch_size": 4}
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=eye, text_config=text))
+    assert decoder_layers(model, 3, (0, 2)) == [model.model.language_model.layers[index] for index in (0, 2)]
+
+
+# What is served is what was trained
+
+
+def engines(model: PreTrainedModel, form: str) -> Iterator[Engine]:
+    drafter = random_drafter(**FORMS[form])
+    yield with_tree(model, drafter, 4, 3)
+    yield paged(with_tree(model, drafter, 4, 3))
+
+
+SERVED = [("llama", form) for form in FORMS] + [(name, "all") for name in ("gemma2", "gpt_oss", "gpt2")]
+
+
+@pytest.mark.parametrize(("architecture", "form"), SERVED)
+def test_every_form_of_drafter_leaves_the_text_as_it_is(architecture, form):
+    model = tiny_model(architecture)
+    ids, mask = uneven_batch(rows=3)
+    greedy, sampled = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 5}
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    drawn = []
+    for engine in engines(model, form):
+        for arguments in (greedy, sampled):
+            plain = engine.generate(ids, mask, max_new_tokens=NEW, speculate=False, **arguments)
+            assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, **arguments), plain)
+            drawn.append(plain)
+    assert torch.equal(drawn[0], expected) and torch.equal(drawn[2], expected)
+    assert torch.equal(drawn[1], drawn[3]) and not torch.equal(drawn[1][:, : len(expected[0])], expected)
+
+
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 5}])
+@pytest.mark.parametrize("form", ["published", "tapped", "all"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_drafts_are_made_from_what_the_trainer_reads(monkeypatch, architecture, form, arguments):
+    """At every step, of every row: the hidden state, and the tree that follows from it."""
+    model, propose, changed = tiny_model(architecture), RecurrentProposer.propose, []
+
+    def checked(
+        self: RecurrentProposer, state: State, sampler: Sampler, noise: Tensor | None, cache: object = None
+    ) -> Tree:
+        found = propose(self, state, sampler, noise, cache)
+        offline = state.hidden.clone()
+        for row in state.active.nonzero().flatten().tolist():
+            with Teacher(model, self.drafter.config.target_layers) as teacher:
+                offline[row] = teacher.read(state.tokens[row : row + 1, : state.length[row] + 1]).hidden[0, -2]
+        torch.testing.assert_close(state.hidden[state.active], offline[state.active], atol=1e-4, rtol=1e-3)
+        expected = propose(self, replace(state, hidden=offline), sampler, noise, cache)
+        assert torch.equal(found.tokens[state.active], expected.tokens[state.active])
+        assert torch.equal(found.parents[state.active], expected.parents[state.active])
+        offline[:, HIDDEN:] = 0
+        blind = propose(self, replace(state, hidden=offline), sampler, noise, cache)
+        changed.append(not torch.equal(found.tokens[state.active], blind.tokens[state.active]))
+        return found
+
+    monkeypatch.setattr(RecurrentProposer, "propose", checked)
+    ids, mask = uneven_batch(rows=3)
+    for engine in engines(model, form):
+        changed.clear()
+        engine.generate(ids, mask, max_new_tokens=8, top_k=0, **arguments)
+        assert len(changed) > 3 and any(changed) == (form != "published")

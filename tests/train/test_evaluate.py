@@ -1,0 +1,507 @@
+"""Evaluation: what is walked is what decoding reports, and what is written down adds up."""
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
+from redrafter import RecurrentDrafter, ReDrafter, boxed_pair
+from redrafter.app.loading import Pair
+from redrafter.checkpoints.loading import TreeShape, load_tokenizer
+from redrafter.cli import main
+from redrafter.drafting.proposer import State
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.engine.stopping import end_tokens
+from redrafter.sampling.sampler import Sampler
+from redrafter.target.target import Target
+from redrafter.train.evaluate import texts as texts_module
+from redrafter.train.evaluate import walk as walk_module
+from redrafter.train.evaluate.command import EvaluateOptions, evaluate
+from redrafter.train.evaluate.prompts import categories
+from redrafter.train.evaluate.shapes import Shape, judge
+from redrafter.train.evaluate.texts import Texts, repeated, written
+from redrafter.train.evaluate.walk import HeldOut, Walk, walk
+from redrafter.train.teacher import Teacher
+
+SHAPES = [
+    *(Shape(3, depth, nodes) for depth, nodes in ((4, 13), (4, 6), (4, 99), (2, 7), (2, 4), (1, 1))),
+    *(Shape(1, depth, nodes) for depth, nodes in ((4, 5), (4, 3), (2, 3))),
+    Shape(5, 3, 9),
+]
+
+
+def random_prompts(lengths: tuple[int, ...] = (1, 9, 4, 17, 6)) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def patterned() -> tuple[PreTrainedModel, RecurrentDrafter]:
+    """A base that has learnt to go round a circle of ids, one of which ends its texts, and its drafter."""
+    model = tiny_model("llama", initializer_range=0.05).train()
+    circle = 4 + torch.randperm(VOCAB - 4, generator=torch.Generator().manual_seed(0))[:60]
+
+    def batch(seed: int) -> Tensor:
+        start = torch.randint(60, (16, 1), generator=torch.Generator().manual_seed(seed))
+        return circle[(start + torch.arange(24)) % 60]
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(60):
+        model(input_ids=batch(step), labels=batch(step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    drafter = tiny_drafter().train()
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
+    for step in range(25):
+        ids, state = batch(step), None
+        with torch.no_grad():
+            embedding, hidden = model.model.embed_tokens(ids), model.model(ids).last_hidden_state[:, :-4]
+        loss = torch.zeros(())
+        for k in range(1, 4):  # from the token that hidden drew, to the one after it
+            logits, state = drafter.step(embedding[:, k : k - 4], state, drafter.fuse_hidden(hidden))
+            loss = loss + cross_entropy(logits.flatten(0, 1), ids[:, k + 1 : k + 21].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.generation_config.eos_token_id = [2, int(circle[7])]
+    return model.eval(), drafter.eval()
+
+
+def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreTrainedModel, RecurrentDrafter]:
+    """Many ids end its texts, so that some do."""
+    model, drafter = tiny_model("llama"), tiny_drafter(draft_vocab_size=draft_vocab, **changes)
+    model.generation_config.eos_token_id = [2, 11, 12, 13, 14]
+    if drafter.draft_ids is not None:
+        drafter.draft_ids.copy_(
+            torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:draft_vocab].sort()[0]
+        )
+    return model, drafter
+
+
+# The walk
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
+@pytest.mark.parametrize("pair", ["patterned", "random", "reduced", "layered"])
+def test_a_walk_is_what_generate_reports(request, pair, temperature, monkeypatch):
+    """Text by text, on unequal prompts decoded as one batch, of which some end early."""
+    monkeypatch.setattr(walk_module, "TEXTS", 2)
+    monkeypatch.setattr(walk_module, "POSITIONS", 7)
+    layered = {"target_layers": [0, 1], "recurrence": "gated", "head_rank": 16}
+    changes = {"reduced": {"draft_vocab": 40}, "layered": layered}.get(pair, {})
+    model, drafter = request.getfixturevalue("patterned") if pair == "patterned" else random_pair(**changes)
+    target, prompts = Target(model), random_prompts()
+    texts = written(target, prompts, 23, temperature, seed=5, rows=2)
+    assert 0 < sum(texts.ended) < len(prompts) or temperature == 0
+    found = walk(drafter, target, texts, SHAPES)
+    ids = torch.tensor([[0] * (17 - len(prompt)) + prompt for prompt in prompts])
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "seed": 5} if temperature else {}
+    for shape, walks in zip(SHAPES, found, strict=True):
+        engine = ReDrafter(target, drafter, TreeShape(shape.beams, shape.depth, shape.nodes))
+        arguments = {"do_sample": False, "max_new_tokens": 23, "return_dict_in_generate": True} | sampling
+        out = engine.generate(ids, (ids > 0).long(), **arguments)
+        for row, (text, mine, stats) in enumerate(zip(texts.own, walks, out.stats.rows, strict=True)):
+            assert out.sequences[row, 17 : 17 + len(text)].tolist() == text
+            assert mine.tokens_per_step == stats.tokens_per_step
+            for name in ("steps", "drafted", "accepted", "emitted", "accepted_by_depth"):
+                assert getattr(mine, name) == getattr(stats, name), (str(shape), row, name)
+    assert sum(each.steps for each in found[0]) > 5
+    if pair == "patterned" or temperature == 1:
+        assert sum(each.accepted for each in found[0]) > 5
+
+
+def walked(drafter: RecurrentDrafter, model: PreTrainedModel, *texts: list[int]) -> Walk:
+    """A chain of three drafts along texts with prompts of one token, all together."""
+    shape, given = Shape(1, 3, 4), Texts(list(texts), [1] * len(texts), [False] * len(texts))
+    return Walk.of(shape, walk(drafter, Target(model), given, [shape])[0])
+
+
+def test_walking_ends_with_the_text(monkeypatch):
+    """A drafter that says 0 forever, on texts of zeros: what stands past a text's end must not look like more of it,
+    nor count as refused."""
+    model, drafter = tiny_model("llama"), tiny_drafter()
+    zero = torch.zeros(VOCAB).index_fill(0, torch.tensor(0), 1.0)
+    monkeypatch.setattr(drafter, "step", lambda e, s, h: (zero.expand(*e.shape[:-1], VOCAB), e))
+    found = walked(drafter, model, [5] + [0] * 7, [5, 0, 0], [5, 0])
+    # The first: three drafts and one more, then the two that are left. The second: the one that is left.
+    assert (found.steps, found.emitted, found.accepted_by_depth) == (3, 7, [3, 2, 1])
+    assert found.tried == [3, 2, 1] and found.acceptance == [1, 1, 1]
+    missing = walked(drafter, model, [5, 0, 7, 0, 0, 0])
+    # Nothing of the first step, two of the second; the third draft had no room.
+    assert missing.tried == [2, 1, 1] and missing.accepted_by_depth == [1, 1, 1]
+    assert Walk.of(Shape(1, 3, 4)).acceptance == [None] * 3
+
+
+def test_final_beams_keep_the_prefixes_of_the_beams_that_survive():
+    """Against paths written out one by one; of the deepest search and of a shallower one."""
+    model, drafter = random_pair()
+    target = Target(model)
+    rows = 200
+    generator = torch.Generator().manual_seed(3)
+    zero, pending = torch.zeros(rows, dtype=torch.long), torch.randint(3, VOCAB, (rows, 1), generator=generator)
+    hidden = torch.randn(rows, HIDDEN, generator=generator)
+    sampler = Sampler(None, (), torch.ones(rows), zero, zero, torch.arange(VOCAB))
+    state = State(torch.cat([pending, pending.expand(-1, 6)], dim=1), zero, hidden, zero == 0)
+    deepest = RecurrentProposer(drafter, target, 4, 5, 21).propose(state, sampler, None)
+    # The text follows some node of the whole lattice, so that all depths are reached, and then goes on otherwise.
+    for row in range(rows):
+        node = int(torch.randint(1, 21, (), generator=generator))
+        path = _path(deepest, row, node)
+        state.tokens[row, 1:] = torch.tensor(path + [-1] * (6 - len(path)))
+    shapes = [Shape(4, 5, None), Shape(4, 3, None), Shape(4, 5, 21)]
+    accepted, drafted = judge(drafter, target, state, sampler, None, shapes)
+    for column, depth in ((0, 5), (1, 3)):
+        for row in range(rows):
+            text = state.tokens[row, 1:].tolist()
+            beams = [_path(deepest, row, 1 + 4 * (depth - 1) + beam) for beam in range(4)]
+            common = [next((n for n, pair in enumerate(zip(beam, text, strict=False)) if pair[0] != pair[1]), depth)
+                      for beam in beams]  # fmt: skip
+            prefixes = {tuple(beam[:length]) for beam in beams for length in range(1, depth + 1)}
+            assert (accepted[row, column], drafted[row, column]) == (max(common), len(prefixes))
+    assert (accepted[:, 0] < accepted[:, 2]).any() and (drafted[:, 0] < 20).any() and accepted[:, 0].max() == 5
+
+
+def _path(tree, row: int, node: int) -> list[int]:
+    tokens = []
+    while node:
+        tokens.insert(0, int(tree.tokens[row, node]))
+        node = int(tree.parents[row, node])
+    return tokens
+
+
+def test_one_reading_of_the_base_and_one_search_of_a_width_serve_all_shapes(patterned, monkeypatch):
+    model, drafter = patterned
+    target = Target(model)
+    texts = written(target, random_prompts(), 12)
+    calls = {"read": 0, "step": 0}
+
+    def counted(name, of):
+        def call(*args):
+            calls[name] += 1
+            return of(*args)
+
+        return call
+
+    monkeypatch.setattr(Teacher, "read", counted("read", Teacher.read))
+    monkeypatch.setattr(drafter, "step", counted("step", drafter.step))
+    walk(drafter, target, texts, [Shape(3, 4, nodes) for nodes in (13, 7, 2)] + [Shape(3, 2, 5), Shape(3, 4, None)])
+    assert calls == {"read": 1, "step": 4}
+
+
+def test_memory_bounds_what_is_done_at_once_and_not_the_result(monkeypatch):
+    model, drafter = random_pair()
+    target, sizes = Target(model), []
+    texts = written(target, random_prompts(), 20, 1.0)
+    whole = walk(drafter, target, texts, SHAPES)
+
+    def sized(drafter, target, state, *rest):
+        sizes.append(len(state.length))
+        return judge(drafter, target, state, *rest)
+
+    monkeypatch.setattr(walk_module, "judge", sized)
+    monkeypatch.setattr(walk_module, "BYTES", VOCAB * (16 * 5 + 32 * 4) * 3)
+    assert walk(drafter, target, texts, SHAPES) == whole
+    assert max(sizes) == 3
+
+
+def test_memory_bounds_how_many_texts_the_base_reads_at_once(monkeypatch):
+    model, drafter = random_pair()
+    texts, seen, original = Texts(random_prompts((6, 26, 7, 20, 19)), [2] * 5, [False] * 5), [], Teacher.read
+    whole = walk(drafter, Target(model), texts, SHAPES[-1:])
+
+    def read(teacher, tokens):
+        seen.append(tuple(tokens.shape))
+        return original(teacher, tokens)
+
+    monkeypatch.setattr(Teacher, "read", read)
+    monkeypatch.setattr(walk_module, "BYTES", VOCAB * 4 * 50)
+    assert walk(drafter, Target(model), texts, SHAPES[-1:]) == whole
+    assert seen == [(2, 7), (2, 20), (1, 26)]
+
+
+def test_a_chain_is_cut_at_its_end_even_where_rounding_scores_a_child_above_its_parent(monkeypatch):
+    """A drafter that is all but sure of id 7, then of id 8; the base draws 7 and then something else."""
+    model, drafter = random_pair()
+    rows, depth = 50, []
+
+    def step(embedding, state, hidden):
+        depth.append(7 if state is None else 8)
+        peak = torch.linspace(5, 40, rows)[:, None, None].expand(rows, 1, VOCAB)
+        sure = one_hot(torch.tensor(depth[-1]), VOCAB) * (peak + 8.1)
+        return sure if state is None else sure * 9, embedding
+
+    monkeypatch.setattr(drafter, "step", step)
+    zero = torch.zeros(rows, dtype=torch.long)
+    state = State(torch.tensor([[5, 7, 9, 9]]).expand(rows, -1), zero, torch.zeros(rows, HIDDEN), zero == 0)
+    sampler = Sampler(None, (), torch.ones(rows), zero, zero, torch.arange(VOCAB))
+    accepted, drafted = judge(drafter, Target(model), state, sampler, None, [Shape(1, 2, 2)])
+    assert accepted.flatten().tolist() == drafted.flatten().tolist() == [1] * rows
+
+
+def test_held_out_texts_are_written_once_and_walked_by_any_drafter(patterned, monkeypatch):
+    model, drafter = patterned
+    shape = Shape(3, 4, 13)
+    mute = HeldOut(Target(model), random_prompts(), 12, ends=range(VOCAB))
+    assert mute.count == mute.walk(drafter, shape).steps == 0
+    held_out = HeldOut(Target(model), random_prompts(), 12)
+    assert held_out.texts == written(Target(model), random_prompts(), 12)
+    monkeypatch.setattr(texts_module, "Engine", None)  # from here on nothing may be written
+    first = held_out.walk(drafter.train(), shape)
+    assert drafter.training and held_out.walk(drafter.eval(), shape) == first
+    assert first == Walk.of(shape, walk(drafter, held_out.target, held_out.texts, [shape])[0])
+    assert held_out.count == sum(len(own) > 1 for own in held_out.texts.own) > 0
+    assert held_out.walk(tiny_drafter(), shape).accepted < first.accepted
+
+
+# Texts
+
+
+def test_texts_say_how_they_ended_and_do_not_depend_on_their_batch():
+    model, _ = random_pair()
+    target, prompts = Target(model), random_prompts()
+    alone, together = (written(target, prompts, 20, 1.0, seed=9, rows=rows) for rows in (1, 5))
+    assert alone == together and alone.starts == [1, 9, 4, 17, 6] and alone.seeds == [9, 10, 11, 12, 13]
+    assert [text[:start] for text, start in zip(alone.tokens, alone.starts, strict=True)] == prompts
+    ends = {2, 11, 12, 13, 14}
+    assert alone.ended == [own[-1] in ends for own in alone.own] and any(alone.ended)
+    assert not any(set(own[:-1]) & ends for own in alone.own)
+    said = []
+    other = written(target, prompts, 20, 1.0, seed=9, ends=[3], rows=2, report=said.append)
+    assert other.ended == [own[-1] == 3 for own in other.own] and said == [2, 4, 5]
+    assert all(len(own) == 20 or own[-1] == 3 for own in other.own)
+
+
+def test_only_a_temperature_stands_between_model_and_text():
+    model, _ = random_pair()
+    plain = [written(Target(model), random_prompts(), 16, temperature) for temperature in (0.0, 1.0)]
+    model.generation_config.update(repetition_penalty=3.0, top_k=1, top_p=0.1, temperature=0.3)
+    assert [written(Target(model), random_prompts(), 16, temperature) for temperature in (0.0, 1.0)] == plain
+
+
+def test_repetition_is_of_runs_that_occurred_before_in_the_same_text():
+    assert repeated([[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 5], [7]], 4) == pytest.approx(1 / 7)
+    assert repeated([[5] * 10], 4) == pytest.approx(6 / 7) and repeated([[1, 2, 3]], 4) is None
+
+
+def test_a_tokenizer_may_know_another_end_than_its_model():
+    model, _ = random_pair()
+    tokenizer = load_tokenizer(boxed_pair())
+    tokenizer.eos_token = "<|pad|>"
+    assert end_tokens(model) == [2, 11, 12, 13, 14] and end_tokens(model, tokenizer) == [0, 2, 11, 12, 13, 14]
+    model.generation_config.eos_token_id = None
+    assert end_tokens(model) == []
+
+
+# Prompts
+
+
+def write_rows(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+QUESTION, ANSWER = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
+
+
+def test_prompts_come_by_category_from_rows_of_every_kind(tmp_path):
+    tokenizer = load_tokenizer(boxed_pair())
+    rows = [
+        {"text": "to be or not to be, that is the question", "source": "plays"},
+        {"messages": [QUESTION, ANSWER, QUESTION], "category": "chat"},
+        {"turns": ["why?", "and then?"], "category": "chat"},
+        {"messages": [QUESTION], "split": "test"},
+        {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 0, 1]},
+        {"text": "left out", "split": "train", "source": "train"},
+    ]
+    lines = tmp_path / "lines.txt"
+    lines.write_text("a line\n\nanother line\n" + "long " * 200 + "\n")
+    found = categories([write_rows(tmp_path / "rows.jsonl", rows), str(lines)], tokenizer, None, 100, 0)
+    chat = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
+    assert {name: sorted(map(tokenizer.decode, some)) for name, some in found.items() if name != "plays"} == {
+        "chat": [chat, chat],
+        "rows": sorted([chat, tokenizer.decode([5, 6, 7])]),
+        "lines": sorted(tokenizer.decode(tokenizer(line).input_ids) for line in ("a line", "another line")),
+    }
+    [play] = found["plays"]
+    whole = tokenizer(rows[0]["text"]).input_ids
+    assert play == whole
+    for share, most, count in ((0.5, None, len(whole) // 2), (1.0, 3, 3), (0.5, 64, len(whole) // 2)):
+        cut = categories([str(tmp_path / "rows.jsonl")], tokenizer, None, 100, 0, share=share, most=most)
+        assert cut["plays"] == [whole[:count]]
+        assert {name: some for name, some in cut.items() if name != "plays"} == {
+            name: some for name, some in found.items() if name in ("chat", "rows")
+        }
+    few = categories([str(tmp_path / "rows.jsonl"), str(lines)], tokenizer, 1, 100, 0)
+    assert {name: len(some) for name, some in few.items()} == dict.fromkeys(("plays", "chat", "rows", "lines"), 1)
+    shipped = categories([], tokenizer, None, 500, 0)
+    assert set(shipped) == {"classic_books", "peps", "eips"} and sum(map(len, shipped.values())) == 16
+    picked = [categories([], tokenizer, 2, 500, seed) for seed in range(4)]
+    assert picked[0] == categories([], tokenizer, 2, 500, 0) and any(one != picked[0] for one in picked)
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> tuple[Path, str]:
+    """A folder with what the command wrote, and what it printed."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    rows = [{"text": f"{n} men went to mow, went to mow a meadow", "source": f"kind {n % 2}"} for n in range(3)]
+    write_rows(folder / "rows.jsonl", rows)
+    words = "--prompts rows.jsonl --new-tokens 24 --shapes 3x2,1x2 --node_budgets 5,2,99 --seed 4 --batch-size 2"
+    more = "--json out.json --plot out.png --device cpu"
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(folder)
+        assert main(["evaluate", *words.split(), *more.split()]) == 0
+    assert "temperature 1: 3 of 3 texts" in err.getvalue()
+    return folder, out.getvalue()
+
+
+def test_the_document_is_complete(measured):
+    folder, _ = measured
+    assert sorted(path.name for path in folder.iterdir()) == ["out.json", "out.png", "rows.jsonl"]
+    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    document = json.loads((folder / "out.json").read_text())
+    assert document["command"].startswith("redrafter evaluate --prompts rows.jsonl --new-tokens 24")
+    assert document["versions"].keys() >= {"redrafter", "torch", "transformers", "python"}
+    facts = {"model": "boxed", "drafter": "drafter", "dtype": "float32", "device": "cpu", "seed": 4, "new_tokens": 24}
+    assert {name: document[name] for name in facts} == facts and document["batch_size"] == 2
+    assert document["prompts"] == {
+        "files": ["rows.jsonl"],
+        "categories": {"kind 0": 2, "kind 1": 1},
+        "share_of_a_text": 1.0,
+        "most_tokens_of_a_text": None,
+    }
+    assert [one["temperature"] for one in document["temperatures"]] == [0, 1]
+    names = ["3x2, 5 nodes", "3x2, 2 nodes", "3x2, 7 nodes", "3x2, final beams", "1x2, 3 nodes", "1x2, 2 nodes"]
+    for one in document["temperatures"]:
+        assert [tree["tree"] for tree in one["trees"]] == names
+        assert one["all_texts"]["texts"] == 3 and one["all_texts"]["tokens"] <= 72
+
+
+def test_categories_add_up(measured):
+    document = json.loads((measured[0] / "out.json").read_text())
+    for one in document["temperatures"]:
+        texts = one["texts"].values()
+        assert {name: each["texts"] for name, each in one["texts"].items()} == document["prompts"]["categories"]
+        assert sum(each["tokens"] for each in texts) == one["all_texts"]["tokens"]
+        ended = sum(each["ended"] * each["texts"] for each in texts) / 3
+        assert one["all_texts"]["ended"] == pytest.approx(ended)
+        for tree in one["trees"]:
+            parts, total, mean = list(tree["categories"].values()), tree["all_steps"], tree["mean_of_categories"]
+            for name in ("steps", "tokens"):
+                assert sum(part[name] for part in parts) == total[name] > 0
+            for name in ("accepted_by_depth", "tried_by_depth"):
+                assert [sum(each) for each in zip(*(part[name] for part in parts), strict=True)] == total[name]
+            # The prefill draws a text's first token; steps draw the others.
+            assert total["tokens"] == one["all_texts"]["tokens"] - 3
+            assert total["tokens_per_step"] == total["tokens"] / total["steps"]
+            assert mean["tokens_per_step"] == pytest.approx(sum(part["tokens_per_step"] for part in parts) / 2)
+            assert total["acceptance"][0] == total["accepted_by_depth"][0] / total["tried_by_depth"][0]
+
+
+def test_the_document_is_what_decoding_reports(measured):
+    """Of the boxed pair, from the seeds that it says."""
+    document = json.loads((measured[0] / "out.json").read_text())
+    engine, tokenizer = ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
+    read = categories([str(measured[0] / "rows.jsonl")], tokenizer, None, 99, 4)
+    prompts = [torch.tensor(prompt) for some in read.values() for prompt in some]
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left")
+    for one in document["temperatures"]:
+        sampling = {"do_sample": True, "top_k": 0, "seed": 4} if one["temperature"] else {"do_sample": False}
+        arguments = {"max_new_tokens": 24, "return_dict_in_generate": True} | sampling
+        for tree in (tree for tree in one["trees"] if tree["nodes"]):
+            own = ReDrafter(engine.target, engine.drafter, TreeShape(tree["beams"], tree["depth"], tree["nodes"]))
+            stats = own.generate(ids, (ids > 0).long(), **arguments).stats
+            found = tree["all_steps"]["steps"], tree["all_steps"]["accepted_by_depth"]
+            assert found == (stats.steps, stats.accepted_by_depth)
+
+
+def test_what_was_not_asked_for_is_the_pair_s_own():
+    """Its shape of tree, and the ends of texts that its tokenizer knows."""
+    engine, tokenizer = ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
+    engine = ReDrafter(engine.target, engine.drafter, TreeShape(3, 2))
+    options = EvaluateOptions(num_prompts=1, new_tokens=6, temperatures=(0,))
+    pair = Pair("base", "drafter", "its drafter", tokenizer, engine)
+    [one] = evaluate(pair, options)["temperatures"]
+    assert [tree["tree"] for tree in one["trees"]] == ["3x2, 7 nodes", "3x2, final beams"]
+    assert (one["all_texts"]["texts"], one["all_texts"]["tokens"], one["all_texts"]["ended"]) == (3, 18, 0)
+    [first, *_] = categories([], tokenizer, 1, 500, 0).values()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(written(engine.target, first, 6).own[0][2])
+    assert evaluate(pair, options)["temperatures"][0]["texts"]["classic_books"]["ended"] == 1
+
+
+def test_the_table_shows_every_number(measured):
+    folder, out = measured
+    document = json.loads((folder / "out.json").read_text())
+    lines = out.splitlines()
+    assert lines[0] == document["command"] and "3 prompts in 2 categories from rows.jsonl" in out
+    for one in document["temperatures"]:
+        for tree in one["trees"]:
+            rows = {**tree["categories"], "mean of categories": tree["mean_of_categories"], "all": tree["all_steps"]}
+            for name, row in rows.items():
+                rates = "  ".join("    -" if rate is None else f"{rate:.3f}" for rate in row["acceptance"])
+                shown = [line for line in lines if line.startswith(f"  {name}") and line.endswith(rates)]
+                assert any(f"  {row['tokens_per_step']:.3f}  " in line for line in shown), (tree["tree"], name)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--new-tokens 1", "--new-tokens must be 2 or more, got 1"),
+        ("--temperatures=0,-1", "--temperatures must be 0 or more, got 0.0,-1.0"),
+        ("--temperatures nan", "--temperatures must be 0 or more, got nan"),
+        ("--shapes 0x5", "--shapes are beams x depth"),
+        ("--node-budgets 5,0", "--node-budgets must be 1 or more, got 5,0"),
+        ("--seed -1", "--seed must be 0 or more, got -1"),
+        ("--temperatures 1e39", "--temperatures must be at most 1e+30, got 1e+39"),
+        ("--shapes 1x4096", "--shapes 1x4096 has 4097 nodes; at most 4096"),
+        (f"--prompts {'n' * 300}", "is not a file"),
+        ("--shapes 5000x2", "num_beams=5000 is more than the drafter's vocabulary"),
+        ("--new-tokens 5000", "leaves no room for a prompt in the model's context"),
+        ("--plot out.jpg", "--plot draws a .png"),
+        ("--json nowhere/out.json", "cannot write nowhere/out.json (--json)"),
+        ("--model ./gone", "./gone is not a directory"),
+        ("--prompts gone.jsonl", "gone.jsonl cannot be read"),
+        ("--prompts gone.txt", "cannot read prompts from gone.txt"),
+        ("--prompts bad.jsonl", "bad.jsonl:2: not JSON"),
+        ("--prompts train.jsonl", "train.jsonl holds no prompts: rows of the split train are left out"),
+        ("--prompts long.txt --new-tokens 1000", "long.txt: no prompt of 1 to 24 tokens"),
+    ],
+)
+def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"text": "fine enough"}\n{\n')
+    write_rows(Path("train.jsonl"), [{"text": "for training alone", "split": "train"}])
+    Path("long.txt").write_text("so long " * 50)
+    there = sorted(tmp_path.iterdir())
+    more = [] if "--json" in words else ["--json", "out.json"]
+    assert main(["evaluate", *words.split(), *more]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and err.startswith("redrafter: error: ") and said in err
+    assert sorted(tmp_path.iterdir()) == there
+
+
+def test_help_says_what_is_done_without_options(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["evaluate", "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and out.startswith("usage: redrafter evaluate ") and "examples:" in out
+    assert "(default: 0,1)" in out and "--num-beams" not in out and "--dtype" in out
+
+
+@pytest.mark.parametrize("words", ["--shapes 5", "--shapes 5x5x5", "--node-budgets many", "--tree 5x5"])
+def test_what_cannot_be_read_is_refused_by_name(capsys, words):
+    with pytest.raises(SystemExit) as end:
+        main(["evaluate", *words.split()])
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1 and words.split()[0] in err

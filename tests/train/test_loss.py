@@ -1,0 +1,361 @@
+"""What the trainer minimises: its value and its gradient are those of the chain that drafting runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.drafters import FORMS, random_drafter
+from helpers.models import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model
+from redrafter import MismatchError
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.target.target import Target
+from redrafter.train.config import TrainConfig
+from redrafter.train.head_loss import CHUNK_BYTES, CHUNK_ON_CPU, Objective, chunk_anchors, head_loss
+from redrafter.train.init_drafter import new_drafter
+from redrafter.train.loss import Unroll, anchors, targets, weight
+from redrafter.train.teacher import Teacher, TeacherOutput
+
+OBJECTIVES = [Objective(1, 0, 3), Objective(0, 0, 3), Objective(0.9, 1, 2), Objective(0.3, 0.7, 3)]
+
+
+def loss_of_step(logits: Tensor, teacher: Tensor, label: int, objective: Objective) -> Tensor:
+    """Of one prediction, by the definition. logits, teacher: `[V']`."""
+    p, log_q = teacher.softmax(-1), logits.log_softmax(-1)
+    loss = objective.distill * (p * (p.log() - log_q)).sum()
+    return loss if label < 0 else loss - (1 - objective.distill) * log_q[label]
+
+
+def loss_of_rollout(
+    logits: Tensor, teacher: Tensor, labels: list[int], weights: list[float], objective: Objective
+) -> Tensor:
+    """Of the steps from one anchor. logits, teacher: `[K, V']`."""
+    total, reached = logits.new_zeros(()), True
+    for k, label in enumerate(labels):
+        part = 1.0 if reached else 1 - objective.reach
+        total = total + part * weights[k] * loss_of_step(logits[k], teacher[k], label, objective)
+        reached = reached and label in logits[k].topk(objective.beams).indices.tolist()
+    return total
+
+
+def counts_of(logits: Tensor, label: Tensor, weights: Tensor) -> tuple[list[int], list[int]]:
+    seen, right = ([0] * label.shape[1] for _ in range(2))
+    for a in range(len(label)):
+        for k in range(label.shape[1]):
+            if weights[a, k] == 0:
+                break
+            seen[k] += 1
+            if logits[a, k].argmax() != label[a, k]:
+                break
+            right[k] += 1
+    return seen, right
+
+
+def reading_of(model: torch.nn.Module, drafter: RecurrentDrafter, tokens: Tensor) -> TeacherOutput:
+    with Teacher(model, drafter.config.target_layers) as teacher:
+        return teacher.read(tokens)
+
+
+def grads(drafter: RecurrentDrafter) -> dict[str, Tensor]:
+    """Taken away from the drafter."""
+    found = {name: weight.grad for name, weight in drafter.named_parameters() if weight.grad is not None}
+    drafter.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_and_gradient_are_those_of_the_plain_definition(objective, chunk):
+    generator = torch.Generator().manual_seed(0)
+    anchor_count, steps, width, vocabulary = 7, 4, 5, 11
+    x = torch.randn(anchor_count, steps, width, generator=generator).requires_grad_()
+    head = torch.randn(vocabulary, width, generator=generator)
+    head = head.roll(-int((x[4, 0] @ head.T).argmax()), 0).requires_grad_()  # id 0 is likeliest where it is not known
+    teacher = torch.randn(20, vocabulary, generator=generator) * 2
+    place = torch.randint(20, (anchor_count, steps), generator=generator)
+    with torch.no_grad():
+        ranked = (x @ head.T).argsort(dim=-1, descending=True)
+    rank = torch.randint(4, (anchor_count, steps, 1), generator=generator)  # labels within the beams and outside
+    rank[:3, 0] = 0
+    label = ranked.gather(-1, rank).squeeze(-1)
+    label[1, 1] = label[4, 0] = -1
+    weights = 0.8 ** torch.arange(steps).expand(anchor_count, -1).clone()
+    weights[2, 2:] = weights[5] = 0
+    loss, seen, right = head_loss(x, head, teacher, place, label, weights, objective, chunk)
+    (loss * 0.37).backward()
+    exact_x, exact_head = (tensor.detach().double().requires_grad_() for tensor in (x, head))
+    logits, told = exact_x @ exact_head.T, teacher.double()[place]
+    rows = [
+        loss_of_rollout(logits[a], told[a], label[a].tolist(), weights[a].tolist(), objective)
+        for a in range(anchor_count)
+    ]
+    expected = torch.stack(rows).sum()
+    (expected * 0.37).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(head.grad.double(), exact_head.grad, rtol=1e-5, atol=1e-6)
+    assert (seen.tolist(), right.tolist()) == counts_of(logits, label, weights) and 0 < right[0] < seen[0]
+
+
+BASES = [("llama", form) for form in FORMS] + [("gemma2", "all"), ("gpt2", "published"), ("gpt2", "all")]
+
+
+@pytest.mark.parametrize(("base", "form"), BASES)
+def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
+    """Every number is taken from `Target`, `RecurrentDrafter.step` and the definition, one at a time."""
+    model = tiny_model(base)
+    target, drafter = Target(model), random_drafter(**FORMS[form], draft_beams=30)
+    layers, known = drafter.config.target_layers, drafter.draft_ids
+    target.tap(layers)
+    ids = list(range(VOCAB)) if known is None else known.tolist()
+    config = TrainConfig(draft_len=3, distill=0.7, decay=0.8, reach=0.6, chunk=7)
+    text = torch.tensor([[5, 2, 40, 64, 7, 64, 33, 12, 90]])
+    hidden, logits = [], []
+    for length in range(1, 10):
+        cache = target.new_cache(1)
+        cache.reserve(length)
+        with torch.no_grad():
+            got = target.prefill(text[:, :length], torch.tensor([length]), cache)
+        logits.append(got[0][0, ids])
+        hidden.append(got[1][0])
+    total, objective = torch.zeros(()), Objective(0.7, 0.6, 30)
+    for i in range(7):
+        state, said, own, taken = None, [], [], drafter.fuse_hidden(hidden[i])
+        for k in range(1, min(3, 7 - i) + 1):
+            guess, state = drafter.step(target.embed(text[0, i + k]).detach(), state, taken)
+            said.append(guess)
+            token = int(text[0, i + k + 1])
+            own.append(ids.index(token) if token in ids else -1)
+        told = torch.stack(logits[i + 1 : i + 1 + len(said)])
+        total = total + loss_of_rollout(torch.stack(said), told, own, [1, 0.8, 0.64], objective)
+    total.backward()
+    expected = grads(drafter)
+    model.train()  # as a caller may leave it; there is dropout in gpt2
+    found = Unroll(drafter, config)(text, torch.ones(1, 9, dtype=torch.bool), reading_of(model, drafter, text))
+    found.loss.backward()
+    torch.testing.assert_close(found.loss, total, rtol=1e-4, atol=1e-5)
+    gradients = grads(drafter)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert_close_by_scale(gradient, expected[name], 5e-5)
+    assert known is None or not set(text[0].tolist()).issubset(ids)
+
+
+def test_targets_stay_inside_one_stretch_of_the_mask():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 0]]).bool()
+    expected = torch.zeros(1, 9, 2, dtype=torch.bool)
+    expected[0, 1, 0] = expected[0, 1, 1] = True  # pending at 2, drafts at 3 and 4
+    expected[0, 2, 0] = True  # pending at 3, draft at 4
+    expected[0, 5, 0] = True  # pending at 6, draft at 7
+    assert torch.equal(targets(mask, 2), expected)
+
+
+def test_anchors_on_a_device_weigh_what_those_on_the_host_do():
+    mask = torch.rand(3, 11, generator=torch.Generator().manual_seed(0)) < 0.7
+    chosen, weights = anchors(mask, 3, 0.5, multiple=7)
+    assert len(chosen) % 7 == 0 and len(chosen) > (weights[:, 0] > 0).sum() == targets(mask, 3)[..., 0].sum()
+    spread = torch.zeros(33, 3).index_add(0, chosen, weights)
+    assert torch.equal(spread, (targets(mask, 3) * torch.tensor([1, 0.5, 0.25])).flatten(0, 1))
+    meta, all_weights = anchors(mask.to("meta"), 3, 0.5)
+    assert meta.shape == (33,) and all_weights.shape == (33, 3)
+    assert weight(mask, TrainConfig(draft_len=3, decay=0.5)) == spread.sum()
+
+
+def test_user_turns_and_padding_never_contribute():
+    model, drafter = tiny_model("llama"), random_drafter()
+    unroll, tokens = Unroll(drafter, TrainConfig(draft_len=3, distill=0.5)), torch.randint(3, VOCAB, (2, 14))
+    mask = torch.tensor([[0] * 4 + [1] * 4 + [0] * 2 + [1] * 4, [1] * 9 + [0] * 5]).bool()
+    read = reading_of(model, drafter, tokens)
+    before = unroll(tokens, mask, read).loss
+    noisy = [x + torch.randn_like(x) * ~mask[:, :, None] for x in (read.embedding, read.logits)]
+    others = torch.where(mask, tokens, tokens.flip(1))
+    # A prompt's last hidden state does belong to a turn.
+    assert torch.equal(unroll(others, mask, TeacherOutput(read.hidden, *noisy)).loss, before)
+    ours = tokens.clone()
+    ours[0, 6] = (ours[0, 6] + 1) % VOCAB
+    assert not torch.equal(unroll(ours, mask, read).loss, before)
+    more = [torch.nn.functional.pad(tokens[1:], (0, pad), value=7) for pad in (0, 6)]
+    wider = [torch.nn.functional.pad(mask[1:], (0, pad)) for pad in (0, 6)]
+    short, padded = (unroll(t, m, reading_of(model, drafter, t)).loss for t, m in zip(more, wider, strict=True))
+    torch.testing.assert_close(short, padded)
+
+
+def test_a_batch_without_a_target_moves_nothing():
+    drafter, tokens = random_drafter(), torch.randint(3, VOCAB, (1, 8))
+    none = torch.zeros(1, 8, dtype=torch.bool)
+    found = Unroll(drafter, TrainConfig())(tokens, none, reading_of(tiny_model("llama"), drafter, tokens))
+    found.loss.backward()
+    assert found.loss == 0 and not found.seen.any() and not any(x.any() for x in grads(drafter).values())
+
+
+def test_a_reduced_vocabulary_meets_the_teacher_on_its_own_ids():
+    """Compared with probabilities that were made of the whole vocabulary and restricted afterwards."""
+    drafter, known = random_drafter(draft_vocab_size=5), torch.tensor([4, 9, 30, 31, 80])
+    drafter.draft_ids.copy_(known)
+    tokens = torch.tensor([[5, 4, 9, 77, 31, 30]])
+    read = reading_of(tiny_model("llama"), drafter, tokens)
+    mask, one = torch.ones(1, 6, dtype=torch.bool), TrainConfig(draft_len=1)
+    soft, hard = (Unroll(drafter, replace(one, distill=distill)) for distill in (1.0, 0.0))
+    assert soft.own[tokens].tolist() == [[-1, 0, 1, -1, 3, 2]]
+    p = read.logits[0, 1:5].softmax(-1)[:, known]
+    p = p / p.sum(-1, keepdim=True)
+    guess, _ = drafter.step(read.embedding[0, 1:5], None, read.hidden[0, :4])
+    log_q = guess.log_softmax(-1)
+    assert_close_by_scale(soft(tokens, mask, read).loss, (p * (p.log() - log_q)).sum(), 1e-5)
+    assert_close_by_scale(hard(tokens, mask, read).loss, -log_q[[0, 2, 3], [1, 3, 2]].sum(), 1e-5)
+
+
+def test_accuracy_is_conditional_on_the_steps_before():
+    drafter = tiny_drafter(exit_dim=VOCAB)
+    torch.nn.init.eye_(drafter.lm_head.weight)  # so that what `advance` returns are the logits
+    tokens = torch.randint(3, VOCAB, (1, 30))
+    right = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]] * 7).bool()  # by anchor 0..27 and step
+
+    def advance(embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        k = 0 if state is None else int(state[0, 0])
+        rows = torch.arange(len(embedding))
+        said = tokens[0, (rows + k + 2).clamp(max=29)] + ~right[rows, k]
+        guess = torch.zeros(len(rows), VOCAB)
+        return guess.index_put((rows, said % VOCAB), torch.ones(())), torch.full((len(rows), 1), k + 1)
+
+    drafter.advance = advance
+    hidden = torch.zeros(1, 30, HIDDEN)
+    unroll, mask = Unroll(drafter, TrainConfig(draft_len=3)), torch.ones(1, 30, dtype=torch.bool)
+    found = unroll(tokens, mask, TeacherOutput(hidden, hidden, torch.zeros(1, 30, VOCAB)))
+    alive = [right[:28, 0], right[:27, :2].all(1), right[:26].all(1)]
+    assert found.right.tolist() == [int(x.sum()) for x in alive]
+    assert found.seen.tolist() == [28, int(alive[0][:27].sum()), int(alive[1][:26].sum())]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_bfloat16_the_masters_get_gradients_close_to_those_of_float32(form):
+    model, drafter = tiny_model("llama"), random_drafter(**FORMS[form])
+    for weights in drafter.parameters():
+        weights.data.mul_(0.5)  # as of a trained drafter's size; rounding is compared, not saturation
+    generator = torch.Generator().manual_seed(2)
+    tokens, mask = torch.randint(3, VOCAB, (3, 20), generator=generator), torch.ones(3, 20, dtype=torch.bool)
+    read, unroll = reading_of(model, drafter, tokens), Unroll(drafter, TrainConfig(draft_len=3, chunk=30))
+    expected = unroll(tokens, mask, read).loss
+    expected.backward()
+    exact = grads(drafter)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = unroll(tokens, mask, read).loss
+    found.backward()
+    assert found.dtype == torch.float32 and 0 < abs(found.item() / expected.item() - 1) < 0.02
+    for name, gradient in grads(drafter).items():
+        assert gradient.dtype == torch.float32 and drafter.get_parameter(name).dtype == torch.float32
+        assert (gradient - exact[name]).norm() < 0.05 * exact[name].norm(), name
+
+
+def test_in_bfloat16_the_gradient_of_the_head_is_summed_in_float32():
+    head = torch.zeros(8, 4, requires_grad=True)
+    zeros = torch.zeros(600, 1, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16):
+        ones = torch.ones(600, 1)
+        loss, _, _ = head_loss(
+            ones[..., None].expand(600, 1, 4), head, torch.zeros(1, 8), zeros, zeros, ones, Objective(0, 0, 1), 1
+        )
+    loss.backward()
+    torch.testing.assert_close(head.grad[0], torch.full((4,), 600 * (1 / 8 - 1)))  # bfloat16 would stop at 256
+
+
+class Largest(TorchDispatchMode):
+    """Numbers in the largest tensor that is made, not counting views and what is given."""
+
+    def __init__(self, *given: Tensor):
+        super().__init__()
+        self.given, self.numbers = {tensor.untyped_storage().data_ptr() for tensor in given}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.given:
+                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+def largest_of(vocabulary: int, config: TrainConfig) -> tuple[int, int]:
+    """Numbers in the largest tensor made in a forward and backward, and in the largest kept in between."""
+    drafter, tokens = tiny_drafter(vocab_size=vocabulary, exit_dim=16), torch.randint(vocabulary, (3, 20))
+    read = TeacherOutput(torch.randn(3, 20, HIDDEN), torch.randn(3, 20, HIDDEN), torch.randn(3, 20, vocabulary))
+    unroll, kept = Unroll(drafter, config), []
+    with Largest(read.logits, *drafter.parameters()) as largest:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            found = unroll(tokens, torch.ones(3, 20, dtype=torch.bool), read)
+        kept += [gradient.numel() for gradient in found.loss.grad_fn.gradients]
+        found.loss.backward()
+    return largest.numbers, max(kept)
+
+
+def test_logits_of_more_than_a_chunk_are_never_in_memory():
+    vocabulary, steps = 3000, 4
+    head, everything = 16 * vocabulary, 54 * steps * vocabulary  # of 3 rows of 18 anchors
+    for anchor_count in (5, 10):
+        config = TrainConfig(draft_len=steps, chunk=anchor_count * steps + 3)
+        largest, kept = largest_of(vocabulary, config)
+        assert largest == anchor_count * steps * vocabulary < everything / 5 and kept == head
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert CHUNK_BYTES // 2 < chunk_anchors(vocabulary, steps, gpu) * steps * vocabulary * 4 <= CHUNK_BYTES
+    assert chunk_anchors(CHUNK_BYTES, steps, gpu) == 1  # however large a vocabulary
+    assert chunk_anchors(vocabulary, steps, cpu) * steps == CHUNK_ON_CPU
+    assert largest_of(vocabulary, TrainConfig(draft_len=steps))[0] == everything  # as much as is allowed
+
+
+def test_compiled_all_chunks_have_one_size_and_the_loss_is_the_same(monkeypatch):
+    sizes = []
+
+    def compiled(compute):
+        return lambda logits, *rest: sizes.append(len(logits)) or compute(logits, *rest)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    drafter, tokens = random_drafter(), torch.randint(3, VOCAB, (2, 13))
+    read, mask = reading_of(tiny_model("llama"), drafter, tokens), torch.ones(2, 13, dtype=torch.bool)
+    config = TrainConfig(draft_len=2, chunk=12)
+    plain, padded = (Unroll(drafter, replace(config, compile=c))(tokens, mask, read) for c in (False, True))
+    assert sizes == [6] * 4 and torch.equal(plain.seen, padded.seen) and torch.equal(plain.right, padded.right)
+    torch.testing.assert_close(plain.loss, padded.loss)
+
+
+# New drafters
+
+
+@pytest.mark.parametrize("recurrence", ["apple", "gated"])
+def test_a_new_drafter_starts_simple_and_sees_its_tokens(recurrence):
+    model = tiny_model("llama", initializer_range=0.01)
+    config = TrainConfig(exit_dim=16, num_layers=3, seed=4, recurrence=recurrence, target_layers=(0, 2), head_rank=8)
+    drafter = new_drafter(model, config)
+    assert not any(weight.any() for weight in drafter.layers.parameters()) and len(drafter.layers) == 3
+    hidden, embedding = torch.randn(50, 3 * HIDDEN), model.get_input_embeddings().weight
+    assert torch.equal(drafter.fuse_hidden(hidden), hidden[:, :HIDDEN]) and drafter.dtype == torch.float32
+    if recurrence == "apple":
+        read, beside = drafter.rnn_w(embedding).std(), 1.0
+    else:
+        of_embedding, _, of_hidden = drafter.rnn_gate.weight.split(HIDDEN, dim=1)
+        read, beside = (embedding @ of_embedding.T).std(), (hidden[:, :HIDDEN] @ of_hidden.T).std()
+    assert 0.7 < read / beside < 1.4 and read > 0.2
+    same, other = new_drafter(model, config), new_drafter(model, replace(config, seed=5))
+    assert torch.equal(same.lm_head.weight, drafter.lm_head.weight)
+    assert not torch.equal(other.lm_head.weight, drafter.lm_head.weight)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_new_drafter_has_the_form_that_was_asked_for(form):
+    named = {name.replace("num_draft_layers", "num_layers"): value for name, value in FORMS[form].items()}
+    asked = {name: value for name, value in named.items() if name != "draft_vocab_size"}
+    model, ids = tiny_model("llama"), torch.arange(3, 43) if "draft_vocab_size" in FORMS[form] else None
+    drafter = new_drafter(model, TrainConfig(draft_len=3, **asked), ids)
+    shape = {name: value.shape for name, value in tiny_drafter(**FORMS[form]).state_dict().items()}
+    assert {name: value.shape for name, value in drafter.state_dict().items()} == shape
+    assert drafter.config.draft_len_per_beam == 3 and (ids is None or torch.equal(drafter.draft_ids, ids))
+    tokens = torch.randint(3, VOCAB, (2, 12))
+    read = reading_of(model, drafter, tokens)
+    found = Unroll(drafter, TrainConfig(draft_len=3))(tokens, torch.ones(2, 12, dtype=torch.bool), read)
+    found.loss.backward()
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in grads(drafter).values())
+
+
+def test_a_layer_that_the_base_has_not_is_refused_by_the_teacher():
+    with pytest.raises(MismatchError, match="layer 3; LlamaForCausalLM has 3 layers, from 0 to 2"):
+        Teacher(tiny_model("llama"), (0, 3))

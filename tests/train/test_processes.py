@@ -1,0 +1,149 @@
+"""Several processes train one drafter: the same as one process would, whether each holds the base or they share it."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.apart import start
+from helpers.training import command
+from redrafter import ArgumentError, RecurrentDrafter, UnsupportedError
+from redrafter.train.processes import new_accelerator
+from redrafter.train.train_drafter import TrainConfig, main
+
+STEPS = ["--steps", "7", "--batch-size", "2", "--no-pack", "--validate-every", "3", "--save-every", "4", "--lr", "0.01"]
+
+
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+use_cpu: true
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def launch(folder: Path, arguments: list[str], **environment: object) -> tuple[list[int | None], str]:
+    """Two processes of `redrafter train`, started as torchrun starts them. Returns their exit codes and what they
+    said."""
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    said = [folder / f"said.{rank}" for rank in (0, 1)]
+    started = [
+        start(
+            ["train", *arguments],
+            said[rank],
+            RANK=rank,
+            LOCAL_RANK=rank,
+            WORLD_SIZE=2,
+            LOCAL_WORLD_SIZE=2,
+            **environment,
+        )
+        for rank in (0, 1)
+    ]
+    for process in started:
+        process.join()
+    return [process.exitcode for process in started], "".join(file.read_text() for file in said)
+
+
+def together(folder: Path, *more: str) -> str:
+    """Train with two processes. Returns what they said."""
+    codes, lines = launch(folder, command(folder, *STEPS, *more))
+    assert codes == [0, 0], lines
+    return lines
+
+
+def found(folder: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    drafter = RecurrentDrafter.from_pretrained(folder / "out")
+    return drafter.state_dict(), json.loads((folder / "out" / "training.json").read_text())
+
+
+def close(one: Path, other: Path) -> None:
+    (mine, said), (its, told) = found(one), found(other)
+    for name, weight in mine.items():
+        # As a whole: Adam makes a step as long as others of a gradient near 0, of which rounding may be all.
+        assert (its[name] - weight).norm() < 1e-5 * weight.norm(), name
+    for name in ("steps", "tokens", "tokens_per_step", "saved_step", "data_hash"):
+        assert said[name] == told[name], name
+    assert said["loss"] == pytest.approx(told["loss"], rel=1e-5)
+    assert said["accuracy"] == pytest.approx(told["accuracy"])
+
+
+def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path):
+    places = {name: tmp_path / name for name in ("one", "two", "shared")}
+    for place in places.values():
+        place.mkdir()
+    assert main(command(places["one"], *STEPS, "--accumulate", "2")) == 0
+    assert together(places["two"]).count("saved ") == 1
+    together(places["shared"], "--shard-base")
+    assert found(places["two"])[1]["processes"] == 2
+    close(places["one"], places["two"])
+    close(places["two"], places["shared"])
+
+
+def test_a_base_is_not_shared_by_one_process(tmp_path, capsys):
+    assert main(command(tmp_path, "--shard-base")) == 2
+    assert "--shard-base is for several processes: start them with accelerate launch" in capsys.readouterr().err
+
+
+def test_processes_on_a_machine_without_a_gpu_train_together_though_nobody_said_cpu(tmp_path):
+    arguments = command(tmp_path, "--steps", "2")
+    arguments.remove("--cpu")
+    codes, lines = launch(tmp_path, arguments, CUDA_VISIBLE_DEVICES="")
+    assert codes == [0, 0] and lines.count("saved ") == 1, lines
+    assert found(tmp_path)[1]["processes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ("ACCELERATE_USE_FSDP", "FSDP"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config"),
+    ],
+)
+def test_what_would_spread_the_drafter_is_refused_by_name_once(tmp_path, monkeypatch, variable, name):
+    codes, lines = launch(tmp_path, command(tmp_path), **{variable: "true"})
+    assert codes == [2, 2]
+    assert [line for line in lines.splitlines() if line.startswith("redrafter")] == [
+        f"redrafter: error: accelerate is configured for {name}, but each process trains a whole drafter; start it "
+        "with torchrun --nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base"
+    ]
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(UnsupportedError, match=f"configured for {name}"):
+        new_accelerator(TrainConfig(cpu=True))
+
+
+def test_an_fsdp_configuration_of_accelerate_is_refused(tmp_path):
+    """As a user meets it: the launcher starts two processes, which once raced into one --output."""
+    configuration = tmp_path / "fsdp.yaml"
+    configuration.write_text(FSDP)
+    program = Path(__file__).parents[2] / "train" / "train_drafter.py"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
+    launcher += ["--main_process_port", str(free_port()), str(program)]
+    arguments = command(tmp_path, "--steps", "2")
+    arguments.remove("--cpu")
+    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True)
+    assert done.returncode != 0 and "(exitcode: 2)" in done.stderr, done.stderr
+    assert done.stderr.count("redrafter: error: accelerate is configured for FSDP") == 1 and not done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_that_would_each_train_alone_are_refused(monkeypatch):
+    new_accelerator(TrainConfig(cpu=True))  # by now this process is known to be alone
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ArgumentError, match="2 processes were started, which cannot work together on cpu"):
+        new_accelerator(TrainConfig(cpu=True))

@@ -1,0 +1,482 @@
+"""The base answers a data set: exactly its own tokens, whatever the batch, the drafter or the interruptions."""
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import redrafter.cli
+from helpers.apart import start
+from helpers.chats import BYTES, tiny_tokenizer
+from helpers.models import with_tree
+from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
+from redrafter.checkpoints.loading import boxed_pair, load_tokenizer
+from redrafter.data.documents import documents
+from redrafter.data.rows import Row, fingerprint, read_rows
+from redrafter.drafting.proposer import PlainProposer
+from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.target.target import Target
+from redrafter.train.regenerate import answering
+from redrafter.train.regenerate.answering import next_batch
+from redrafter.train.regenerate.command import RegenerateConfig, load, parse, regenerate
+from redrafter.train.regenerate.journal import Journal
+from redrafter.train.regenerate.tasks import Limits, Task, _behind
+
+VOCAB, CONTEXT, EOS = len(BYTES) + 6, 160, 2
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.content == 'BAD' %}{{ raise_exception('no') }}{% endif %}"
+    "{{ '<|' + m.role + '|>' + m.content | trim }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+NEW = 6  # tokens of an answer
+
+
+def talk(*turns: str) -> Row:
+    """The user and the assistant in turn; a first turn with `system:` is the system's."""
+    messages = [{"role": "system", "content": turns[0][7:]}] if turns[0].startswith("system:") else []
+    speaks = turns[len(messages) :]
+    messages += [{"role": ("user", "assistant")[n % 2], "content": turn} for n, turn in enumerate(speaks)]
+    return Row(f"talk:{turns}", messages=messages)
+
+
+ROWS = [
+    Row("t:1", text="The old man looked at the sea and the sky over it, and said nothing.", source="novel"),
+    talk("hi", "hello", "and you?", "fine", "bye", "bye"),
+    Row("t:3", text="Hi."),
+    talk("system:be kind", "who are you?", "a model"),
+    Row("t:5", ids=[1, 40, 50, 60, 70, 80], loss_mask=[False, False, False, True, True, True]),
+    Row("t:6", messages=[{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]),
+    talk("a longer question than the others are, which is thus in another place of its batch", "yes"),
+    talk("x", "y", "z", "y"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """A base that often ends its turn."""
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=EOS,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.lm_head.weight.data[EOS] *= 1.8
+    return Engine(Target(model), PlainProposer())
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer(TEMPLATE)
+
+
+def drafter() -> RecurrentDrafter:
+    torch.manual_seed(7)
+    return RecurrentDrafter(DrafterConfig(vocab_size=VOCAB, hidden_size=32)).eval()
+
+
+@pytest.fixture
+def config(tmp_path) -> RegenerateConfig:
+    return RegenerateConfig(
+        output=str(tmp_path / "own.jsonl"), batch_size=3, max_new_tokens=NEW, temperatures=(0.0, 0.7, 1.3), seed=5
+    )
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def lines(path: str | Path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def written(engine, tokenizer, rows, config) -> list[dict]:
+    regenerate(engine, tokenizer, rows, config, log=quiet)
+    return lines(config.output)
+
+
+def answers(row: dict) -> list[tuple[int, int]]:
+    """Where each answer of a row begins and ends."""
+    marks = [0, *row["loss_mask"], 0]
+    begins = [place for place in range(len(marks) - 1) if marks[place : place + 2] == [0, 1]]
+    ends = [place for place in range(len(marks) - 1) if marks[place : place + 2] == [1, 0]]
+    return list(zip(begins, ends, strict=True))
+
+
+# What is written
+
+
+def test_every_answer_is_what_generate_gives_alone_behind_what_stands_before_it(engine, tokenizer, config):
+    found = written(engine, tokenizer, ROWS, config)
+    assert [row["prompt"] for row in found] == [row.where for row in ROWS]
+    assert {row["temperature"] for row in found} == {0.0, 0.7, 1.3}
+    assert len({row["seed"] for row in found}) == len(found)
+    for row in found:
+        sampling = {"do_sample": True, "temperature": row["temperature"], "seed": row["seed"], "top_k": 0}
+        how = sampling if row["temperature"] else {"do_sample": False}
+        for begin, end in answers(row):
+            ids = torch.tensor([row["input_ids"][:begin]])
+            assert engine.generate(ids, max_new_tokens=NEW, **how)[0].tolist() == row["input_ids"][:end]
+    assert any(row["input_ids"][end - 1] == EOS for row in found for _, end in answers(row))
+    assert any(row["input_ids"][end - 1] != EOS for row in found for _, end in answers(row))
+
+
+def test_a_conversation_goes_on_from_the_bases_own_answers(engine, tokenizer, config):
+    """What stands around them is the template's: the end of a turn too, where the base did not write it itself."""
+    talks = [ROWS[3], *(talk("system:short", f"{letter}?", "a", "and you?", "b", "bye", "c") for letter in "abcdefgh")]
+    ended = set()
+    for talked, row in zip(talks, written(engine, tokenizer, talks, replace(config, max_new_tokens=9)), strict=True):
+        own = [row["input_ids"][begin:end] for begin, end in answers(row)]
+        expected, spoken = tokenizer("<s>")["input_ids"], iter(own)
+        for turn, following in zip(talked.messages, [*talked.messages[1:], None], strict=True):
+            text = f"<|{turn['role']}|>{turn['content']}\n"
+            if turn["role"] == "assistant":
+                expected += (answer := next(spoken))
+                text = "" if following is None else "\n" if answer[-1] == EOS else "</s>\n"
+                ended.add(text)
+            elif following["role"] == "assistant":
+                text += "<|assistant|>"
+            expected += tokenizer(text)["input_ids"]
+        assert row["input_ids"] == expected
+        assert row["finish"] == ("eos" if all(answer[-1] == EOS for answer in own) else "length")
+    assert ended == {"", "\n", "</s>\n"}, "answers end in one way only: the test shows half"
+
+
+def test_prompts_without_answers_are_answered_turn_by_turn(engine, tokenizer, config):
+    (row,) = written(engine, tokenizer, [ROWS[5]], config)
+    assert len(answers(row)) == 2
+    assert row["shown"].index("one") < row["shown"].index("two")
+
+
+def test_a_prompt_is_answered_and_its_own_answer_left_out(engine, tokenizer, config):
+    rows = [Row("p:1", prompt="so ", answer="it is not"), Row("p:2", prompt="so ")]
+    for row in written(engine, tokenizer, rows, config):
+        start = len(tokenizer("so ").input_ids)
+        assert row["input_ids"][:start] == tokenizer("so ").input_ids
+        assert row["loss_mask"] == [0] * start + [1] * (len(row["input_ids"]) - start)
+        assert answers(row)[0][0] == start
+
+
+def test_texts_begin_with_a_drawn_number_of_tokens_and_ids_with_what_was_not_trained_on(engine, tokenizer, config):
+    texts = [Row(f"t:{n}", text="abcdefgh" * 40) for n in range(40)]
+    starts = [answers(row)[0][0] for row in written(engine, tokenizer, [*texts, ROWS[2], ROWS[4]], config)]
+    assert min(starts[:40]) >= 16 and max(starts[:40]) <= 64 and len(set(starts[:40])) > 10
+    assert starts[40:] == [2, 3]
+
+
+def test_rows_say_what_made_them_and_can_be_trained_on(engine, tokenizer, config):
+    rows = [*ROWS[:2], replace(ROWS[2], split="train")]
+    found = written(engine, tokenizer, rows, config)
+    assert [row["source"] for row in found] == ["novel", None, None]
+    assert [row.get("split") for row in found] == [None, None, "train"]
+    assert {row["tokenizer"] for row in found} == {fingerprint(tokenizer)}
+    assert {row["base"] for row in found} == {"LlamaForCausalLM"}
+    for document, record in zip(documents(read_rows([config.output]), tokenizer), found, strict=True):
+        assert document.ids == record["input_ids"] and document.mask == [bool(own) for own in record["loss_mask"]]
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_rows_depend_on_no_batch_and_no_drafter(engine, tokenizer, config, batch_size, tmp_path):
+    plain = written(engine, tokenizer, ROWS, config)
+    drafted = with_tree(engine.model, drafter(), 3, 3)
+    other = replace(config, output=str(tmp_path / "other.jsonl"), batch_size=batch_size)
+    assert written(drafted, tokenizer, ROWS, other) == plain
+    assert written(drafted, tokenizer, ROWS, replace(other, seed=6, overwrite=True)) != plain
+
+
+def test_shards_make_up_the_whole(engine, tokenizer, config, tmp_path):
+    whole = written(engine, tokenizer, ROWS, replace(config, limit=7))
+    parts = [replace(config, limit=7, shard=f"{n}/3", output=str(tmp_path / f"{n}.jsonl")) for n in range(3)]
+    found = [row for part in parts for row in written(engine, tokenizer, ROWS, part)]
+    assert sorted(found, key=lambda row: row["row"]) == whole
+    assert len(whole) == 7
+
+
+def test_what_follows_an_answer_is_tokenised_as_it_stands_there():
+    """Many tokenizers put a space before a text; behind other text there is none."""
+    vocab = {word: index for index, word in enumerate(["<unk>", "▁Mark", "▁", "▁and", "and", "M", "a"])}
+    tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in vocab], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    assert _behind("Markand", 4, made) == [vocab["and"]]
+    assert made("and", add_special_tokens=False)["input_ids"] == [vocab["▁and"]]
+
+
+def test_batches_hold_the_first_row_and_those_of_its_length(engine):
+    def task(number: int, length: int, temperature: float = 0.0) -> Task:
+        return Task(number, ROWS[0], 0, temperature, [], ids=[1] * length)
+
+    tasks = [task(0, 9), task(1, 1), task(2, 8), task(3, 9, 1.0), task(4, 30), task(5, 10)]
+    assert [each.number for each in next_batch(tasks, 3)] == [2, 0, 5]
+    assert [each.number for each in next_batch(tasks[3:], 3)] == [3]
+    assert [each.number for each in next_batch(tasks[4:], 9)] == [5, 4]
+
+
+# Rows that fail, and the count of all
+
+
+def test_rows_that_fail_are_counted_and_stop_nothing(engine, tokenizer, config):
+    rows = [
+        talk("BAD", "x"),
+        ROWS[1],
+        Row("late", messages=[{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]),
+        Row("alone", messages=[{"role": "system", "content": "a"}]),
+        Row("empty", text=""),
+        talk("long " * 40, "x"),
+        Row("other", ids=[1, 2], loss_mask=[False, True], tokenizer="0" * 16),
+        Row("unknown", ids=[VOCAB, 2], loss_mask=[False, True]),
+        Row("untrained", ids=[1, 2], loss_mask=[False, False]),
+        replace(ROWS[2], split="val"),
+        ROWS[3],
+    ]
+    summary = regenerate(engine, tokenizer, rows, config, log=quiet)
+    assert [row["row"] for row in lines(config.output)] == [1, 10]
+    errors = {row["row"]: row["error"] for row in lines(config.output + ".errors.jsonl")}
+    reasons = {
+        0: "no",
+        2: "before any user",
+        3: "no user turn",
+        4: "empty",
+        5: f"most {CONTEXT - 1}",
+        6: "tokenizer",
+        7: f"knows {VOCAB}",
+        8: "loss_mask",
+    }
+    assert errors.keys() == reasons.keys()
+    assert all(reasons[row] in errors[row] for row in reasons), errors
+    assert (summary["input"], summary["success"], summary["errors"], summary["skipped"]) == (11, 2, 8, 1)
+    assert summary["tokens"] == sum(sum(row["loss_mask"]) for row in lines(config.output))
+    assert json.loads(Path(config.output + ".json").read_text()) == json.loads(json.dumps(summary))
+    assert not Path(config.output + ".partial").exists()
+
+
+def test_longest_prompt_ends_a_conversation_and_keeps_its_first_turns(engine, tokenizer, config):
+    config = replace(config, max_input_len=20)
+    (row,) = written(engine, tokenizer, [ROWS[1]], config)
+    assert len(answers(row)) == 1 and answers(row)[0][0] <= 20 and row["finish"] == "length"
+
+
+def test_a_turn_that_finds_no_room_is_told_from_an_answer_that_ended():
+    limits, roomy = Limits(frozenset({EOS}), VOCAB, 20), Limits(frozenset({EOS}), VOCAB, 60)
+    for given, finish in ((limits, "length"), (roomy, "eos")):
+        task = Task(0, ROWS[0], 0, 0.0, [[5], [6] * 50])
+        task.ask(given)
+        task.take([7, EOS], given)
+        assert task.done == (finish == "length") and task.finish == finish
+
+
+def test_a_base_that_ends_at_once_leaves_nothing_to_learn(engine, tokenizer, config):
+    config = replace(config, max_new_tokens=1)
+    with pytest.raises(CheckpointError, match=r"none of 1 rows could be answered; t:1: the base ended at once"):
+        regenerate(engine, tokenizer, ROWS[:1], config, log=quiet)
+    assert not list(Path(config.output).parent.iterdir())
+
+
+def test_val_rows_are_answered_when_asked_for(engine, tokenizer, config):
+    rows = [ROWS[0], replace(ROWS[2], split="val")]
+    assert [row["split"] for row in written(engine, tokenizer, rows, replace(config, split="val"))] == ["val"]
+
+
+# Interruptions
+
+
+def test_short_memory_halves_the_batch_and_a_row_that_never_fits_fails(engine, tokenizer, config, monkeypatch):
+    plain = written(engine, tokenizer, ROWS, config)
+    said, decode = [], answering.Writer._decode
+
+    def short(self, batch):
+        if len(batch) > 2 or any(task.number == 6 for task in batch):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(self, batch)
+
+    monkeypatch.setattr(answering.Writer, "_decode", short)
+    config = replace(config, batch_size=8, overwrite=True)
+    summary = regenerate(engine, tokenizer, ROWS, config, log=said.append)
+    assert lines(config.output) == [row for row in plain if row["row"] != 6]
+    assert "out of memory with" in said[0] and "--batch-size" in said[0]
+    assert summary["errors"] == 1
+    assert "out of memory" in lines(config.output + ".errors.jsonl")[0]["error"]
+
+
+class Stop(Exception):
+    pass
+
+
+def stopped(engine, tokenizer, config, monkeypatch, batches: int) -> Path:
+    """The partial file of a run that was stopped after so many batches."""
+    settle = answering.Writer._settle
+
+    def settle_or_stop(self, records):
+        settle(self, records)
+        nonlocal batches
+        batches -= 1
+        if batches == 0:
+            raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(answering.Writer, "_settle", settle_or_stop)
+        regenerate(engine, tokenizer, ROWS, config, log=quiet)
+    return Path(config.output + ".partial")
+
+
+def test_a_torn_last_line_is_dropped_and_its_row_answered_again(engine, tokenizer, config, monkeypatch, tmp_path):
+    whole = replace(config, output=str(tmp_path / "whole.jsonl"))
+    regenerate(engine, tokenizer, ROWS, whole, log=quiet)
+    partial = stopped(engine, tokenizer, config, monkeypatch, 3)
+    rows = [line for line in partial.read_bytes().splitlines(keepends=True) if b'"row"' in line]
+    assert 0 < len(rows) < len(ROWS)
+    for cut in (1, 30, len(rows[-1]) - 1):
+        partial.write_bytes(partial.read_bytes()[:-cut])
+        if cut == 1:
+            assert not partial.read_bytes().endswith(b"\n")
+    regenerate(engine, tokenizer, ROWS, config, log=quiet)
+    assert Path(config.output).read_bytes() == Path(whole.output).read_bytes()
+
+
+def test_what_was_answered_is_not_answered_again(engine, tokenizer, config, monkeypatch):
+    partial = stopped(engine, tokenizer, config, monkeypatch, 3)
+    settled = {json.loads(line)["row"] for line in partial.read_text().splitlines() if '"row"' in line}
+    seen, decode = set[int](), answering.Writer._decode
+
+    def watched(self, batch):
+        seen.update(task.number for task in batch)
+        return decode(self, batch)
+
+    monkeypatch.setattr(answering.Writer, "_decode", watched)
+    summary = regenerate(engine, tokenizer, ROWS, config, log=quiet)
+    assert settled and seen == set(range(len(ROWS))) - settled
+    assert summary["success"] == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 6}, {"temperatures": (0.0,)}, {"max_new_tokens": 7}, {"shard": "0/2"}, {"top_p": 0.9}]
+)
+def test_other_settings_are_refused_by_name(engine, tokenizer, config, monkeypatch, change):
+    partial = stopped(engine, tokenizer, config, monkeypatch, 1)
+    before = partial.read_bytes()
+    name = next(iter(change)).replace("_", "-")
+    with pytest.raises(ArgumentError, match=rf"own\.jsonl\.partial was begun with {name} .* delete that file"):
+        regenerate(engine, tokenizer, ROWS, replace(config, **change), log=quiet)
+    assert partial.read_bytes() == before
+    regenerate(engine, tokenizer, ROWS, replace(config, batch_size=1), log=quiet)  # which changes nothing
+
+
+def test_a_file_of_somebody_elses_is_not_gone_on_with(tmp_path):
+    (tmp_path / "own.jsonl.partial").write_text("notes\n")
+    with pytest.raises(CheckpointError, match="delete it"), Journal(tmp_path / "own.jsonl", {"seed": 0}):
+        pass
+    assert (tmp_path / "own.jsonl.partial").read_text() == "notes\n"
+
+
+def test_rows_stand_in_their_order_whatever_order_they_were_done_in(tmp_path):
+    with Journal(tmp_path / "own.jsonl", {}) as journal:
+        for number in (8, 3, 16):
+            journal.add([{"row": number, "loss_mask": [1]}])
+        journal.finish({})
+    assert [row["row"] for row in lines(tmp_path / "own.jsonl")] == [3, 8, 16]
+
+
+def test_an_output_that_is_there_is_kept_unless_asked(engine, tokenizer, config):
+    Path(config.output).write_text("mine")
+    with pytest.raises(ArgumentError, match="--overwrite"):
+        regenerate(engine, tokenizer, ROWS[:1], config, log=quiet)
+    assert Path(config.output).read_text() == "mine"
+    assert len(written(engine, tokenizer, ROWS[:1], replace(config, overwrite=True))) == 1
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def saved(engine, tmp_path_factory) -> Path:
+    """The base, its tokenizer, a drafter beside it, and a data set."""
+    folder = tmp_path_factory.mktemp("regenerate")
+    engine.model.save_pretrained(folder / "base")
+    tiny_tokenizer(TEMPLATE).save_pretrained(folder / "base")
+    drafter().save_pretrained(folder / "drafter")
+    rows = [{"messages": talk("hi", "hello", f"number {n}?", "yes").messages} for n in range(120)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def command(saved: Path, output: Path, *more: str) -> list[str]:
+    files = ["--model", str(saved / "base"), "--data", str(saved / "data.jsonl"), "--output", str(output)]
+    return ["regenerate", *files, "--batch_size", "4", "--max-new-tokens", "6", *more]
+
+
+def test_command_writes_the_same_with_and_without_a_drafter(saved, tmp_path, capsys):
+    assert redrafter.cli.main(command(saved, tmp_path / "plain.jsonl", "--limit", "9")) == 0
+    out, err = capsys.readouterr()
+    assert "plain.jsonl: 9 of 9 rows, 0 errors, 0 skipped" in out and "row 9/9" in err
+    drafted = command(saved, tmp_path / "drafted.jsonl", "--limit", "9", "--drafter", str(saved / "drafter"))
+    assert redrafter.cli.main(drafted) == 0
+    assert (tmp_path / "drafted.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
+    assert {row["base"] for row in lines(tmp_path / "plain.jsonl")} == {"base"}
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--shard", "2/2"], "--shard must be I/N"),
+        (["--temperatures", "-1"], "--temperatures must be 0"),
+        (["--temperatures", "0", "--top-p", "0.5"], "--top-p"),
+        (["--batch-size", "0"], "--batch-size must be positive"),
+        (["--split", "test", "--shard", "150/160"], "no row for --split test"),
+        (["--split", "test"], "no row for --split test"),
+        (["--output", "/nowhere/own.jsonl"], "cannot write /nowhere/own.jsonl (--output)"),
+        (["--data", "missing.jsonl"], "missing.jsonl cannot be read"),
+    ],
+)
+def test_command_says_in_one_line_what_is_wrong(saved, tmp_path, capsys, more, reason):
+    assert redrafter.cli.main(command(saved, tmp_path / "own.jsonl", *more)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and reason in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_drafter_drafts_where_there_is_one(saved):
+    plain = parse(command(saved, Path("own.jsonl"))[1:])
+    assert type(load(plain)[0].proposer) is PlainProposer
+    assert type(load(replace(plain, drafter=str(saved / "drafter")))[0]) is ReDrafter
+    assert type(load(replace(plain, model=str(boxed_pair())))[0]) is ReDrafter
+
+
+def test_defaults_are_those_of_the_dataclass():
+    assert parse(["--model", "m", "--data", "a", "b", "--output", "o"]) == RegenerateConfig(
+        model="m", data=("a", "b"), output="o"
+    )
+
+
+def test_killed_at_any_moment_the_same_command_goes_on(saved, tmp_path):
+    whole, own = tmp_path / "whole.jsonl", tmp_path / "own.jsonl"
+    assert redrafter.cli.main(command(saved, whole)) == 0
+    partial = Path(f"{own}.partial")
+    process = start(command(saved, own), Path(os.devnull))
+    while process.is_alive() and not (partial.exists() and partial.read_bytes().count(b'"row"') >= 8):
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    assert not own.exists() and 8 <= partial.read_bytes().count(b'"row"') < 120
+    assert redrafter.cli.main(command(saved, own)) == 0
+    assert own.read_bytes() == whole.read_bytes() and not partial.exists()
+    summary = json.loads(Path(f"{own}.json").read_text())
+    assert (summary["input"], summary["success"], summary["errors"], summary["skipped"]) == (120, 120, 0, 0)
+
+
+def test_tokenizer_that_was_saved_is_the_same(saved):
+    assert fingerprint(load_tokenizer(saved / "base")) == fingerprint(tiny_tokenizer())

@@ -1,0 +1,210 @@
+"""What a training says: before it begins, on its way, and beside the weights."""
+
+import hashlib
+import json
+import math
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+
+from helpers.chats import tiny_tokenizer
+from helpers.training import batches_of, command, random_drafter, tiny_model
+from redrafter import RecurrentDrafter
+from redrafter.data.windows import Document, Windows
+from redrafter.train import provenance
+from redrafter.train.bad_rows import told
+from redrafter.train.config import LENGTH, TrainConfig, parse
+from redrafter.train.loop import train
+from redrafter.train.plan import last_step, outline, row_length
+from redrafter.train.progress import Console, Numbers
+from redrafter.train.provenance import data_hash, files, revision
+from redrafter.train.train_drafter import main
+
+NUMBERS = Numbers(3, 10, 0.3, 12.0, 5000.0, 2.5, [0.5], 1e-3)
+
+
+def windows_of(*lengths: int, length: int = 20) -> Windows:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 200, (size,), generator=generator).tolist() for size in lengths]
+    return Windows([Document(each, [True] * len(each), f"a:{n}") for n, each in enumerate(ids)], length)
+
+
+# Before
+
+
+def test_rows_are_as_long_as_the_base_reads_unless_asked(tmp_path):
+    for context, rows in ((256, 256), (4096, LENGTH)):
+        tiny_model(max_position_embeddings=context).save_pretrained(tmp_path / str(context))
+        config = TrainConfig(model=str(tmp_path / str(context)))
+        assert row_length(config) == rows and row_length(replace(config, length=9)) == 9
+
+
+def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
+    arguments = command(tmp_path, "--exit-dim", "16", "--epochs", "3", "--accumulate", "2")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    assert main([*arguments, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data.jsonl"]
+    config = parse(arguments)
+    base, drafter = outline(config)
+    real = random_drafter(tiny_model(), exit_dim=16)
+    assert {name: weight.shape for name, weight in drafter.state_dict().items()} == {
+        name: weight.shape for name, weight in real.state_dict().items()
+    }
+    own = sum(weight.numel() for weight in real.parameters())
+    whole = sum(weight.numel() for weight in tiny_model().parameters())
+    assert sum(weight.numel() for weight in base.parameters()) == whole
+    assert f"{whole:,} parameters, float32, frozen" in said
+    assert f"{own:,} trainable parameters, {100 * own / whole:.1f} % of the base's" in said
+    assert "data: 12 windows, " in said and "2 x 4 rows on each of 1 process, at most 256 tokens" in said
+    assert "an epoch: 2 steps" in said and "in all: 5 steps, at most 1,280 tokens" in said
+    assert f"drafter's weights {4 * own / 1e6:.2f} MB" in said and "AdamW's state" in said
+    assert main([*arguments, "--dry-run", "--draft-vocab-size", "9999"]) == 2
+    assert main([*arguments, "--dry-run", "--drafter", str(tmp_path / "gone")]) == 2
+
+
+def test_what_ends_a_training():
+    windows = windows_of(*[20] * 10)
+    for changes, expected in (
+        ({}, 5),
+        ({"epochs": 1.5}, 8),
+        ({"epochs": 2.0, "steps": 7}, 7),
+        ({"epochs": 2.0, "steps": 70}, 10),
+        ({"steps": 70}, 70),
+        ({"minutes": 1.0}, None),
+        ({"accumulate": 3}, 2),
+        ({"minutes": 1.0, "epochs": 1.0}, 5),
+    ):
+        assert last_step(TrainConfig(batch_size=2, **changes), windows, 1) == expected, changes
+    assert last_step(TrainConfig(batch_size=2), windows, 2) == 3
+
+
+def test_the_first_sample_is_shown_with_what_is_learnt_of_it(tmp_path, capsys):
+    assert main(command(tmp_path, "--show-sample")) == 0
+    assert capsys.readouterr().out == "⟦to be or not to be, that is it⟧\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data.jsonl"]
+
+
+# On the way
+
+
+def test_a_terminal_gets_a_bar_and_everything_else_lines(capsys):
+    for shown in (True, False):
+        lines = []
+        with Console(lines.append, shown) as console:
+            console.say("hello")
+            console.show(NUMBERS)
+        written = capsys.readouterr().err
+        assert ("30%" in written and str(NUMBERS) in written) == shown
+        assert lines == ["hello", *([] if shown else [str(NUMBERS)])]
+    assert "step 3/10" in lines[1] and "0:12, 0:28 left" in lines[1]
+
+
+def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
+    logged = []
+
+    class Tracker(GeneralTracker):
+        name, requires_logging_directory, tracker = "mine", False, None
+
+        def store_init_configuration(self, values: dict) -> None: ...
+
+        def log(self, values: dict, step: int | None, **_: object) -> None:
+            logged.append((step, values))
+
+    model = tiny_model()
+    config = TrainConfig(draft_len=2, cpu=True, log_every=2, validate_every=3)
+    accelerator = Accelerator(cpu=True, log_with=Tracker())
+    accelerator.init_trackers("redrafter")
+    batches, lines = batches_of(*[torch.ones(2, 12, dtype=torch.bool)] * 4), []
+    values = iter([1.5, 1.25])
+    report = train(
+        model,
+        random_drafter(model),
+        batches,
+        config,
+        accelerator=accelerator,
+        validate=lambda: next(values),
+        log=lines.append,
+    )
+    assert [step for step, _ in logged] == [2, 3, 4, 4] and len(lines) == 2
+    assert logged[1][1] == {"tokens per step": 1.5} and logged[3][1] == {"tokens per step": 1.25}
+    assert set(logged[2][1]) == {"loss", "lr", "tokens/s", "right at step 1", "right at step 2"}
+    assert logged[2][1]["loss"] == report.loss and report.walked == {3: 1.5, 4: 1.25} and report.best_step == 3
+
+
+def test_a_tracker_that_is_not_there_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("redrafter.train.trackers.find_spec", lambda name: None)
+    for given, said in (("wandb", "pip install wandb"), ("mlflow", "tensorboard, wandb, trackio, got 'mlflow'")):
+        assert main(command(tmp_path, "--report-to", given)) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_batch_is_told_by_the_rows_that_it_holds_and_their_beginnings():
+    tokenizer, windows = tiny_tokenizer(), windows_of(9, 45, 9, 6, 12)  # the second is cut into three
+    of = ["a:0", "a:1", "a:1", "a:1", "a:2", "a:3", "a:4"]
+    spans = zip(windows.ends[:-1].tolist(), windows.ends[1:].tolist(), strict=True)
+    texts = [windows.tokens[first:last].tolist() for first, last in spans]
+    for held, batch in zip(islice(windows.held(2, 0), 9), windows.batches(2, 0), strict=False):
+        shown = [
+            batch.tokens[row][batch.segment[row] == s].tolist() for row in range(2) for s in batch.segment[row].unique()
+        ]
+        present = [number for number, text in enumerate(texts) if text in shown]
+        assert sorted(set(held)) == present
+        rows = dict.fromkeys(of[number] for number in present)
+        said = told(held, windows, tokenizer)
+        assert said.startswith(f", in rows {', '.join(rows)}, which begin with ")
+        assert repr(tokenizer.decode(texts[present[0]])[:40]) in said
+    many = windows_of(*[5] * 40, length=5)
+    assert "and 32 more" in told(next(many.held(40, 0)), many, tokenizer)
+
+
+# Beside the weights
+
+
+def test_training_json_says_where_a_drafter_comes_from(tmp_path):
+    assert main(command(tmp_path, "--steps", "5", "--validate-every", "2", "--lr", "0.002")) == 0
+    text = (tmp_path / "out" / "training.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert str(tmp_path) not in text
+    assert found["command"].startswith("redrafter train --model base --data data.jsonl --output out ")
+    assert found["config"]["lr"] == 0.002 and found["config"]["data"] == ["data.jsonl"]
+    data = (tmp_path / "data.jsonl").read_bytes()
+    expected = {"name": "data.jsonl", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert found["data"] == [expected] and len(found["data_hash"]) == 64 and found["windows"] == 12
+    assert found["versions"]["torch"] == torch.__version__ and set(found["versions"]) >= {"redrafter", "accelerate"}
+    assert (found["base"], found["base_dtype"], found["processes"], found["steps"]) == ("base", "float32", 1, 5)
+    assert found["tokens_per_second"] == pytest.approx(found["tokens"] / found["seconds"], rel=0.05)
+    assert list(found["tokens_per_step"]) == ["2", "4", "5"] and math.isfinite(found["loss"])
+    assert found["tokens_per_step"][str(found["saved_step"])] == max(found["tokens_per_step"].values())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"(sha256 {expected['sha256'][:12]})" in card and "tokens/s on 1 x " in card
+    assert f"weights of step {found['saved_step']}, the best of 3 validations" in card
+    RecurrentDrafter.from_pretrained(tmp_path / "out")
+
+
+def test_data_are_told_by_their_contents(tmp_path):
+    one = windows_of(9, 20, 9)
+    assert data_hash(one) == data_hash(windows_of(9, 20, 9)) != data_hash(windows_of(9, 20, 10))
+    masked = windows_of(9, 20, 9)
+    masked.mask = ~masked.mask
+    assert data_hash(masked) != data_hash(one)
+    assert files(["some/dataset"]) == [{"name": "some/dataset", "bytes": None, "sha256": None}]
+
+
+def test_a_revision_is_named_only_of_a_checkout(tmp_path, monkeypatch):
+    assert revision() is None or len(revision().removesuffix("-dirty")) == 40
+    place = tmp_path / "site-packages" / "redrafter" / "__init__.py"
+    monkeypatch.setattr(provenance.redrafter, "__file__", str(place))
+    with monkeypatch.context() as patched:  # whatever repository it is installed inside of
+        patched.setattr(provenance.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
+        assert revision() is None
+    (tmp_path / "site-packages" / ".git").mkdir(parents=True)
+    assert revision() is None  # no repository after all
+    assert not Path(tmp_path / "site-packages" / "redrafter").exists()

@@ -1,0 +1,366 @@
+"""A training that is stopped, killed or out of disk goes on as if nothing had been, or says why it cannot."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.apart import start
+from helpers.training import base_dir, command, random_drafter, tiny_model
+from redrafter import ArgumentError, RecurrentDrafter
+from redrafter.files.atomic_folder import clean, write_folder
+from redrafter.train import train_drafter
+from redrafter.train.checkpoints import Checkpoint, Checkpoints, Identity
+from redrafter.train.config import TrainConfig
+from redrafter.train.loop import train
+from redrafter.train.train_drafter import main
+
+EVERY = ["--epochs", "6", "--save-every", "2", "--validate-every", "3", "--accumulate", "2", "--batch-size", "2"]
+
+
+class Stopped(Exception):
+    pass
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return RecurrentDrafter.from_pretrained(folder).state_dict()
+
+
+def same(one: Path, other: Path) -> bool:
+    mine, its = weights(one), weights(other)
+    return mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in mine)
+
+
+def facts(folder: Path) -> dict:
+    told = json.loads((folder / "training.json").read_text())
+    changing = {"command", "config", "seconds", "tokens_per_second", "seconds_beside", "loss", "accuracy"}
+    return {name: value for name, value in told.items() if name not in changing}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
+    """Let a training fall over once it has written so many checkpoints."""
+    left = [saves]
+    real = Checkpoints.save
+
+    def save(self: Checkpoints, *arguments: object) -> None:
+        if not left[0]:
+            raise Stopped
+        left[0] -= 1
+        real(self, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a training that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(command(folder, *EVERY)) == 0
+    return folder / "out"
+
+
+@pytest.mark.parametrize("more", [[], ["--recurrence", "gated", "--steps", "9"]])
+@pytest.mark.parametrize("saves", [0, 1, 3])
+def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(
+    tmp_path, monkeypatch, capsys, whole, more, saves
+):
+    expected = whole
+    if more:
+        (tmp_path / "whole").mkdir()
+        assert main(command(tmp_path / "whole", *EVERY, *more)) == 0
+        expected = tmp_path / "whole" / "out"
+    arguments = command(tmp_path, *EVERY, *more)
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        stop_after(patched, saves)
+        main(arguments)
+    assert not (tmp_path / "out").exists()
+    torch.manual_seed(random.randrange(1000))
+    capsys.readouterr()
+    assert main([*arguments, "--resume", "--log-every", "3", "--keep", "5"]) == 0
+    said = capsys.readouterr().out
+    assert (f"going on from step {2 * saves}" in said) == (saves > 0)
+    assert same(tmp_path / "out", expected) and facts(tmp_path / "out") == facts(expected)
+
+
+def test_random_generators_go_on_too(tmp_path):
+    """For callers whose batches draw from them."""
+    model, config = tiny_model(), TrainConfig(steps=6, draft_len=2, cpu=True, save_every=3)
+
+    def batches():
+        while True:
+            text = torch.randint(3, 200, (2, random.randint(10, 14)))
+            yield text, torch.ones_like(text, dtype=torch.bool)
+
+    def checkpoints(name: str) -> Checkpoints:
+        return Checkpoints(tmp_path / name, 2, Identity.of(config, "base", "data", 1))
+
+    random.seed(1)
+    torch.manual_seed(1)
+    expected = random_drafter(model)
+    torch.manual_seed(2)
+    report = train(model, expected, batches(), config, checkpoints=checkpoints("a"), log=lambda _: None)
+    shutil.rmtree(tmp_path / "a.checkpoints" / "step-0000006")
+    resumed = checkpoints("a").newest()
+    drafter = RecurrentDrafter.from_pretrained(resumed.path)
+    other = train(model, drafter, batches(), config, resumed=resumed, log=lambda _: None)
+    assert all(torch.equal(weight, expected.state_dict()[name]) for name, weight in drafter.state_dict().items())
+    assert (report.steps, report.tokens) == (other.steps, other.tokens) == (6, report.tokens)
+    assert other.seconds > resumed.standing.seconds > 0
+
+
+def test_checkpoints_load_as_drafters_and_the_oldest_go(whole):
+    folder, told = whole.with_name("out.checkpoints"), facts(whole)
+    last = told["steps"] - told["steps"] % 2
+    assert names(folder) == ["best", f"step-{last - 2:07}", f"step-{last:07}"] and last >= 12
+    assert names(folder / f"step-{last:07}") == [
+        "config.json",
+        "model.safetensors",
+        "optimizer.pt",
+        "random.pt",
+        "trainer.json",
+    ]
+    for each in folder.iterdir():
+        drafter, at = RecurrentDrafter.from_pretrained(each), Checkpoint.read(each).standing
+        assert drafter.config.base_model == "base" and drafter.config.trained_draft_len == 3 and at.tokens > 0
+    assert not same(folder / f"step-{last:07}", folder / f"step-{last - 2:07}")
+    assert list(map(int, told["tokens_per_step"])) == [*range(3, told["steps"], 3), told["steps"]]
+
+
+def found_by_validation(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> list[dict[str, torch.Tensor]]:
+    """Let validations find these values. Returns the weights that they saw."""
+    seen = []
+    real = train_drafter._Session.validate
+
+    def validate(self: train_drafter._Session) -> float | None:
+        seen.append({name: weight.clone() for name, weight in self.drafter.state_dict().items()})
+        real(self)
+        return values[len(seen) - 1]
+
+    monkeypatch.setattr(train_drafter._Session, "validate", validate)
+    return seen
+
+
+def test_what_is_saved_is_called_by_its_own_step_where_a_training_did_not_repeat_itself(tmp_path, monkeypatch):
+    arguments = command(tmp_path, "--steps", "4", "--validate-every", "1", "--save-every", "2")
+    seen = found_by_validation(monkeypatch, [1.5, 1.0, 2.5, 1.0, 1.25, 1.125, 2.5])
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        stop_after(patched, 1)
+        main(arguments)
+    assert main([*arguments, "--resume"]) == 0
+    told, found = facts(tmp_path / "out"), weights(tmp_path / "out")
+    assert told["saved_step"] == 3 and told["tokens_per_step"] == {"1": 1.5, "2": 1.0, "3": 1.25, "4": 1.125}
+    assert all(torch.equal(weight, seen[2][name]) for name, weight in found.items())
+
+
+def test_the_best_drafter_is_what_is_saved(tmp_path, monkeypatch, capsys):
+    seen = found_by_validation(monkeypatch, [1.5, 2.5, 2.0, 2.5])
+    assert main(command(tmp_path, "--steps", "3", "--validate-every", "1")) == 0
+    assert "step 2 was the best of 3 validations" in capsys.readouterr().out
+    found = weights(tmp_path / "out")
+    assert all(torch.equal(weight, seen[1][name]) for name, weight in found.items())
+    assert not all(torch.equal(weight, seen[2][name]) for name, weight in found.items())
+    assert facts(tmp_path / "out")["saved_step"] == 2
+    assert "the weights of step 2, the best of 3 validations" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_changed_since_is_refused_by_name(tmp_path, capsys, monkeypatch):
+    arguments = command(tmp_path, "--steps", "8", "--save-every", "2")
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        stop_after(patched, 2)
+        main(arguments)
+    kept = names(tmp_path / "out.checkpoints")
+
+    def refused(said: str, changed: list[str]) -> None:
+        capsys.readouterr()
+        assert main([*changed, "--resume"]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said in error and "step-0000004" in error
+        assert names(tmp_path / "out.checkpoints") == kept and not (tmp_path / "out").exists()
+
+    refused("--lr 0.001, now it is 0.01", [*arguments, "--lr", "0.01"])
+    refused("--steps 8, now it is 9", [*arguments, "--steps", "9"])
+    refused("--seed 0, now it is 1", [*arguments, "--seed", "1"])
+    data = tmp_path / "data.jsonl"
+    text = data.read_text()
+    data.write_text(text.replace("not to be", "to be not", 1))
+    refused("other data", arguments)
+    data.write_text(text)
+    base_dir(tmp_path / "another")
+    refused("for the base base, not another", [*arguments, "--model", str(tmp_path / "another")])
+    (tmp_path / "base").rename(tmp_path / "moved")
+    base_dir(tmp_path / "base", initializer_range=0.7)
+    capsys.readouterr()
+    assert main([*arguments, "--resume"]) == 2 and "made for another base" in capsys.readouterr().err
+    trained = json.loads((tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").read_text())
+    trained["identity"]["processes"] = 2
+    (tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").write_text(json.dumps(trained))
+    refused("by 2 processes, now there are 1", arguments)
+
+
+def test_checkpoints_of_before_are_in_nobodys_way_unseen(tmp_path, capsys, monkeypatch):
+    arguments = command(tmp_path, "--steps", "4", "--save-every", "2")
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        stop_after(patched, 3)
+        main([*arguments, "--steps", "8"])
+    assert names(tmp_path / "out.checkpoints") == ["step-0000004", "step-0000006"]
+    assert main(arguments) == 2 and "--resume, or begin anew with --overwrite" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite", "--seed", "7"]) == 0
+    assert names(tmp_path / "out.checkpoints") == ["step-0000002", "step-0000004"]
+    assert Checkpoint.read(tmp_path / "out.checkpoints" / "step-0000002").identity["options"]["seed"] == 7
+    (tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").write_text("{}")
+    assert main([*arguments, "--overwrite", "--resume"]) == 2
+    assert "step-0000004 is no checkpoint of a training" in capsys.readouterr().err
+
+
+# Kills
+
+
+def test_a_checkpoint_that_is_not_what_it_should_be_is_named(tmp_path, capsys):
+    arguments = command(tmp_path, "--steps", "2", "--save-every", "2", "--validate-prompts", "0", "--resume")
+    assert main(arguments) == 0
+    shutil.rmtree(tmp_path / "out")
+    newest = tmp_path / "out.checkpoints" / "step-0000002"
+    trainer = json.loads((newest / "trainer.json").read_text())
+
+    def told(**changes: dict) -> str:
+        return json.dumps({name: part | changes.get(name, {}) for name, part in trainer.items()})
+
+    kept = {name: (newest / name).read_bytes() for name in ("trainer.json", "optimizer.pt", "random.pt")}
+    for name, content, said in (
+        ("trainer.json", told(standing={"step": 1}), "is of step 1, not of what it is called"),
+        ("trainer.json", told(standing={"step": "x"}), "is of step 'x'"),
+        ("trainer.json", told(standing={"walked": [1]}), "is no checkpoint"),
+        ("trainer.json", told(identity={"options": None}), "is no checkpoint"),
+        ("optimizer.pt", {}, "is of another training"),
+        ("optimizer.pt", {"optimizer": {"state": {}, "param_groups": []}, "scaler": None}, "is of another training"),
+        ("random.pt", [], "is of another training"),
+    ):
+        if isinstance(content, str):
+            (newest / name).write_text(content)
+        else:
+            torch.save(content, newest / name)
+        assert main(arguments) == 2
+        error = capsys.readouterr().err.strip()
+        assert str(newest) in error and said in error and "\n" not in error
+        (newest / name).write_bytes(kept[name])
+    assert main(arguments) == 0
+
+
+def test_only_checkpoints_are_dropped(tmp_path, capsys):
+    mine = tmp_path / "out.checkpoints" / "mine"
+    mine.mkdir(parents=True)
+    assert main(command(tmp_path, "--steps", "1", "--overwrite")) == 0 and mine.is_dir()
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(mine.parent)
+    mine.parent.write_text("mine")
+    assert main(command(tmp_path, "--steps", "1", "--save-every", "1", "--resume")) == 2
+    assert "cannot write" in capsys.readouterr().err and mine.parent.read_text() == "mine"
+
+
+def killed(arguments: list[str], checkpoint: Path, later: float) -> bool:
+    """Run the command, kill it so many seconds after a checkpoint is there, and say whether it was still running."""
+    process = start(["train", *arguments], Path(os.devnull))
+    while process.is_alive() and not checkpoint.exists():
+        time.sleep(0.001)
+    time.sleep(later)
+    process.kill()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path, kills=3):
+    """Call it with kills=10 for a longer trial."""
+    many = ["--steps", "30", "--validate-every", "3", "--validate-tokens", "6"]
+    (tmp_path / "whole").mkdir()
+    assert main(command(tmp_path / "whole", *many)) == 0
+    arguments = command(tmp_path, *many, "--save-every", "1", "--resume")
+    checkpoints = tmp_path / "out.checkpoints"
+    steps = sorted(random.sample(range(1, 20), kills))
+    for step in steps:
+        assert killed(arguments, checkpoints / f"step-{step:07}", random.uniform(0, 0.02))
+        for each in checkpoints.iterdir():
+            if not each.name.startswith("."):
+                RecurrentDrafter.from_pretrained(each)
+                Checkpoint.read(each).state() if each.name != "best" else None
+    assert main(arguments) == 0
+    assert same(tmp_path / "out", tmp_path / "whole" / "out")
+    assert facts(tmp_path / "out") == facts(tmp_path / "whole" / "out")
+    assert not [name for folder in (tmp_path, checkpoints) for name in names(folder) if name[0] == "."]
+
+
+@contextmanager
+def largest_file(size: int):
+    """Writes of more fail, as they do on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [100, 5000, 50_000])
+def test_a_full_disk_is_said_and_leaves_whole_checkpoints_only(tmp_path, capsys, monkeypatch, size):
+    arguments = command(tmp_path, "--steps", "8", "--save-every", "2")
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        stop_after(patched, 2)
+        main(arguments)
+    kept = names(tmp_path / "out.checkpoints")
+    with largest_file(size):
+        assert main([*arguments, "--resume"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"cannot write {tmp_path / 'out.checkpoints' / 'step-0000006'}" in error and "free some space" in error
+    assert names(tmp_path / "out.checkpoints") == kept and not (tmp_path / "out").exists()
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert main([*arguments, "--resume"]) == 0
+    with largest_file(size):
+        assert main([*arguments, "--overwrite", "--resume"]) == 2
+    assert f"cannot write {tmp_path / 'out'}:" in capsys.readouterr().err
+    RecurrentDrafter.from_pretrained(tmp_path / "out")
+
+
+def test_a_folder_is_the_old_one_or_the_new_one_wherever_writing_stops(tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    write_folder(folder, lambda place: (place / "text").write_text("old"))
+    real = Path.rename
+    for calls in range(3):
+        done = []
+
+        def rename(path: Path, target: Path) -> Path:
+            if len(done) == calls:  # noqa: B023
+                raise KeyboardInterrupt
+            done.append(target)  # noqa: B023
+            return real(path, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rename", rename)
+            patched.setattr("redrafter.files.atomic_folder.clean", lambda _: None)  # as after a kill
+            with suppress(KeyboardInterrupt):
+                write_folder(folder, lambda place: (place / "text").write_text("new"))
+        clean(folder)
+        assert names(tmp_path) == ["out"] and (folder / "text").read_text() == ("new" if calls == 2 else "old")
+
+
+def test_one_process_writes_a_folder_at_a_time(tmp_path):
+    folder = tmp_path / "out"
+
+    def fill(place: Path) -> None:
+        (place / "text").write_text("mine")
+        with pytest.raises(ArgumentError, match="another process is writing"):
+            write_folder(folder, lambda place: (place / "text").write_text("theirs"))
+        clean(folder)
+
+    write_folder(folder, fill)
+    assert names(tmp_path) == ["out"] and (folder / "text").read_text() == "mine"

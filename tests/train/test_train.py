@@ -1,0 +1,376 @@
+"""The trainer: how it steps, what it learns, what its command says and writes."""
+
+import json
+import re
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import PreTrainedModel
+
+from helpers.chats import BYTES, tiny_tokenizer
+from helpers.training import CONTEXT, VOCAB, base_dir, batches_of, command, random_drafter, tiny_model
+from redrafter import DrafterConfig, RecurrentDrafter, ReDrafter
+from redrafter.data.documents import documents
+from redrafter.data.rows import read_rows
+from redrafter.data.windows import Windows
+from redrafter.errors import ArgumentError
+from redrafter.target.target import Target
+from redrafter.train.bad_rows import told
+from redrafter.train.config import parse, shown_command
+from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.walk import HeldOut
+from redrafter.train.loss import Losses, Unroll, weight
+from redrafter.train.optimizer import BETAS, make_optimizer, schedule
+from redrafter.train.processes import new_accelerator
+from redrafter.train.progress import Clock, Meter, Numbers, Standing
+from redrafter.train.teacher import Teacher
+from redrafter.train.train_drafter import TrainConfig, main, new_drafter, train
+
+
+def loss_of(model: PreTrainedModel, drafter: RecurrentDrafter, config: TrainConfig, batches: list) -> Tensor:
+    """The mean over some batches."""
+    unroll, total = Unroll(drafter, config), sum(weight(mask, config) for _, mask in batches)
+    with Teacher(model) as teacher:
+        return sum(unroll(tokens, mask, teacher.read(tokens)).loss for tokens, mask in batches) / total
+
+
+def gradients_of(model: PreTrainedModel, drafter: RecurrentDrafter, batches: list, config: TrainConfig) -> list[Tensor]:
+    """What the optimizer was given at each step, flat."""
+    steps = []
+
+    def record(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        gradients = [weight.grad for group in optimizer.param_groups for weight in group["params"]]
+        steps.append(torch.cat([gradient.flatten() for gradient in gradients]))
+
+    hook = register_optimizer_step_pre_hook(record)
+    train(model, drafter, batches, config, log=lambda _: None)
+    hook.remove()
+    return steps
+
+
+# How it steps
+
+
+def test_a_step_follows_the_gradient_of_the_mean():
+    """Over its own batches only, whatever the number of targets, clipped to a norm."""
+    model = tiny_model()
+    batches = batches_of(*(torch.rand(2, 30) < part for part in (0.9, 0.4, 0.2, 0.7)))
+    for norm, accumulate in ((1e9, 1), (0.01, 1), (1e9, 2), (1e9, 3)):
+        drafter = random_drafter(model)
+        config = TrainConfig(  # with a learning rate that leaves the weights where they are
+            draft_len=3, cpu=True, lr=1e-12, decay=0.8, distill=0.6, max_grad_norm=norm, accumulate=accumulate
+        )
+        steps = gradients_of(model, drafter, batches, config)
+        groups = [batches[first : first + accumulate] for first in range(0, 4, accumulate)]
+        for found, group in zip(steps, groups, strict=True):
+            drafter.zero_grad()
+            loss_of(model, drafter, config, group).backward()
+            weights = sorted(drafter.parameters(), key=lambda weight: weight.dim() == 1)
+            expected = torch.cat([weight.grad.flatten() for weight in weights])
+            expected *= min(1, norm / expected.norm())
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_accumulated_batches_are_one_large_batch():
+    model, trained = tiny_model(), []
+    whole = batches_of(*(torch.rand(8, 20) < 0.8 for _ in range(3)))
+    for accumulate in (1, 2):
+        config = TrainConfig(draft_len=3, cpu=True, accumulate=accumulate, lr=1e-3, warmup=0)
+        drafter = random_drafter(model)
+        halves = [
+            tuple(part[n : n + 8 // accumulate] for part in batch) for batch in whole for n in (0, 4)[:accumulate]
+        ]
+        report = train(model, drafter, halves, config, log=lambda _: None)
+        trained.append((drafter.state_dict(), report))
+    (one, report), (two, other) = trained
+    assert report.steps == other.steps == 3 and report.tokens == other.tokens == 3 * 8 * 20
+    assert report.loss == pytest.approx(other.loss, rel=1e-5) and report.accuracy == other.accuracy
+    before = random_drafter(model).state_dict()
+    for name, found in one.items():
+        assert not torch.equal(found, before[name])
+        # As a whole: Adam makes a step as long as others of a gradient near 0, of which rounding may be all.
+        assert (two[name] - found).norm() < 1e-4 * (found - before[name]).norm(), name
+
+
+def test_only_matrices_decay():
+    drafter = random_drafter(tiny_model())
+    optimizer = make_optimizer(drafter, TrainConfig(weight_decay=0.1), torch.device("cpu"))
+    names = {weight: name for name, weight in drafter.named_parameters()}
+    decaying, others = ({names[weight] for weight in group["params"]} for group in optimizer.param_groups)
+    assert decaying | others == set(names.values()) and all(name.endswith("bias") for name in others)
+    assert not any(name.endswith("bias") for name in decaying)
+    assert [(group["weight_decay"], group["betas"]) for group in optimizer.param_groups] == [(0.1, BETAS), (0, BETAS)]
+
+
+def test_bf16_computes_in_half_precision_and_keeps_masters():
+    model = tiny_model()
+    batches, trained = batches_of(*[torch.ones(4, 20, dtype=torch.bool)] * 4), []
+    for precision in ("no", "bf16"):
+        drafter = random_drafter(model)
+        config = TrainConfig(draft_len=3, cpu=True, mixed_precision=precision)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        trained.append((train(model, drafter, batches, config, log=lambda _: None).loss, drafter.state_dict()))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (loss, exact), (half_loss, half) = trained
+    assert loss != half_loss and loss == pytest.approx(half_loss, rel=0.02)
+    assert all(weight.dtype == torch.float32 for weight in half.values())
+    assert not torch.equal(half["lm_head.weight"], half["lm_head.weight"].bfloat16().float())
+    torch.testing.assert_close(half["lm_head.weight"], exact["lm_head.weight"], rtol=0.01, atol=5e-3)
+
+
+# What it learns, and what it reports
+
+
+@pytest.fixture(scope="module")
+def patterned() -> PreTrainedModel:
+    """A base that has learnt to go round a circle of 40 ids."""
+    model = tiny_model(vocab=48, initializer_range=0.05).train()
+    circle = 4 + torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(60):
+        start = torch.randint(40, (16, 1), generator=torch.Generator().manual_seed(step))
+        ids = circle[(start + torch.arange(24)) % 40]
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.circle = circle
+    return model.eval()
+
+
+def test_a_few_steps_of_training_are_worth_many_tokens(patterned):
+    circle = patterned.circle
+    config = TrainConfig(steps=80, draft_len=4, cpu=True, lr=1e-2, log_every=40, validate_every=40)
+    drafter = new_drafter(patterned, config)
+    held_out = HeldOut(Target(patterned), [circle[n : n + 3].tolist() for n in range(0, 36, 4)], 20)
+
+    def batches():
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            start = torch.randint(40, (8, 1), generator=generator)
+            yield circle[(start + torch.arange(24)) % 40], torch.ones(8, 24, dtype=torch.bool)
+
+    seen = []
+
+    def validate() -> float:
+        seen.append(held_out.walk(drafter, Shape(3, 4, 13)).tokens_per_step)
+        return seen[-1]
+
+    validate()
+    frozen = {name: weight.clone() for name, weight in patterned.state_dict().items()}
+    report = train(patterned, drafter, batches(), config, validate=validate, log=lambda _: None)
+    assert len(seen) == 3 and seen[0] < 1.5 < 3.5 < seen[-1]
+    assert report.walked == {40: seen[1], 80: seen[2]} and report.best_step == (80 if seen[2] >= seen[1] else 40)
+    assert report.accuracy[0] > 0.9 and report.accuracy[3] > 0.8 and not drafter.training
+    assert all(torch.equal(weight, frozen[name]) for name, weight in patterned.state_dict().items())
+
+
+def test_training_stops_at_its_minutes_its_steps_or_its_batches():
+    model = tiny_model()
+    batch = torch.randint(3, VOCAB, (2, 12)), torch.ones(2, 12, dtype=torch.bool)
+    config, quiet = TrainConfig(draft_len=2, cpu=True), {"log": lambda _: None}
+    assert train(model, random_drafter(model), [batch] * 3, config, **quiet).steps == 3
+    assert train(model, random_drafter(model), [batch] * 9, replace(config, steps=4), **quiet).steps == 4
+
+    def forever():
+        while True:
+            yield batch
+
+    report = train(model, random_drafter(model), forever(), replace(config, minutes=0.005), **quiet)
+    assert 0.3 <= report.seconds < 3 and report.steps > 2
+
+
+def test_progress_is_of_the_steps_since_the_last_line():
+    meter, counts = Meter(2, new_accelerator(TrainConfig(cpu=True))), torch.tensor([[4, 2], [2, 1]])
+    for loss in (6.0, 2.0):
+        meter.add(0, Losses(torch.tensor(loss), *counts))
+    meter.weigh(torch.tensor(4.0), 7)
+    meter.read()
+    assert (meter.loss, meter.accuracy, meter.tokens) == (2.0, [0.5, 0.5], 7)
+    meter.add(1, Losses(torch.tensor(3.0), *torch.tensor([[4, 0], [0, 0]])))
+    meter.weigh(torch.tensor(1.0), 5)
+    meter.read()
+    meter.read()  # nothing new: what was read stands
+    assert (meter.loss, meter.accuracy, meter.tokens) == (3.0, [0.0, 0.0], 12)
+
+
+def test_time_counts_on_without_what_is_beside_the_training():
+    accelerator = new_accelerator(TrainConfig(cpu=True))
+    clock = Clock(TrainConfig(minutes=1.0), accelerator, Standing(step=5, tokens=7, seconds=30.0))
+    with clock.noted("validating", stopped=True):
+        time.sleep(0.2)
+    assert 30 <= clock.seconds < 30.1 and 0.5 <= clock.agreed() < 0.51 and 0.2 <= clock.spent["validating"] < 0.4
+    shown = str(Numbers(6, 24, 0.25, 600.0, 1234.5, 2.0, [0.5, 0.25], 1e-3))
+    assert shown == "step 6/24  10:00, 30:00 left  1,234 tokens/s  loss 2.0000  right 0.500 0.250  lr 1.0e-03"
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [schedule(step / 100, 0.1) for step in range(100)]
+    assert rates[0] == 0 and rates[5] == pytest.approx(0.5, rel=0.01) and max(rates) == rates[10]
+    assert sorted(rates[10:], reverse=True) == rates[10:] and rates[-1] < 0.001
+    assert schedule(0.5, 0) == pytest.approx(0.5)
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_its_step():
+    model = tiny_model()
+    batch = torch.randint(3, VOCAB, (2, 12)), torch.ones(2, 12, dtype=torch.bool)
+    drafter, config = random_drafter(model), TrainConfig(draft_len=2, cpu=True, steps=30, log_every=10)
+
+    def batches():
+        for step in range(30):
+            if step == 6:
+                drafter.lm_head.weight.data.fill_(float("nan"))
+            yield batch
+
+    with pytest.raises(ArgumentError, match="not finite at step 7;"):
+        train(model, drafter, batches(), config, log=lambda _: None)
+
+
+def test_a_gradient_that_is_not_finite_stops_it_too():
+    model = tiny_model()
+    drafter, lines = random_drafter(model), []
+    batches = batches_of(*[torch.ones(2, 12, dtype=torch.bool)] * 3)
+    config = TrainConfig(draft_len=2, cpu=True, log_every=2)
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return gradient * float("inf") if lines else gradient
+
+    drafter.lm_head.weight.register_hook(spoil)
+    with pytest.raises(ArgumentError, match="not finite at step 3;"):
+        train(model, drafter, batches, config, log=lines.append)
+
+
+# The command
+
+
+def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
+    assert main(command(tmp_path, "--epochs", "2", "--exit-dim", "16", "--draft-vocab-size", "40")) == 0
+    out, said = tmp_path / "out", capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data.jsonl", "out"]
+    drafter = RecurrentDrafter.from_pretrained(out)
+    config = drafter.config
+    assert (config.trained_draft_len, config.draft_len_per_beam, config.exit_dim) == (3, 3, 16)
+    assert config.base_model == "base" and len(config.base_embedding_norms) == 8 and drafter.dtype == torch.float32
+    learnt = {token for token in range(VOCAB) if token in drafter.draft_ids}
+    assert {6 + BYTES.index(letter) for letter in "tobe"} < learnt and 6 + BYTES.index("q") not in learnt
+    engine = ReDrafter.from_pretrained(tmp_path / "base", out)
+    ids = torch.tensor([[1, 30, 40]])
+    expected = engine.model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(engine.generate(ids, max_new_tokens=12, do_sample=False), expected)
+    assert "frozen" in said and "12 windows" in said and "walked" in said
+    card = (out / "README.md").read_text()
+    assert "library_name: redrafter\nbase_model: base\n" in card and "data.jsonl" in card
+    assert str(tmp_path) not in card and "--draft-vocab-size 40" in card and "tokens per step" in card
+    assert "from 1 held-out prompts (5 beams x 3 tokens, 16 nodes)" in card
+
+    more = ["--steps", "2", "--drafter", str(out), "--save-dtype", "bfloat16", "--validate-prompts", "0"]
+    again = command(tmp_path, *more)
+    assert main(again) == 2 and "--overwrite" in capsys.readouterr().err
+    assert main([*again, "--overwrite"]) == 0
+    assert RecurrentDrafter.from_pretrained(out).dtype == torch.bfloat16
+    assert "not measured" in (out / "README.md").read_text()
+    mute = base_dir(tmp_path / "mute", eos_token_id=list(range(VOCAB)))
+    assert main(command(tmp_path, "--steps", "1", "--overwrite", "--model", mute)) == 0
+    assert "not measured" in (out / "README.md").read_text() and "walked 0" not in capsys.readouterr().out
+
+
+def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
+    def fails(said: str, *more: str, rows: list[object] | None = None) -> None:
+        assert main(command(tmp_path, *more, rows=rows)) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("redrafter: error: ") and said in error
+        assert not (tmp_path / "out").exists()
+
+    fails("data.jsonl:2: not JSON", rows=[{"text": "fine enough"}, "{"])
+    fails("no row to train on", rows=[{"text": "fine enough", "split": "val"}])
+    fails("--batch-size must be positive, got 0", "--batch-size", "0")
+    fails("--distill must be from 0 to 1, got 1.5", "--distill", "1.5")
+    fails("--draft-vocab-size 9999 is more", "--draft-vocab-size", "9999")
+    fails("it does not exist", "--model", str(tmp_path / "gone"))
+    RecurrentDrafter(DrafterConfig(vocab_size=VOCAB, hidden_size=8)).save_pretrained(tmp_path / "other")
+    fails("hidden size of 8", "--drafter", str(tmp_path / "other"))
+    fails("--exit-dim is the drafter's own", "--drafter", str(tmp_path / "other"), "--exit-dim", "8")
+    fails("--keep must be positive, got 0", "--keep", "0")
+    fails("--reach must be from 0 to 1, got nan", "--reach", "nan")
+    fails("--lr must be positive, got inf", "--lr", "inf")
+    wild = ["--lr", "1e30", "--steps", "4", "--warmup", "0", "--max-grad-norm", "1e30"]
+    config = parse(command(tmp_path))
+    rows = [row for row in read_rows(config.data) if row.split is None]
+    windows = Windows(documents(rows, tiny_tokenizer()), 32, bos=1)
+    named = told(next(windows.held(4, 0, start=1)), windows, tiny_tokenizer())
+    assert re.match(r", in rows \S+data\.jsonl:\d, ", named)
+    fails(f"not finite at step 2{named}; lower --lr", *wild)
+    for name, most in (("num-layers", 65536), ("batch-size", 65536), ("length", 1 << 24), ("accumulate", 1 << 31)):
+        fails(f"--{name} must be at most {most}, got 99999999999", f"--{name}", "99999999999")
+    fails("--seed must be at most", "--seed", str(1 << 64))
+    fails("--lr must be at most 1e+36", "--lr", "1e38")
+    fails("no row to train on", "--show-sample", rows=[{"text": "fine enough", "split": "val"}])
+    fails("no prompt of 1 to 32 tokens to validate on", "--validate-every", "1", rows=[{"text": "fine enough"}])
+    fails(f"context of {CONTEXT}; make --length {CONTEXT} or less", "--length", str(CONTEXT + 1))
+    (tmp_path / "file").write_text("mine")
+    fails("file is no directory that can be written to", "--output", str(tmp_path / "file" / "out"))
+    fails("--output needs a directory's name", "--output", "/")
+    fails("--output needs a directory's name", "--output", "n" * 250)
+    rows = [{"input_ids": [1, 8, 9], "loss_mask": [0, 1, 1]}, {"input_ids": [1, 8, 9999], "loss_mask": [0, 1, 1]}]
+    fails("data.jsonl:2: token id 9999, but the base knows", rows=rows)
+    base_dir(tmp_path / "small", vocab_size=50)
+    fails("the base knows 50 ids", "--model", str(tmp_path / "small"))
+
+
+def test_a_drafter_of_another_form_is_trained_measured_and_trained_on(tmp_path, capsys):
+    form = ["--recurrence", "gated", "--head-rank", "8", "--target-layers", "0"]
+    assert main(command(tmp_path, "--steps", "2", *form, "--no-pack")) == 0
+    config = RecurrentDrafter.from_pretrained(tmp_path / "out").config
+    assert (config.recurrence, config.head_rank, list(config.target_layers)) == ("gated", 8, [0])
+    more = command(tmp_path, "--steps", "2", "--drafter", str(tmp_path / "out"), "--output", str(tmp_path / "more"))
+    assert main(more) == 0 and main([*more, *form, "--overwrite"]) == 2
+    assert "--recurrence is the drafter's own" in capsys.readouterr().err
+    assert main(command(tmp_path, "--target-layers", "9", "--output", str(tmp_path / "no"))) == 2
+
+
+def test_what_is_no_drafter_is_never_overwritten(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    assert main(command(tmp_path, "--overwrite")) == 2 and "no drafter" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_what_a_training_left_without_weights_is_replaced_and_nothing_else(tmp_path, capsys):
+    out, record = tmp_path / "out", {"saved_step": 4, "processes": 1}
+
+    def left(**files: object) -> list[str]:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        (out / "README.md").write_text("A drafter.")
+        for name, content in files.items():
+            (out / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        return sorted(file.name for file in out.iterdir())
+
+    once = command(tmp_path, "--steps", "1", "--overwrite")
+    for files in ({}, {"training": {"learning_rate": 1}}, {"training": "[1]"}, {"training": record, "thesis": {}}):
+        before = left(**files)
+        assert main(once) == 2 and "holds something that is no drafter" in capsys.readouterr().err
+        assert sorted(file.name for file in out.iterdir()) == before
+    left(training=record)
+    assert main(once[:-1]) == 2 and "pass --overwrite" in capsys.readouterr().err
+    assert main(once) == 0
+    assert RecurrentDrafter.from_pretrained(out).config.trained_draft_len == 3
+
+
+def test_flags_and_fields_have_the_same_defaults():
+    given = parse(["--model", "m", "--data", "a/x.jsonl", "y.jsonl", "--output", "o"])
+    assert given == TrainConfig(model="m", data=("a/x.jsonl", "y.jsonl"), output="o")
+    words = "--model m --data a/x.jsonl --output b/o --no-rnn --steps 7 --lr 0.5 --compile"
+    changed = parse(words.split(" "))
+    assert not changed.rnn and changed.steps == 7 and changed.compile
+    shown = shown_command(changed)
+    assert shown.startswith("redrafter train --model m --data x.jsonl --output o ")
+    assert parse(shown.split()[2:]) == replace(changed, data=("x.jsonl",), output="o")
+    with pytest.raises(SystemExit) as caught:
+        parse(["--model", "m"])
+    assert caught.value.code == 2
