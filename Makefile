@@ -3,15 +3,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+# Which transformers to install: pinned (as in constraints.txt), lowest or newest that pyproject.toml allows.
+TRANSFORMERS ?= pinned
 
-.PHONY: demo test zoo hostile lint check format clean
+.PHONY: demo test test-all zoo hostile lint check docs format clean
 
 demo: $(READY)
 	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
 		"The old man looked at the sea and"
 
+# The tests that take seconds. `make test-all` adds the slow ones and measures coverage.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-all: $(READY)
+	$(PYTEST) --cov
 
 zoo: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo
@@ -23,8 +30,13 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/deptry .
 
 check: lint test
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff format .
@@ -36,6 +48,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	case $(TRANSFORMERS) in \
+		lowest) $(BIN)/python -m pip install --quiet "transformers==$$(sed -n 's/.*"transformers>=\([0-9.]*\).*/\1.*/p' pyproject.toml)";; \
+		newest) $(BIN)/python -m pip install --quiet --upgrade "transformers<6";; \
+	esac
 	touch $@
 
 clean:

@@ -16,8 +16,17 @@ import transformers
 from transformers import PreTrainedModel
 
 from helpers.models import tiny_model
+from helpers.progress import FolderProgress
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits
+
+
+@pytest.hookimpl(trylast=True)  # when the reporter is there
+def pytest_configure(config: pytest.Config) -> None:
+    """Show progress by folder, in the process that reports."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FolderProgress(reporter.write_line))
 
 
 @pytest.fixture(scope="session")
