@@ -23,6 +23,7 @@ from redrafter.cli.differences import Difference, find_differences, parting
 from redrafter.engine.outputs import GenerateStats, Stats
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
+from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import hardware, versions
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
@@ -209,7 +210,7 @@ def _facts(pair: Pair, prompts: list[list[int]], left_out: int, options: dict[st
         "command": shlex.join(["redrafter", *sys.argv[1:]]),
         "model": pair.name,
         "hardware": hardware(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "versions": versions(),
         "prompts": {
             "file": options["prompts"],

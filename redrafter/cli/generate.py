@@ -16,6 +16,7 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.cli.printer import Printer, use_color
 from redrafter.engine.outputs import Stats
 from redrafter.errors import ArgumentError
+from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.divergence import first_difference
 from redrafter.measure.facts import versions
 
@@ -103,7 +104,7 @@ class _Job:
             "drafter": self.pair.drafts,
             "shape": shape(proposer),
             "options": asdict(self.options),
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target.dtype),
             "device": str(target.device),
             "versions": versions(),
         }

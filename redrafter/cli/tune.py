@@ -24,6 +24,7 @@ from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
+from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.picture import check_picture
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.version import __version__
@@ -81,7 +82,7 @@ def _tuning(engine: ReDrafter, tuner: Tuner, shapes: dict[int, TreeShape | None]
     return Tuning(
         shapes,
         device=device_name(engine.target.device),
-        dtype=str(engine.target.dtype).removeprefix("torch."),
+        dtype=dtype_name(engine.target.dtype),
         target=target_fingerprint(engine.target),
         drafter=drafter_fingerprint(engine.drafter),
         versions={

@@ -24,6 +24,7 @@ from redrafter.convert.base import FLOATS
 from redrafter.convert.tensors import CODES, Stored, held, of_file
 from redrafter.drafting.drafter import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.files.dtype_names import dtype_name
 
 __all__ = ["Drafter", "read"]
 
@@ -101,7 +102,7 @@ def _checked(found: Drafter) -> Drafter:
     for name, tensor in found.tensors.items():
         wanted = (torch.int64,) if name == "draft_ids" else FLOATS
         if tensor.dtype not in wanted and name != "emb_norm.weight":
-            short = str(tensor.dtype).removeprefix("torch.")
+            short = dtype_name(tensor.dtype)
             raise CheckpointError(f"{found.place} has {tensor.name} as {short}, which a drafter cannot be computed in")
     if (ids := found.tensors.get("draft_ids")) is not None:
         held_ids = ids.read(0, ids.length)

@@ -25,6 +25,7 @@ from redrafter.convert.targets import ConversionRequest, Source, possible
 from redrafter.convert.tensors import Stored
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.checkpoint_kind import check_place, kind_of
+from redrafter.files.dtype_names import dtype_name
 from redrafter.version import __version__
 
 __all__ = ["describe", "main"]
@@ -124,7 +125,7 @@ def _count(tensors: Mapping[str, Stored]) -> int:
 def _formats(tensors: Mapping[str, Stored]) -> str:
     """The number formats of the parameters, such as `bfloat16`."""
     stored = {tensor.dtype for tensor in tensors.values()} - {torch.int64}
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
+    return ", ".join(sorted(dtype_name(dtype) for dtype in stored))
 
 
 def _environment() -> dict[str, Any]:

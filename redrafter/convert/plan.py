@@ -12,6 +12,7 @@ from typing import Any
 
 from redrafter.convert.tensors import Stored, size, write
 from redrafter.errors import CheckpointError
+from redrafter.files.dtype_names import dtype_name
 
 __all__ = ["Plan"]
 
@@ -83,7 +84,7 @@ class Plan:
             yield str(source), name, "as it is", ""
         for file, tensors in self.weights.items():
             for name, tensor in tensors.items():
-                shape, dtype = str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch.")
+                shape, dtype = str(list(tensor.shape)), dtype_name(tensor.dtype)
                 yield tensor.name, f"{file}: {name}", shape, dtype
 
     def _links(self, file: Path, output: Path) -> bool:

@@ -17,6 +17,7 @@ from redrafter.convert.plan import Plan
 from redrafter.convert.tensors import Stored, cast, shards
 from redrafter.drafting.drafter import DrafterConfig
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
+from redrafter.files.dtype_names import dtype_name
 
 __all__ = ["TARGETS", "ConversionRequest", "Source", "possible"]
 
@@ -240,7 +241,7 @@ def _stored(base: Base) -> torch.dtype:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dtype_name(dtype)
 
 
 def _dict(config: Any) -> dict[str, Any]:

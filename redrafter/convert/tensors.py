@@ -13,6 +13,7 @@ from torch import Tensor
 
 from redrafter.checkpoints.headers import WEIGHTS
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
+from redrafter.files.dtype_names import dtype_name
 
 __all__ = [
     "DTYPES",
@@ -91,7 +92,7 @@ def cast(tensor: Stored, dtype: torch.dtype) -> Stored:
         before = tensor.read(first, last)
         after = before.to(dtype)
         if after.isfinite().sum() < before.isfinite().sum():
-            short = str(dtype).removeprefix("torch.")
+            short = dtype_name(dtype)
             worst = before[before.isfinite()].abs().max()
             raise ArgumentError(f"{tensor.name} holds {worst:g}, too much for {short}: choose another --dtype")
         return after

@@ -21,6 +21,7 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.cuda_graphs import bucket
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_whole
+from redrafter.files.dtype_names import dtype_name
 from redrafter.target.target import Target
 
 __all__ = [
@@ -193,4 +194,4 @@ def _digest(values: list[Any]) -> str:
 
 
 def _dtype_name(target: Target) -> str:
-    return str(target.dtype).removeprefix("torch.")
+    return dtype_name(target.dtype)

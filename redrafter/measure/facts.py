@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from redrafter.engine.recurrent import ReDrafter
+from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.workload import Workload
 from redrafter.version import __version__
@@ -26,7 +27,7 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
         **names,
         "hardware": hardware(target.device),
         "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "versions": versions(),
         "seed": work.seed,
         "temperature": work.temperature,

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.files.dtype_names import dtype_name
 
 __all__ = ["check_autocast", "check_eval"]
 
@@ -23,7 +24,7 @@ def check_eval(*models: nn.Module) -> None:
 def check_autocast(device: torch.device) -> None:
     """Raise `UnsupportedError` under `torch.autocast`, in which keys and values change their dtype on the way."""
     if torch.is_autocast_enabled(device.type):
-        dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+        dtype = dtype_name(torch.get_autocast_dtype(device.type))
         raise UnsupportedError(
             f"a model cannot be verified under torch.autocast; leave it, and load the model with dtype={dtype!r}"
         )

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 import redrafter
 from redrafter.app.flags import own_name
 from redrafter.data.windows import Windows
+from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import hardware, versions
 from redrafter.train.config import TrainConfig, shown_command
 from redrafter.train.loop import Report
@@ -43,7 +44,7 @@ def provenance(
         "data_hash": data_hash(windows),
         "windows": len(windows),
         "base": base,
-        "base_dtype": str(model.dtype).removeprefix("torch."),
+        "base_dtype": dtype_name(model.dtype),
         "mixed_precision": accelerator.mixed_precision,
         "device": hardware(accelerator.device),
         "processes": accelerator.num_processes,

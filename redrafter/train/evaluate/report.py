@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from redrafter.app.flags import own_name
 from redrafter.app.loading import Pair
+from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import hardware, versions
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts, repeated
@@ -38,7 +39,7 @@ def report(
         "drafter": own_name(str(pair.drafts)),
         "hardware": hardware(target.device),
         "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "versions": versions(),
         "seed": options.seed,
         "seeds": "prompt i, of all in their order, is written on under seed + i",

@@ -24,6 +24,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.tuning import target_fingerprint
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.atomic_file import check_writable
+from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import versions
 from redrafter.target.target import Target
 from redrafter.train.regenerate.answering import Writer, mine
@@ -87,7 +88,7 @@ def _settings(engine: Engine, tokenizer: PreTrainedTokenizerBase, config: Regene
         "data_bytes": sizes,
         "base": target_fingerprint(engine.target),
         "tokenizer": fingerprint(tokenizer),
-        "dtype": str(engine.target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(engine.target.dtype),
     }
 
 
