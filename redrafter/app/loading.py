@@ -1,7 +1,6 @@
 """From options to a loaded pair and a run of it."""
 
 import os
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,17 +15,18 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import find_template
 from redrafter.checkpoints.loading import boxed_pair, load_tokenizer
 from redrafter.engine.engine import Engine
-from redrafter.engine.outputs import GenerateOutput, GenerateStats
 from redrafter.engine.stopping import end_tokens
 from redrafter.engine.streaming import StepStreamer
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import check_place
+from redrafter.measure.run import Run, timed_run
+from redrafter.measure.stopwatch import Stopwatch
 from redrafter.measure.workload import padded
 
 NO_DRAFT = DraftOptions()
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 
-__all__ = ["Pair", "Run", "Template", "boxed_model", "checked", "limit_threads"]
+__all__ = ["Pair", "Template", "boxed_model", "checked", "limit_threads"]
 
 
 def boxed_model() -> str:
@@ -35,23 +35,6 @@ def boxed_model() -> str:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"this installation holds no boxed pair at {path}: say which model to use with --model")
     return str(path)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One call of `generate`. tokens: what each output row wrote. seconds: prefill included."""
-
-    tokens: list[list[int]]
-    stats: GenerateStats
-    seconds: float
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.tokens))
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.count / self.seconds
 
 
 def checked(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadOptions, DraftOptions]:
@@ -113,13 +96,7 @@ class Pair:
         """Decode prompts, given as token ids, in one batch. arguments: for `generate`, over those from `options`."""
         ids, mask = _padded(prompts, self.tokenizer)
         arguments = self.arguments(options) | arguments
-        start = time.perf_counter()
-        out = self.engine.generate(ids, mask, streamer=streamer, return_dict_in_generate=True, **arguments)
-        seconds = time.perf_counter() - start
-        assert isinstance(out, GenerateOutput) and out.stats is not None
-        rows = zip(out.sequences[:, ids.shape[1] :].tolist(), out.stats.rows, strict=True)
-        # A row's first token came with the prefill, which is no step.
-        return Run([row[: stats.emitted + 1] for row, stats in rows], out.stats, seconds)
+        return timed_run(self.engine, ids, mask, Stopwatch(self.engine.target.device), streamer=streamer, **arguments)
 
     def arguments(self, options: GenerationOptions) -> dict[str, Any]:
         """For `generate`."""

@@ -1,6 +1,5 @@
 """What Hugging Face's own `generate` does on the same prompts, in the same process."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from redrafter.errors import ArgumentError, first_line
+from redrafter.measure.stopwatch import Stopwatch
 from redrafter.measure.workload import Workload, padded
 
 __all__ = ["RIVALS", "Rival", "check_names", "measure_rivals"]
@@ -90,10 +90,10 @@ def _measure(
         begin = 0 if name == "static" else int(mask.shape[1] - mask[index].sum())
         mine, seen = (x[index : index + 1, begin:].to(work.device) for x in (ids, mask))
         torch.manual_seed(work.seed)
-        start = time.perf_counter()
-        out = work.engine.model.generate(mine, attention_mask=seen, **work.arguments(), **arguments)
+        with Stopwatch(work.device) as watch:
+            out = work.engine.model.generate(mine, attention_mask=seen, **work.arguments(), **arguments)
+        seconds.append(watch.seconds)
         texts.append(out[0, mine.shape[1] :].tolist())
-        seconds.append(time.perf_counter() - start)
         if len(texts[-1]) != work.max_new_tokens:
             raise RuntimeError(f"it wrote {len(texts[-1])} tokens, not {work.max_new_tokens}")
     speed = len(prompts) * work.max_new_tokens / sum(seconds[1:])

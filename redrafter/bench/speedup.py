@@ -8,7 +8,8 @@ import torch
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.measure.divergence import Equality, compare
 from redrafter.measure.floors import resident_bytes
-from redrafter.measure.workload import Run, Workload
+from redrafter.measure.run import StreamedRun
+from redrafter.measure.workload import Workload
 
 __all__ = ["Memory", "Throughput", "Way", "measure", "peak_memory"]
 
@@ -65,7 +66,7 @@ def measure(work: Workload, rows: int, repeats: int) -> Throughput:
     first = {way: work.run(batches[0], way).seconds for way in ways}
     if work.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(work.device)
-    runs: dict[bool, list[list[Run]]] = {way: [] for way in ways}  # by way, repeat and batch
+    runs: dict[bool, list[list[StreamedRun]]] = {way: [] for way in ways}  # by way, repeat and batch
     for repeat in range(repeats):
         for way in ways:
             runs[way].append([])
@@ -94,20 +95,20 @@ def measure(work: Workload, rows: int, repeats: int) -> Throughput:
     )
 
 
-def _way(work: Workload, repeats: list[list[Run]], first: float) -> Way:
-    rest = [sum(run.seconds - run.first for run in runs) for runs in repeats]
+def _way(work: Workload, repeats: list[list[StreamedRun]], first: float) -> Way:
+    rest = [sum(run.seconds - run.first_token for run in runs) for runs in repeats]
     steps = [sum(run.steps for run in runs) for runs in repeats]
     return Way(
         first_request_s=first,
         tokens_per_second=statistics.median(sum(run.count for run in runs) / _seconds(runs) for runs in repeats),
-        ttft_ms=1e3 * statistics.median(run.first for runs in repeats for run in runs),
+        ttft_ms=1e3 * statistics.median(run.first_token for runs in repeats for run in runs),
         tpot_ms=1e3 * statistics.median(rest) / (len(repeats[0]) * (work.max_new_tokens - 1)),
         steps=steps[0],
         step_wall_ms=1e3 * statistics.median(r / s for r, s in zip(rest, steps, strict=True)),
     )
 
 
-def _seconds(runs: list[Run]) -> float:
+def _seconds(runs: list[StreamedRun]) -> float:
     return sum(run.seconds for run in runs)
 
 

@@ -15,7 +15,7 @@ from redrafter.engine.batch import Batch, DenseBatch, PagedBatch
 from redrafter.engine.cuda_graphs import capture
 from redrafter.engine.request import Request, read_request
 from redrafter.errors import first_line
-from redrafter.measure.timing import median_ms
+from redrafter.measure.stopwatch import median_ms
 from redrafter.measure.workload import Workload
 from redrafter.tree.token_tree import Tree
 

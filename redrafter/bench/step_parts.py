@@ -9,8 +9,8 @@ import torch
 from redrafter.bench.standing_batch import Checks, long_texts, staged
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.measure.bandwidth import Bandwidth
 from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
-from redrafter.measure.timing import Bandwidth
 from redrafter.measure.workload import Workload
 
 __all__ = ["Head", "Parts", "measure_head", "measure_parts", "random_drafter"]

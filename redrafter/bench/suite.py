@@ -8,8 +8,8 @@ from redrafter.bench.plot import draw
 from redrafter.bench.rivals import measure_rivals
 from redrafter.bench.speedup import Throughput, measure
 from redrafter.bench.step_parts import Parts, measure_head, measure_parts, random_drafter
+from redrafter.measure.bandwidth import Bandwidth, copy_bandwidth
 from redrafter.measure.report import Report, Table
-from redrafter.measure.timing import Bandwidth, copy_bandwidth
 from redrafter.measure.workload import Workload
 
 __all__ = ["Plan", "run_suite"]

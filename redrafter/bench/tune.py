@@ -22,6 +22,7 @@ from redrafter.engine.outputs import GenerateOutput
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
+from redrafter.measure.stopwatch import Stopwatch
 from redrafter.sampling.hf_processors import RowTemperature
 from redrafter.sampling.sampler import Sampler
 
@@ -229,11 +230,9 @@ class Tuner:
             for _ in range(WARM_UP + STEPS):
                 if any(n + proposer.depth >= limit for n, limit in zip(committed, request.limits, strict=True)):
                     break  # a context of few tokens
-                self._wait()
-                began = time.perf_counter()
-                _, found = batch.step(max(committed))
-                self._wait()
-                times.append(time.perf_counter() - began)
+                with Stopwatch(self.engine.target.device) as watch:
+                    _, found = batch.step(max(committed))
+                times.append(watch.seconds)
                 committed = [n + row[-1] + 1 for n, row in zip(committed, found, strict=True)]
         finally:
             batch.close([[]] * size)
@@ -281,10 +280,6 @@ class Tuner:
 
     def _late(self) -> bool:
         return time.monotonic() > self._deadline
-
-    def _wait(self) -> None:
-        if self.engine.target.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.target.device)
 
     def _forget(self) -> None:
         """Give back what the steps of a tree that is done with hold."""

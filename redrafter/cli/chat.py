@@ -6,12 +6,13 @@ import sys
 from dataclasses import dataclass, field
 
 from redrafter.app.flags import read_options
-from redrafter.app.loading import Pair, Run, Template
+from redrafter.app.loading import Pair, Template
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.program import report
 from redrafter.cli.printer import Printer, use_color
 from redrafter.engine.outputs import GenerateStats, Stats
 from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.measure.run import Run
 
 __all__ = ["History", "run"]
 

@@ -4,7 +4,6 @@ import argparse
 import shlex
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +15,7 @@ import torch
 
 from redrafter.app.engines import DRAFT_MODEL, DRAFTER, LOOKUP, WAYS, check_flags, drafts_by, load_engine, shape
 from redrafter.app.flags import read_options
-from redrafter.app.loading import Pair, Run, checked
+from redrafter.app.loading import Pair, checked
 from redrafter.app.options import CompareOptions, DraftOptions, GenerationOptions, LoadOptions
 from redrafter.checkpoints.loading import holds_drafter, load_tokenizer
 from redrafter.cli.differences import Difference, find_differences, parting
@@ -27,6 +26,8 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import hardware, versions
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
+from redrafter.measure.run import Run
+from redrafter.measure.stopwatch import Stopwatch
 
 __all__ = ["run"]
 
@@ -103,19 +104,20 @@ class _Assisted(_Way):
         seed = arguments.pop("seed") or 0
         del arguments["speculate"]
         texts, stats = [], []
-        start = time.perf_counter()
-        for row, prompt in enumerate(batch):
-            ids = torch.tensor([prompt], device=model.device)
-            torch.manual_seed(seed + row)
-            forwards = Counter[str]()
-            hook = model.register_forward_hook(lambda *_, forwards=forwards: forwards.update(["target"]))
-            try:
-                out = model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft.model, **arguments)
-            finally:
-                hook.remove()
-            texts.append(out[0, len(prompt) :].tolist())
-            stats.append(Stats(steps=forwards["target"], emitted=len(texts[-1])))
-        return Run(texts, GenerateStats.of(stats, None), time.perf_counter() - start)
+        with Stopwatch(model.device) as watch:
+            for row, prompt in enumerate(batch):
+                ids = torch.tensor([prompt], device=model.device)
+                torch.manual_seed(seed + row)
+                forwards = Counter[str]()
+                hook = model.register_forward_hook(lambda *_, forwards=forwards: forwards.update(["target"]))
+                mask = torch.ones_like(ids)
+                try:
+                    out = model.generate(ids, attention_mask=mask, assistant_model=draft.model, **arguments)
+                finally:
+                    hook.remove()
+                texts.append(out[0, len(prompt) :].tolist())
+                stats.append(Stats(steps=forwards["target"], emitted=len(texts[-1])))
+        return Run(texts, GenerateStats.of(stats, None), watch.seconds)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from redrafter.app.engines import shape
 from redrafter.app.flags import read_options
-from redrafter.app.loading import Pair, Run, Template
+from redrafter.app.loading import Pair, Template
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.cli.printer import Printer, use_color
 from redrafter.engine.outputs import Stats
@@ -19,6 +19,7 @@ from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.divergence import first_difference
 from redrafter.measure.facts import versions
+from redrafter.measure.run import Run
 
 __all__ = ["run"]
 

@@ -1,6 +1,5 @@
 """What is decoded, and one timed call of `generate` on it."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,30 +10,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from redrafter.drafting.proposer import Proposer
-from redrafter.engine.outputs import GenerateOutput, GenerateStats
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError
+from redrafter.measure.run import FirstTokenTimer, StreamedRun, timed_run
+from redrafter.measure.stopwatch import Stopwatch
 
-__all__ = ["Run", "Workload", "padded"]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One call of `generate`: what each row wrote, and seconds from the call to the first token and to the last."""
-
-    tokens: list[list[int]]
-    stats: GenerateStats
-    first: float
-    seconds: float
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.tokens))
-
-    @property
-    def steps(self) -> int:
-        """Steps of the batch: those of the row that took most."""
-        return max(row.steps for row in self.stats.rows)
+__all__ = ["Workload", "padded"]
 
 
 @dataclass(frozen=True)
@@ -88,41 +69,25 @@ class Workload:
         sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0}  # transformers would cut to 50
         return {"max_new_tokens": self.max_new_tokens} | (sampling if self.temperature else {"do_sample": False})
 
-    def run(self, batch: Sequence[Sequence[int]], speculate: bool, *, seed: int = 0) -> Run:
+    def run(self, batch: Sequence[Sequence[int]], speculate: bool, *, seed: int = 0) -> StreamedRun:
         """Decode a batch from nothing: keys and values of earlier runs are not reused. seed: added to our own."""
         ids, mask = padded(batch, self.pad_token)
         self.engine.forget_prefixes()
-        clock = _Clock()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        out = self.engine.generate(
+        watch = Stopwatch(self.device)
+        timer = FirstTokenTimer(watch)
+        run = timed_run(
+            self.engine,
             ids,
             mask,
-            streamer=clock,
+            watch,
+            streamer=timer,
             seed=self.seed + seed,
             speculate=speculate,
-            return_dict_in_generate=True,
             **self.arguments(),
         )
-        seconds = time.perf_counter() - start
-        assert isinstance(out, GenerateOutput) and out.stats is not None and clock.first is not None
-        rows = out.sequences[:, ids.shape[1] :].tolist()
-        assert all(row.emitted + 1 == self.max_new_tokens for row in out.stats.rows), "a row ended early"
-        return Run(rows, out.stats, clock.first - start, seconds)
-
-
-class _Clock:
-    """A streamer that notes when the first token came."""
-
-    first: float | None = None
-
-    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
-        if self.first is None:
-            self.first = time.perf_counter()
-
-    def end(self) -> None:
-        pass
+        assert timer.seconds is not None
+        assert all(len(row) == self.max_new_tokens for row in run.tokens), "a row ended early"
+        return StreamedRun(run.tokens, run.stats, run.seconds, timer.seconds)
 
 
 def padded(batch: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from helpers.command_line import TEXT, byte_tokenizer, fails
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, CheckpointError, ReDrafterError, UnsupportedError
 from redrafter.app.options import BenchOptions
-from redrafter.bench import plot as plot_module
 from redrafter.bench.padded_model import SHAPES, PadShape
 from redrafter.bench.rivals import measure_rivals
 from redrafter.bench.standing_batch import long_texts, staged
@@ -25,12 +24,12 @@ from redrafter.cli import tune as tune_module
 from redrafter.data.documents import documents
 from redrafter.data.rows import Row
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.measure import timing
+from redrafter.measure import picture, stopwatch
+from redrafter.measure.bandwidth import Bandwidth, copy_bandwidth
 from redrafter.measure.divergence import compare, first_difference
 from redrafter.measure.floors import draft_bytes, forward_bytes, resident_bytes, slot_bytes
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
-from redrafter.measure.timing import Bandwidth, copy_bandwidth
 from redrafter.measure.workload import Workload
 from redrafter.target.target import Target
 from redrafter.train.evaluate import command as evaluate_module
@@ -60,8 +59,8 @@ def workload(**changes) -> Workload:
 def _rough():
     """Two calls make a median here: nobody reads the times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "FEWEST", 2)
-        patch.setattr(timing, "ENOUGH", 0.0)
+        patch.setattr(stopwatch, "MIN_TIMED_CALLS", 2)
+        patch.setattr(stopwatch, "MAX_CPU_SECONDS", 0.0)
         yield
 
 
@@ -174,7 +173,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(args, message):
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(plot_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
     code, _, err = bench("--plots", str(tmp_path))
     assert code == 2 and "pip install 'redrafter[bench]'" in err
 
@@ -383,7 +382,7 @@ def test_no_token_ends_a_text_and_the_models_habits_are_gone():
     assert work.pad_token == 4 and engine.model.generation_config.eos_token_id is None
     run = work.run(PROMPTS, True)
     assert [len(row) for row in run.tokens] == [8, 8, 8] and run.tokens == work.run(PROMPTS, False).tokens
-    assert 0 < run.first < run.seconds and run.steps <= 7
+    assert 0 < run.first_token < run.seconds and run.steps <= 7
     with pytest.raises(ArgumentError, match=f"context is {CONTEXT}"):
         Workload.of(engine, tokenizer, prompts=PROMPTS, num_prompts=1, max_new_tokens=90, temperature=0.0, seed=0)
 

@@ -9,13 +9,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.flags import own_name
-from redrafter.app.loading import Pair, Run
+from redrafter.app.loading import Pair
 from redrafter.app.options import GenerationOptions
 from redrafter.data.rows import Row, fingerprint
 from redrafter.data.windows import Document
 from redrafter.engine.engine import Engine
 from redrafter.engine.stopping import end_tokens
 from redrafter.errors import CacheFullError, ReDrafterError, first_line
+from redrafter.measure.run import Run
 from redrafter.train.regenerate.config import RegenerateConfig
 from redrafter.train.regenerate.journal import Journal
 from redrafter.train.regenerate.tasks import Limits, Task, task_of
