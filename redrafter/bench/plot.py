@@ -1,85 +1,96 @@
-"""The report as pictures. Needs matplotlib, which only this needs."""
+"""The pictures of `redrafter bench`, drawn from its JSON document with matplotlib."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import write_figure
-from redrafter.measure.picture import check_matplotlib
+from redrafter.measure.picture import batch_size_axis
 
-__all__ = ["check_plots", "draw"]
+__all__ = ["draw"]
 
-PLAIN, FAST, FLOOR = "#7f7f7f", "#1f77b4", "#d62728"
+PLAIN_COLOR, SPECULATIVE_COLOR, FLOOR_COLOR = "#7f7f7f", "#1f77b4", "#d62728"
+PART_COLORS = {"draft": "#9ecae1", "verify": SPECULATIVE_COLOR, "rest": "#c7c7c7"}
 
-
-def check_plots(directory: Path) -> None:
-    """Refuse what cannot be drawn or written before anything is measured."""
-    check_matplotlib("--plots")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"--plots {directory} cannot be a directory: {error.strerror or error}") from error
+Fill = Callable[[Any, dict[str, Any]], None]  # draws a document on matplotlib axes
 
 
-def draw(document: dict[str, Any], directory: Path) -> list[Path]:
-    """One PNG for each picture that there is data for; their paths."""
-    pictures: dict[str, tuple[str, Callable[[Any, dict[str, Any]], None]]] = {}
+def draw(document: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw every picture that the document has data for.
+
+    Args:
+        document: What `redrafter bench` wrote.
+        folder: The folder for the pictures, which must exist.
+
+    Returns:
+        The paths of the `.png` files.
+    """
+    pictures: dict[str, tuple[str, Fill]] = {}
     if document.get("batches"):
         pictures |= {
-            "throughput": ("tokens per second", _throughput),
-            "ratio": ("speculative over plain", _ratio),
-            "acceptance": ("share of steps that accept at least so many drafts", _acceptance),
+            "throughput": ("tokens per second", _fill_throughput),
+            "ratio": ("tokens per second, times plain decoding's", _fill_ratio),
+            "acceptance": ("share of steps that accept at least so many drafts", _fill_acceptance),
         }
     if document.get("parts"):
-        pictures["step"] = ("one step in ms; red lines: bytes over copy bandwidth", _step)
-    return [_picture(document, directory / f"{name}.png", *each) for name, each in pictures.items()]
+        pictures["step"] = ("one step in ms; red lines: bytes over copy bandwidth", _fill_step)
+    return [_picture(document, folder / f"{name}.png", title, fill) for name, (title, fill) in pictures.items()]
 
 
-def _picture(document: dict[str, Any], path: Path, title: str, fill: Callable[[Any, dict[str, Any]], None]) -> Path:
-    from matplotlib.figure import Figure  # without pyplot: no window system is asked for
+def _picture(document: dict[str, Any], path: Path, title: str, fill: Fill) -> Path:
+    """Write one picture, with what was measured below it, and return its path."""
+    from matplotlib.figure import Figure  # without pyplot, which asks for a window system
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     fill(axes, document)
-    figure.set_figwidth(max(8.0, 0.7 * len(axes.get_xticks())) if fill is _step else 8.0)
+    if fill is _fill_step:
+        figure.set_figwidth(max(8.0, 0.7 * len(document["parts"])))
     axes.set_title(title)
-    what = f"{document['model']}, {document['dtype']}, {document['hardware']}"
-    figure.supxlabel("\n".join(filter(None, [what, document.get("padded")])), fontsize=7)
+    conditions = f"{document['model']}, {document['dtype']}, {document['hardware']}"
+    figure.supxlabel("\n".join(filter(None, [conditions, document.get("padded")])), fontsize=7)
     write_figure(path, figure)
     return path
 
 
-def _sizes(axes: Any, document: dict[str, Any]) -> list[int]:
-    sizes = [one["batch_size"] for one in document["batches"]]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, map(str, sizes))
-    axes.set_xlabel("rows in a batch")
+def _batch_sizes(axes: Any, document: dict[str, Any]) -> list[int]:
+    """Return the batch sizes measured, after making them the x-axis."""
+    sizes = [batch["batch_size"] for batch in document["batches"]]
+    batch_size_axis(axes, sizes)
     axes.grid(alpha=0.3)
     return sizes
 
 
-def _throughput(axes: Any, document: dict[str, Any]) -> None:
-    sizes = _sizes(axes, document)
-    for way, color in (("plain", PLAIN), ("speculative", FAST)):
-        speeds = [one[way]["tokens_per_second"] for one in document["batches"]]
+def _fill_throughput(axes: Any, document: dict[str, Any]) -> None:
+    sizes = _batch_sizes(axes, document)
+    for way, color in (("plain", PLAIN_COLOR), ("speculative", SPECULATIVE_COLOR)):
+        speeds = [batch[way]["tokens_per_second"] for batch in document["batches"]]
         axes.plot(sizes, speeds, "o-", color=color, label=way)
     axes.set_ylim(bottom=0)
     axes.legend()
 
 
-def _ratio(axes: Any, document: dict[str, Any]) -> None:
-    ratios = [one["speedup"] for one in document["batches"]]
-    axes.plot(_sizes(axes, document), ratios, "o-", color=FAST)
-    axes.axhline(1.0, color=PLAIN, linestyle="--")
-    axes.set_ylim(bottom=0)
+def _fill_ratio(axes: Any, document: dict[str, Any]) -> None:
+    sizes, ratios = _batch_sizes(axes, document), [batch["speedup"] for batch in document["batches"]]
+    axes.plot(sizes, ratios, "o-", color=SPECULATIVE_COLOR, label="with the drafter")
+    _write_values(axes, sizes, ratios)
+    axes.axhline(1.0, color=PLAIN_COLOR, linestyle="--", label="plain decoding")
+    axes.set_ylim(0, 1.15 * max(1.0, *ratios))
+    axes.margins(x=0.08)
+    axes.legend(loc="lower left", frameon=False)
 
 
-def _acceptance(axes: Any, document: dict[str, Any]) -> None:
-    for one in document["batches"]:
-        shares = one["accepted_by_depth"]
+def _write_values(axes: Any, xs: Sequence[float], ys: Sequence[float]) -> None:
+    """Write each point's y above it, with two decimals."""
+    for x, y in zip(xs, ys, strict=True):
+        axes.annotate(f"{y:.2f}", (x, y), textcoords="offset points", xytext=(0, 8), ha="center")
+
+
+def _fill_acceptance(axes: Any, document: dict[str, Any]) -> None:
+    for batch in document["batches"]:
+        shares = batch["accepted_by_depth"]
         if shares:
-            axes.plot(range(1, len(shares) + 1), shares, "o-", label=f"batch {one['batch_size']}")
+            axes.plot(range(1, len(shares) + 1), shares, "o-", label=f"batch {batch['batch_size']}")
     axes.set_xlabel("drafts")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
@@ -87,17 +98,17 @@ def _acceptance(axes: Any, document: dict[str, Any]) -> None:
         axes.legend()
 
 
-def _step(axes: Any, document: dict[str, Any]) -> None:
+def _fill_step(axes: Any, document: dict[str, Any]) -> None:
     names = []
-    for place, one in enumerate(document["parts"]):
-        names.append(f"{'speculative' if one['speculative'] else 'plain'}\n{one['batch_size']} x {one['context']}")
+    for x, step in enumerate(document["parts"]):
+        names.append(f"{'speculative' if step['speculative'] else 'plain'}\n{step['batch_size']} x {step['context']}")
         bottom = 0.0
-        for part, color in (("draft", "#9ecae1"), ("verify", FAST), ("rest", "#c7c7c7")):
-            height = max(one[f"{part}_ms"] or 0.0, 0.0)
-            axes.bar(place, height, bottom=bottom, color=color, label=part if place == 0 else None)
+        for part, color in PART_COLORS.items():
+            height = max(step[f"{part}_ms"] or 0.0, 0.0)
+            axes.bar(x, height, bottom=bottom, color=color, label=part if x == 0 else None)
             bottom += height
-        floor = (one["draft_floor_ms"] or 0.0) + one["verify_floor_ms"]
-        axes.hlines(floor, place - 0.4, place + 0.4, color=FLOOR)
+        floor = (step["draft_floor_ms"] or 0.0) + step["verify_floor_ms"]
+        axes.hlines(floor, x - 0.4, x + 0.4, color=FLOOR_COLOR)
     axes.set_xticks(range(len(names)), names, fontsize=7)
     axes.set_xlabel("rows x committed tokens")
     axes.set_ylabel("ms")

@@ -8,7 +8,6 @@ from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import BenchOptions, LoadOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
-from redrafter.bench.plot import check_plots
 from redrafter.bench.rivals import check_names
 from redrafter.bench.suite import Plan, run_suite
 from redrafter.checkpoints.loading import TreeShape
@@ -18,6 +17,7 @@ from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.checkpoint_kind import check_place
 from redrafter.measure.facts import facts, head
+from redrafter.measure.picture import check_picture_folder
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
 from redrafter.measure.workload import Workload
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
     plots = None if options.plots is None else Path(options.plots)
     if plots is not None:
-        check_plots(plots)
+        check_picture_folder(plots)
     for name in filter(None, [options.assistant_model]):
         check_place(name)
     if options.json is not None:
