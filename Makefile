@@ -7,7 +7,11 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist lo
 # Which transformers to install: pinned (as in constraints.txt), lowest or newest that pyproject.toml allows.
 TRANSFORMERS ?= pinned
 
-.PHONY: demo test test-all zoo hostile lint check docs format clean
+# What docs/benchmarks.md can measure without a GPU and with the boxed pair alone.
+BENCHMARKS := build/benchmarks
+HELD_OUT := tests/data/held_out.jsonl
+
+.PHONY: benchmarks demo test test-all zoo hostile lint check docs format clean
 
 demo: $(READY)
 	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
@@ -19,6 +23,18 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PYTEST) --cov
+
+benchmarks: $(READY)
+	mkdir -p $(BENCHMARKS)
+	$(BIN)/redrafter bench --device cpu --prompts $(HELD_OUT) --batch-sizes 1,2,4 --context 100,900 \
+		--against eager,static,assisted --json $(BENCHMARKS)/bench.json --plots $(BENCHMARKS)
+	$(BIN)/redrafter compare --device cpu --prompts $(HELD_OUT) --num-prompts 32 --repeats 3 \
+		--output $(BENCHMARKS)/compare.json
+	$(BIN)/redrafter evaluate --device cpu --prompts $(HELD_OUT) --json $(BENCHMARKS)/evaluate.json
+	$(BIN)/redrafter tune --device cpu --prompts $(HELD_OUT) --out $(BENCHMARKS)/tuning.json \
+		--plot $(BENCHMARKS)/tuning.png
+	$(BIN)/python examples/tiny_pair/speed.py --prompts $(HELD_OUT) --count 10 --new 96 --threads 2 --repeats 2 \
+		--budgets 8 12 16 26 | tee $(BENCHMARKS)/speed.txt
 
 zoo: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m zoo
