@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from transformers import TextStreamer
 
 from redrafter import ReDrafter, boxed_pair
-from redrafter.checkpoints.loading import load_tokenizer
+from redrafter.checkpoints.tokenizers import load_tokenizer
 
 engine = ReDrafter.from_pretrained(boxed_pair())
 tokenizer = load_tokenizer(boxed_pair())

@@ -20,7 +20,7 @@ from redrafter.errors import (
 from redrafter.version import __version__
 
 if TYPE_CHECKING:
-    from redrafter.checkpoints.loading import boxed_pair
+    from redrafter.checkpoints.merged import boxed_pair
     from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
     from redrafter.engine.draft_target import DraftTarget
     from redrafter.engine.engine import Engine
@@ -65,7 +65,7 @@ _MODULES = {
     "RecurrentDrafter": "drafting.drafter",
     "Stats": "engine.outputs",
     "StepStreamer": "engine.streaming",
-    "boxed_pair": "checkpoints.loading",
+    "boxed_pair": "checkpoints.merged",
 }
 
 

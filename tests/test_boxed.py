@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from redrafter import ReDrafter, boxed_pair
-from redrafter.checkpoints.loading import load_tokenizer
+from redrafter.checkpoints.tokenizers import load_tokenizer
 
 LINES = (Path(__file__).parent / "data" / "held_out.jsonl").read_text().splitlines()
 NEW = 24

@@ -12,7 +12,7 @@ from recipe import Recipe
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from redrafter.checkpoints.loading import embedding_norms
+from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.train.train_drafter import TrainConfig, new_drafter, train
 
 NAME = "redrafter-tiny-base"

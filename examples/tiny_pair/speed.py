@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 from redrafter import PromptLookup, ReDrafter, boxed_pair
-from redrafter.checkpoints.loading import load_tokenizer
+from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.measure.prompts import encode, read_prompts
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.checkpoints.loading import DRAFTER_FOLDER, bind, default_sampling, holds_drafter
+from redrafter.checkpoints.merged import default_sampling, holds_drafter
+from redrafter.checkpoints.models import bind
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.prompt_lookup import LookupProposer
 from redrafter.drafting.proposer import PlainProposer, Proposer
@@ -17,6 +18,7 @@ from redrafter.engine.options import EngineOptions
 from redrafter.engine.prompt_lookup import PromptLookup
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER
 from redrafter.target.target import Target
 
 __all__ = [

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.engines import PLAIN, chosen, drafts_by, load_engine, with_config
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import find_template
-from redrafter.checkpoints.loading import boxed_pair, load_tokenizer
+from redrafter.checkpoints.merged import boxed_pair
+from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.engine.engine import Engine
 from redrafter.engine.stopping import end_tokens
 from redrafter.engine.streaming import StepStreamer

@@ -7,7 +7,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from redrafter.checkpoints.loading import file_beside
+from redrafter.checkpoints.models import file_beside
 from redrafter.errors import ArgumentError
 
 __all__ = ["find_template", "read_template"]

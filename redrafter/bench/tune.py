@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from redrafter.checkpoints.loading import TreeShape
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.decoding import decode

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.bench.tune import Timing
-from redrafter.checkpoints.loading import TreeShape
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.files.atomic_file import write_figure
 from redrafter.measure.picture import batch_size_axis
 
@@ -33,9 +33,7 @@ def plot(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: 
         points = sorted((batch, value) for (other, batch), value in ratio.items() if other == shape)
         axes.plot(*zip(*points, strict=True), color=OTHER_COLOR, linewidth=0.8, marker=".", zorder=1)
     sizes = sorted(shapes)
-    axes.plot(
-        sizes, [ratio[shapes[n], n] for n in sizes], color=CHOSEN_COLOR, marker="o", linewidth=2, label="chosen"
-    )
+    axes.plot(sizes, [ratio[shapes[n], n] for n in sizes], color=CHOSEN_COLOR, marker="o", linewidth=2, label="chosen")
     for size in sizes:
         style = {"textcoords": "offset points", "xytext": (0, 8), "ha": "center", "fontsize": 8}
         axes.annotate(_label(shapes[size]), (size, ratio[shapes[size], size]), color=CHOSEN_COLOR, **style)

@@ -10,7 +10,7 @@ from redrafter.app.options import BenchOptions, LoadOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
 from redrafter.bench.rivals import check_names
 from redrafter.bench.suite import Plan, run_suite
-from redrafter.checkpoints.loading import TreeShape
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError

@@ -17,7 +17,8 @@ from redrafter.app.engines import DRAFT_MODEL, DRAFTER, LOOKUP, WAYS, check_flag
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair, checked
 from redrafter.app.options import CompareOptions, DraftOptions, GenerationOptions, LoadOptions
-from redrafter.checkpoints.loading import holds_drafter, load_tokenizer
+from redrafter.checkpoints.merged import holds_drafter
+from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.cli.differences import Difference, find_differences, parting
 from redrafter.engine.outputs import GenerateStats, Stats
 from redrafter.errors import ArgumentError

@@ -18,7 +18,7 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions, TuneOptions
 from redrafter.bench.tune import Tuner, candidates, choose, table
 from redrafter.bench.tune_plot import plot
-from redrafter.checkpoints.loading import TreeShape
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from redrafter.checkpoints.drafters import NORM_ROWS, check_match
 from redrafter.checkpoints.headers import kind_of, read_base
-from redrafter.checkpoints.loading import NORM_ROWS, SHAPE_FILE, check_match
 from redrafter.convert import trtllm, trtllm_base
 from redrafter.convert.tensors import Stored, of_file
 from redrafter.drafting.drafter import DrafterConfig
+from redrafter.files.checkpoint_kind import SHAPE_FILE
 from redrafter.target.supported import said_width
 
 __all__ = ["Base", "read"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 
 from redrafter.app.flags import add_options, flag, option, read_options, yes_or_no
 from redrafter.app.parser import Parser
-from redrafter.checkpoints.loading import Defaults, TreeShape
+from redrafter.checkpoints.merged import Defaults
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter import RECURRENCES
 from redrafter.errors import ArgumentError
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from redrafter.app.program import guarded, report
 from redrafter.checkpoints.headers import kind_of
-from redrafter.checkpoints.loading import TreeShape
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert import base as bases
 from redrafter.convert import drafters
 from redrafter.convert.config import ConvertConfig, parse

@@ -18,12 +18,13 @@ from redrafter.checkpoints.headers import (
     read_headers,
     read_json,
 )
-from redrafter.checkpoints.loading import DRAFTER_FOLDER, SHAPE_FILE, Defaults
+from redrafter.checkpoints.merged import Defaults
 from redrafter.convert import apple, trtllm
 from redrafter.convert.base import FLOATS
 from redrafter.convert.tensors import CODES, Stored, held, of_file
 from redrafter.drafting.drafter import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, first_line
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.dtype_names import dtype_name
 
 __all__ = ["Drafter", "read"]

@@ -16,7 +16,7 @@ import transformers
 
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import guarded
-from redrafter.checkpoints.loading import boxed_pair
+from redrafter.checkpoints.merged import boxed_pair
 from redrafter.convert import base as bases
 from redrafter.convert import drafters
 from redrafter.convert.base import Base

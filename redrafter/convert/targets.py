@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from redrafter.checkpoints.drafters import check_beams, past_training
 from redrafter.checkpoints.headers import INDEX, WEIGHTS
-from redrafter.checkpoints.loading import DRAFTER_FOLDER, SHAPE_FILE, Defaults, TreeShape, check_beams, past_training
+from redrafter.checkpoints.merged import Defaults
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert import apple, trtllm, trtllm_base
 from redrafter.convert.base import TOKENIZER, Base
 from redrafter.convert.drafters import Drafter
@@ -17,6 +19,7 @@ from redrafter.convert.plan import Plan
 from redrafter.convert.tensors import Stored, cast, shards
 from redrafter.drafting.drafter import DrafterConfig
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.dtype_names import dtype_name
 
 __all__ = ["TARGETS", "ConversionRequest", "Source", "possible"]

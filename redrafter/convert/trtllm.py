@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.checkpoints.headers import read_file, read_json
-from redrafter.checkpoints.loading import Defaults, TreeShape
+from redrafter.checkpoints.merged import Defaults
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert.apple import check_form
 from redrafter.convert.tensors import Stored, joined, of_file, padded, rows
 from redrafter.drafting.drafter import DrafterConfig

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.loading import bind
-from redrafter.checkpoints.tokenizers_match import check_vocabularies
+from redrafter.checkpoints.models import bind
+from redrafter.checkpoints.tokenizers import check_vocabularies
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.proposer import Proposer

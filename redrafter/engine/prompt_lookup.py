@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.loading import bind
+from redrafter.checkpoints.models import bind
 from redrafter.drafting.prompt_lookup import LookupProposer
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions

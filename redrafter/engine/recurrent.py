@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.loading import TreeShape, check_beams, load_drafter, load_model, past_training
+from redrafter.checkpoints.drafters import check_beams, load_drafter, past_training
+from redrafter.checkpoints.models import load_model
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from redrafter.checkpoints.loading import TreeShape, embedding_norms
+from redrafter.checkpoints.drafters import embedding_norms
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.cuda_graphs import bucket
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from redrafter.app.flags import flag, names, option
-from redrafter.checkpoints.loading import file_beside
+from redrafter.checkpoints.models import file_beside
 from redrafter.errors import ArgumentError
 from redrafter.scheduler.scheduler import Limits
 from redrafter.serve.network.api_keys import ENVIRONMENT

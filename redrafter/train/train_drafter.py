@@ -21,7 +21,9 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.flags import flag, own_name
 from redrafter.app.loading import limit_threads
 from redrafter.app.program import guarded
-from redrafter.checkpoints.loading import check_fit, embedding_norms, load_model, load_tokenizer
+from redrafter.checkpoints.drafters import check_fit, embedding_norms
+from redrafter.checkpoints.models import load_model
+from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.data.documents import documents, prompts, show_sample
 from redrafter.data.rows import Row, read_rows
 from redrafter.data.windows import Windows

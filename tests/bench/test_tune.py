@@ -6,7 +6,7 @@ import pytest
 
 from redrafter import ReDrafter, boxed_pair
 from redrafter.bench.tune import BEHIND, Timing, Tuner, candidates, choose, table
-from redrafter.checkpoints.loading import TreeShape
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.tuning import Tuning

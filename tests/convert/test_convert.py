@@ -10,7 +10,8 @@ import torch
 import redrafter
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
-from redrafter.checkpoints.loading import TreeShape, embedding_norms
+from redrafter.checkpoints.drafters import embedding_norms
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert.convert_checkpoint import main, merge
 
 

@@ -10,7 +10,7 @@ from helpers.models import CONTEXT, VOCAB, tiny_drafter, uneven_batch
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.checkpoints.loading import TreeShape
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.tuning import (
     Tuning,

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from helpers.chats import tiny_tokenizer
 from helpers.models import paged, scripted_engine, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, DraftTarget, ReDrafter, boxed_pair
-from redrafter.checkpoints.loading import load_tokenizer
+from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import MissingDependencyError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.source import GrammarSource

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
 from redrafter.cache.paged import KVCachePool
-from redrafter.checkpoints.loading import TreeShape
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import State
 from redrafter.engine.cuda_graphs import CUDAGraphRunner, prepare
 from redrafter.sampling.sampler import Sampler

@@ -10,7 +10,7 @@ import torch
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from helpers.quantized import save_compressed
 from redrafter import ReDrafter
-from redrafter.checkpoints.loading import embedding_norms
+from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.convert.convert_checkpoint import merge
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

@@ -19,8 +19,8 @@ from helpers.models import paged, tiny_drafter, tiny_model
 from helpers.quantized import keys, save_compressed
 from redrafter import ReDrafter, UnsupportedError, boxed_pair
 from redrafter.attention.mask import visible
+from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.headers import read_base
-from redrafter.checkpoints.loading import embedding_norms
 from redrafter.convert.convert_checkpoint import merge
 from redrafter.target.fused_linear import linear_calls
 from redrafter.target.quantization import is_quantized, shared_scales

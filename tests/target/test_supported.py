@@ -7,7 +7,7 @@ import transformers as hf
 from helpers.drafters import random_drafter
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
-from redrafter.checkpoints.loading import check_fit
+from redrafter.checkpoints.drafters import check_fit
 from redrafter.target.supported import said_width
 from redrafter.target.target import Target
 from redrafter.train.init_drafter import new_drafter

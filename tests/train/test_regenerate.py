@@ -16,7 +16,8 @@ from helpers.apart import start
 from helpers.chats import BYTES, tiny_tokenizer
 from helpers.models import with_tree
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
-from redrafter.checkpoints.loading import boxed_pair, load_tokenizer
+from redrafter.checkpoints.merged import boxed_pair
+from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.data.documents import documents
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.drafting.proposer import PlainProposer

@@ -21,7 +21,7 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import PROMPTS, LoadOptions, PromptOptions
 from redrafter.app.parser import Parser
 from redrafter.app.program import guarded
-from redrafter.checkpoints.loading import check_beams
+from redrafter.checkpoints.drafters import check_beams
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.stopping import end_tokens

@@ -17,7 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.loading import Pair, checked
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.program import guarded
-from redrafter.checkpoints.loading import holds_drafter, load_model, load_tokenizer
+from redrafter.checkpoints.merged import holds_drafter
+from redrafter.checkpoints.models import load_model
+from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.engine import Engine

@@ -1,15 +1,24 @@
-"""Whether two models write with the same tokens."""
+"""Load tokenizers, and check that two models share one."""
 
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from redrafter.checkpoints.loading import load_tokenizer
 from redrafter.errors import CheckpointError, MismatchError
+from redrafter.files.checkpoint_kind import cannot_load, check_place
 from redrafter.target.target import Target
 
-__all__ = ["check_vocabularies"]
+__all__ = ["check_vocabularies", "load_tokenizer"]
+
+
+def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model, padding on the left as decoder-only generation needs."""
+    check_place(str(name))
+    try:
+        return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise cannot_load("tokenizer", name, error) from error
 
 
 def check_vocabularies(
