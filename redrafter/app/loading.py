@@ -19,7 +19,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.stopping import end_tokens
 from redrafter.engine.streaming import StepStreamer
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import check_place
+from redrafter.files.checkpoint_kind import check_path
 from redrafter.measure.run import Run, timed_run
 from redrafter.measure.stopwatch import Stopwatch
 from redrafter.measure.workload import padded
@@ -44,7 +44,7 @@ def checked(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadOptions
         if name == "":
             raise ArgumentError("--model, --drafter and --draft-model need a name, got an empty one")
         if name is not None:
-            check_place(name)
+            check_path(name)
     options, draft = with_config(options, draft)
     if options.device is None:
         options = replace(options, device="cuda" if torch.cuda.is_available() else "cpu")

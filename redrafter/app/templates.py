@@ -7,7 +7,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from redrafter.checkpoints.models import file_beside
+from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
 
 __all__ = ["find_template", "read_template"]
@@ -34,7 +34,7 @@ def read_template(file: str | Path) -> str:
 def find_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
     """Give a tokenizer without a chat template the one beside its model, where a file holds one."""
     for name in _BESIDE if not tokenizer.chat_template else ():
-        file = file_beside(model, name)
+        file = find_model_file(model, name)
         if file is not None:
             tokenizer.chat_template = read_template(file)
             return

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: what they say of themselves, and how they are loaded."""
+"""Checkpoints on disk: reading configs and tensor headers, and loading models, drafters and tokenizers."""

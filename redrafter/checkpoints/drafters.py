@@ -1,4 +1,4 @@
-"""Load a drafter, and check that it was made for a base."""
+"""Load drafters, and check that they were trained for the target."""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +6,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.merged import Defaults, defaults_file
+from redrafter.checkpoints.merged import Defaults, find_defaults_file
 from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.target.target import Target
 
-__all__ = ["check_beams", "check_fit", "check_match", "embedding_norms", "load_drafter", "past_training"]
+__all__ = [
+    "check_beams",
+    "check_fits_base",
+    "check_fits_target",
+    "draft_length_warning",
+    "embedding_norms",
+    "load_drafter",
+]
 
 NORM_ROWS = 8  # rows of the embedding table whose norms tell one base from another
 NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two bases differ
@@ -24,15 +31,28 @@ def load_drafter(
     target: Target,
     revision: str | None = None,
 ) -> tuple[RecurrentDrafter, Defaults]:
-    """The drafter for a target, on its device and in its dtype, and what a merged checkpoint asks for.
+    """Load the drafter of a target onto the target's device, in the target's dtype.
 
-    Without `drafter`, `model` must name a merged checkpoint, which is then read at `revision`.
+    Args:
+        model: What the target was loaded from. Must name a merged checkpoint where `drafter` is None.
+        drafter: Directory, hub id or loaded drafter; None for the one inside the merged checkpoint.
+        target: The target to draft for.
+        revision: Revision of the merged checkpoint on the hub.
+
+    Returns:
+        The drafter in evaluation mode, and the merged checkpoint's defaults, which are empty for a separate drafter.
+
+    Raises:
+        ArgumentError: If `model` is a loaded model and there is no `drafter`.
+        CheckpointError: If no drafter is found, or it cannot be loaded.
+        MismatchError: If the drafter was trained for another base.
+        UnsupportedError: If the target's embeddings and hidden states differ in size.
     """
     defaults = Defaults()
     if drafter is None:
         if not isinstance(model, str | Path):
             raise ArgumentError("a loaded model comes without a drafter: pass drafter=")
-        file = defaults_file(str(model), revision)
+        file = find_defaults_file(str(model), revision)
         if file is None:
             raise CheckpointError(
                 f"{model} has no {SHAPE_FILE}, so it holds no drafter: give one (--drafter D), draft with a smaller "
@@ -43,58 +63,91 @@ def load_drafter(
     elif isinstance(drafter, str | Path):
         drafter = RecurrentDrafter.from_pretrained(drafter)
     assert isinstance(drafter, RecurrentDrafter)
-    check_fit(drafter, target)
+    check_fits_target(drafter, target)
     module: Any = drafter
     return module.to(target.device, target.dtype).eval(), defaults
 
 
 def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
-    """Norms of a few evenly spaced rows of an embedding table: a base's fingerprint that survives a change of dtype."""
-    weight = embedding.weight
+    """Return the norms of `NORM_ROWS` evenly spaced rows of an embedding table.
+
+    They identify a base, and survive a change of dtype.
+    """
+    weight = embedding.weight  # [V, D]
     rows = torch.linspace(0, len(weight) - 1, NORM_ROWS, device=weight.device).long()
     return weight[rows].float().norm(dim=-1).tolist()
 
 
-def check_fit(drafter: RecurrentDrafter, target: Target) -> None:
-    """Raise `MismatchError`, with both values, when the drafter was made for another target."""
-    name = f"{target.model.config._name_or_path or 'the target'} ({target.name})"
-    width = target.embedding.weight.shape[-1]
-    if width != target.hidden_size:
+def check_fits_target(drafter: RecurrentDrafter, target: Target) -> None:
+    """Check that a drafter was trained for a target.
+
+    Raises:
+        MismatchError: If sizes or embedding norms differ. The message has both values.
+        UnsupportedError: If the target's embeddings and hidden states differ in size.
+    """
+    name = f"{target.model.config.name_or_path or 'the target'} ({target.name})"
+    embedding_size = target.embedding.weight.shape[-1]
+    if embedding_size != target.hidden_size:
         raise UnsupportedError(
-            f"{name} has embeddings of {width} and a head that reads {target.hidden_size}; a drafter needs one size of "
-            "both, so use DraftTarget or PromptLookup"
+            f"{name} has embeddings of {embedding_size} and a head that reads {target.hidden_size}; a drafter needs "
+            "one size of both, so use DraftTarget or PromptLookup"
         )
-    check_match(drafter.config, target.hidden_size, target.vocab_size, [embedding_norms(target.embedding)], name)
+    check_fits_base(drafter.config, target.hidden_size, target.vocab_size, [embedding_norms(target.embedding)], name)
 
 
-def check_match(drafter: DrafterConfig, hidden: int, vocabulary: int, norms: list[list[float]], name: str) -> None:
-    """The same of what is known of a base: its sizes, and the row norms of tables that may be its embedding."""
+def check_fits_base(drafter: DrafterConfig, hidden: int, vocabulary: int, norms: list[list[float]], name: str) -> None:
+    """Check that a drafter was trained for a base that need not be loaded.
+
+    Args:
+        drafter: Config of the drafter.
+        hidden: Hidden size of the base.
+        vocabulary: Vocabulary size of the base.
+        norms: Row norms, as `embedding_norms` returns them, of each tensor that may be the base's embedding table.
+            Where there are none, norms are not compared.
+        name: Name of the base, for errors.
+
+    Raises:
+        MismatchError: If a size differs, or the drafter records norms and none of `norms` are close to them.
+    """
     made_for = f"its base is {drafter.base_model or 'not recorded'}"
-    for what, mine, theirs in (
+    for what, recorded, actual in (
         ("hidden size", drafter.hidden_size, hidden),
         ("vocabulary", drafter.vocab_size, vocabulary),
     ):
-        if mine != theirs:
-            raise MismatchError(f"the drafter was made for a {what} of {mine}, but {name} has {theirs}; {made_for}")
-    own = drafter.base_embedding_norms
-    if own is None or not norms:
+        if recorded != actual:
+            raise MismatchError(f"the drafter was made for a {what} of {recorded}, but {name} has {actual}; {made_for}")
+    recorded_norms = drafter.base_embedding_norms
+    if recorded_norms is None or not norms:
         return
-    if not any(torch.allclose(torch.tensor(each), torch.tensor(own), rtol=NORM_TOLERANCE) for each in norms):
+    expected = torch.tensor(recorded_norms)
+    if not any(torch.allclose(torch.tensor(candidate), expected, rtol=NORM_TOLERANCE) for candidate in norms):
         raise MismatchError(
             f"the drafter was made for another base than {name}: the embedding's row norms are "
-            f"{_short(norms[0])} instead of {_short(own)}; {made_for}"
+            f"{_short(norms[0])} instead of {_short(recorded_norms)}; {made_for}"
         )
 
 
 def check_beams(config: DrafterConfig, beams: int | None) -> None:
-    """Raise `ArgumentError` when there are more beams than tokens to begin them with."""
+    """Check that a drafter has at least as many tokens as there are beams, for each beam begins with another token.
+
+    Raises:
+        ArgumentError: If there are more beams than tokens.
+    """
     vocabulary = config.draft_vocab_size or config.vocab_size
     if beams is not None and beams > vocabulary:
         raise ArgumentError(f"num_beams={beams} is more than the drafter's vocabulary of {vocabulary} ids")
 
 
-def past_training(config: DrafterConfig, depth: int | None) -> str | None:
-    """Return what to say of drafts that are longer than those the drafter was trained for; None where they are not."""
+def draft_length_warning(config: DrafterConfig, depth: int | None) -> str | None:
+    """Return a warning for drafts that are longer than those that the drafter was trained for.
+
+    Args:
+        config: Config of the drafter.
+        depth: Draft tokens of each beam; None for the drafter's own default.
+
+    Returns:
+        The warning, or None where drafts are short enough or the trained length is not recorded.
+    """
     if depth is None or config.trained_draft_len is None or depth <= config.trained_draft_len:
         return None
     return (

@@ -1,4 +1,4 @@
-"""What checkpoints on disk say of themselves: configs and the headers of safetensors files. No weights are loaded."""
+"""Read configs and safetensors headers of checkpoints, without loading weights."""
 
 import difflib
 from collections.abc import Mapping
@@ -11,37 +11,50 @@ from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import APPLE, DRAFTER_FOLDER, kind_of, read_json
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, kind_of, read_json
 
 __all__ = [
-    "APPLE",
-    "INDEX",
-    "WEIGHTS",
-    "Header",
+    "INDEX_FILE",
+    "WEIGHTS_FILE",
+    "TensorHeader",
     "check_tensors",
     "drafter_shapes",
-    "kind_of",
     "read_base",
     "read_drafter",
-    "read_file",
+    "read_file_headers",
     "read_headers",
-    "read_json",
 ]
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Header:
-    """One tensor in a file."""
+class TensorHeader:
+    """One tensor in a safetensors file.
+
+    Attributes:
+        file: Path of the file.
+        shape: Shape of the tensor.
+        dtype: Dtype in the words of safetensors, such as `BF16`.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
 
 
-def read_base(directory: Path) -> tuple[PretrainedConfig, dict[str, Header]]:
-    """A Hugging Face model's config and its tensors. Raises `CheckpointError` when a file is missing or cut short."""
+def read_base(directory: Path) -> tuple[PretrainedConfig, dict[str, TensorHeader]]:
+    """Read the config and the tensor headers of a Hugging Face model.
+
+    Args:
+        directory: A model or a merged checkpoint.
+
+    Returns:
+        The config, and the headers by the names of the tensors.
+
+    Raises:
+        CheckpointError: If the directory holds something else, or a file is missing or cut short.
+    """
     kind = kind_of(directory)
     if kind not in ("model", "merged checkpoint"):
         raise CheckpointError(f"{directory} is a {kind}, not a model")
@@ -52,8 +65,19 @@ def read_base(directory: Path) -> tuple[PretrainedConfig, dict[str, Header]]:
     return config, read_headers(directory)
 
 
-def read_drafter(directory: Path) -> tuple[DrafterConfig, dict[str, Header]]:
-    """A drafter's config and its tensors, which must be exactly those that such a drafter has."""
+def read_drafter(directory: Path) -> tuple[DrafterConfig, dict[str, TensorHeader]]:
+    """Read the config and the tensor headers of a drafter.
+
+    Args:
+        directory: A drafter of this project.
+
+    Returns:
+        The config, and the headers by the names of the tensors.
+
+    Raises:
+        CheckpointError: If the directory holds something else, a file cannot be read, or the tensors are not those
+            that the config asks for.
+    """
     kind = kind_of(directory)
     if kind != "drafter":
         hint = f"; its drafter is {directory / DRAFTER_FOLDER}" if kind == "merged checkpoint" else ""
@@ -62,66 +86,102 @@ def read_drafter(directory: Path) -> tuple[DrafterConfig, dict[str, Header]]:
         config = DrafterConfig.from_pretrained(directory)
     except Exception as error:
         raise CheckpointError(f"cannot read {directory / 'config.json'}: {first_line(error)}") from error
-    found = read_headers(directory)
-    check_tensors(drafter_shapes(config, directory), {name: each.shape for name, each in found.items()}, directory)
-    return config, found
+    headers = read_headers(directory)
+    shapes = {name: header.shape for name, header in headers.items()}
+    check_tensors(drafter_shapes(config, directory), shapes, directory)
+    return config, headers
 
 
-def drafter_shapes(config: DrafterConfig, place: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a drafter's tensors. Raises `CheckpointError` naming the place, for a config of none."""
+def drafter_shapes(config: DrafterConfig, directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a drafter's tensors by their names.
+
+    Args:
+        config: Config of the drafter.
+        directory: Where the config was read, for errors.
+
+    Raises:
+        CheckpointError: If the config's values are out of range.
+    """
     try:
         config.check()
     except ArgumentError as error:
-        raise CheckpointError(f"{place / 'config.json'}: {error}") from error
+        raise CheckpointError(f"{directory / 'config.json'}: {error}") from error
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in RecurrentDrafter(config).state_dict().items()}
 
 
-def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], place: Path) -> None:
-    """Raise `CheckpointError` unless the tensors are those that a config asks for. `emb_norm.weight` may be there too:
-    some of Apple's drafters have it, and nothing reads it."""
-    extra = [name for name in found if name not in expected and name != "emb_norm.weight"]
+def check_tensors(
+    expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]], directory: Path
+) -> None:
+    """Check that a checkpoint has the tensors that its config asks for, and no others.
+
+    `emb_norm.weight` may be there too: some of Apple's drafters have it, and nothing reads it.
+
+    Args:
+        expected: Shapes that the config asks for, by name.
+        actual: Shapes of the tensors in the checkpoint, by name.
+        directory: The checkpoint, for errors.
+
+    Raises:
+        CheckpointError: If a tensor is missing, has another shape, or is not asked for.
+    """
+    extra = [name for name in actual if name not in expected and name != "emb_norm.weight"]
     for name, shape in expected.items():
-        if name not in found:
-            near = difflib.get_close_matches(name, extra or list(found), n=1, cutoff=0.0)
+        if name not in actual:
+            near = difflib.get_close_matches(name, extra or list(actual), n=1, cutoff=0.0)
             hint = f"; the nearest that is there is {near[0]}" if near else ""
-            raise CheckpointError(f"{place} has no tensor {name}, which its config asks for{hint}")
-        if found[name] != shape:
-            raise CheckpointError(f"{place} has {name} of shape {found[name]} instead of {shape}")
+            raise CheckpointError(f"{directory} has no tensor {name}, which its config asks for{hint}")
+        if actual[name] != shape:
+            raise CheckpointError(f"{directory} has {name} of shape {actual[name]} instead of {shape}")
     if extra:
-        raise CheckpointError(f"{place} has a tensor {extra[0]}, which its config does not ask for")
+        raise CheckpointError(f"{directory} has a tensor {extra[0]}, which its config does not ask for")
 
 
-def read_headers(directory: Path) -> dict[str, Header]:
-    """The tensors of a directory with one file of weights, or several and an index."""
-    wanted: set[str] = set()
-    if (directory / INDEX).is_file():
-        weight_map = read_json(directory / INDEX).get("weight_map")
+def read_headers(directory: Path) -> dict[str, TensorHeader]:
+    """Read the tensor headers of a directory, which has one file of weights, or several and an index.
+
+    Args:
+        directory: A directory that `save_pretrained` wrote.
+
+    Returns:
+        The headers by the names of the tensors.
+
+    Raises:
+        CheckpointError: If a file is missing or cut short, or lacks tensors that the index names.
+    """
+    indexed: set[str] = set()
+    if (directory / INDEX_FILE).is_file():
+        weight_map = read_json(directory / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{directory / INDEX} has no weight_map")
+            raise CheckpointError(f"{directory / INDEX_FILE} has no weight_map")
         for name in weight_map.values():
             if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{directory / INDEX} names {name!r}, which is no file of that directory")
-        wanted, files = set(weight_map), sorted(set(weight_map.values()))
-    elif (directory / WEIGHTS).is_file():
-        files = [WEIGHTS]
+                raise CheckpointError(f"{directory / INDEX_FILE} names {name!r}, which is no file of that directory")
+        indexed, files = set(weight_map), sorted(set(weight_map.values()))
+    elif (directory / WEIGHTS_FILE).is_file():
+        files = [WEIGHTS_FILE]
     else:
-        raise CheckpointError(f"{directory} has no {WEIGHTS}; save the model with save_pretrained")
-    headers: dict[str, Header] = {}
+        raise CheckpointError(f"{directory} has no {WEIGHTS_FILE}; save the model with save_pretrained")
+    headers: dict[str, TensorHeader] = {}
     for file in files:
-        headers |= read_file(directory / file)
-    if wanted - headers.keys():
-        raise CheckpointError(
-            f"{directory / INDEX} names tensors that no file has: {sorted(wanted - headers.keys())[0]}"
-        )
+        headers |= read_file_headers(directory / file)
+    if missing := indexed - headers.keys():
+        raise CheckpointError(f"{directory / INDEX_FILE} names tensors that no file has: {min(missing)}")
     return headers
 
 
-def read_file(file: Path) -> dict[str, Header]:
-    """The tensors of a safetensors file."""
+def read_file_headers(file: Path) -> dict[str, TensorHeader]:
+    """Read the tensor headers of one safetensors file.
+
+    Returns:
+        The headers by the names of the tensors.
+
+    Raises:
+        CheckpointError: If the file is missing, cut short or of another format.
+    """
     try:
         with safe_open(file, framework="pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  not a dict
-            return {name: Header(file, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()}
+            return {name: TensorHeader(file, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} is missing, cut short or no safetensors file: {first_line(error)}") from error

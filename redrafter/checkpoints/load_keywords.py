@@ -1,4 +1,4 @@
-"""Keywords of `from_pretrained` that are nobody's: named, with what may have been meant."""
+"""Errors for keyword arguments of `from_pretrained` that nothing takes, with what may have been meant."""
 
 import inspect
 import re
@@ -8,10 +8,11 @@ from typing import Any
 from redrafter.errors import ArgumentError
 from redrafter.spelling import nearest
 
-__all__ = ["check_none_left", "check_reserved", "unknown_keyword"]
+__all__ = ["check_no_load_keywords", "check_reserved_keywords", "unknown_keyword_error"]
 
-# Names of the same thing elsewhere, and what to type here: the first whose keyword the caller has.
-_SAME = {
+# Names that other libraries have for arguments of this one, and what to type here. Of several suggestions, the first
+# that the caller has an argument for is made.
+_FOREIGN_NAMES = {
     "acceptance_threshold": ("acceptance",),
     "assistant_model": ("draft_model",),
     "draft_len": ("draft_len_per_beam",),
@@ -29,35 +30,51 @@ _SAME = {
 }
 
 
-def unknown_keyword(
+def unknown_keyword_error(
     error: Exception, given: Mapping[str, Any], caller: Callable[..., Any] | None
 ) -> ArgumentError | None:
-    """Return the error for a keyword that transformers handed on to a model, which knows it no better; None where that
-    is not what went wrong. caller: the `from_pretrained` that took it."""
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
-    if found is None or found[1] not in given:
+    """Return an error for a keyword argument that neither transformers nor the model's class takes.
+
+    Args:
+        error: What `from_pretrained` of transformers raised.
+        given: The keyword arguments that were handed to it.
+        caller: The `from_pretrained` of this library that took them; its arguments are suggested.
+
+    Returns:
+        The error, or None where `error` has another cause.
+    """
+    match = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+    if match is None or match[1] not in given:
         return None
-    name, own = found[1], _keywords(caller)
-    known = [each for each in _SAME.get(name, ()) if each.partition("=")[0] in own]
-    meant = known[0] if known else nearest(name, own)
-    hint = f"; did you mean {meant}?" if meant else ""
+    name, arguments = match[1], _argument_names(caller)
+    translations = [text for text in _FOREIGN_NAMES.get(name, ()) if text.partition("=")[0] in arguments]
+    suggestion = translations[0] if translations else nearest(name, arguments)
+    hint = f"; did you mean {suggestion}?" if suggestion else ""
     return ArgumentError(f"from_pretrained() has no argument {name!r}, here or in transformers{hint}")
 
 
-def check_reserved(given: Mapping[str, Any], caller: Callable[..., Any] | None) -> None:
-    """Refuse keywords of transformers that would be passed over, or are set here."""
+def check_reserved_keywords(given: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments of transformers that this library sets itself or has another name for.
+
+    Raises:
+        ArgumentError: If `torch_dtype` or `output_loading_info` is given.
+    """
     if "torch_dtype" in given:
         raise ArgumentError(f"from_pretrained() takes dtype={given['torch_dtype']!r} for torch_dtype")
     if "output_loading_info" in given:
         raise ArgumentError("from_pretrained() returns an engine alone: leave out output_loading_info")
 
 
-def check_none_left(given: Mapping[str, Any]) -> None:
-    """Refuse keywords for loading a model that is loaded already."""
+def check_no_load_keywords(given: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments for loading when the model is loaded already.
+
+    Raises:
+        ArgumentError: If there are any.
+    """
     if given:
         raise ArgumentError(f"{', '.join(given)}: for a model that is loaded by name; this one is loaded, leave it out")
 
 
-def _keywords(caller: Callable[..., Any] | None) -> list[str]:
-    parameters = {} if caller is None else inspect.signature(caller).parameters
-    return [name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+def _argument_names(function: Callable[..., Any] | None) -> list[str]:
+    parameters = {} if function is None else inspect.signature(function).parameters
+    return [name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -3,9 +3,9 @@
 A merged checkpoint is a Hugging Face model directory (weights, tokenizer, chat template) with two more entries:
 
     drafter/          what `RecurrentDrafter.save_pretrained` wrote
-    redrafter.json    {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": null}; a person may edit it
+    redrafter.json    {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": null}; may be edited by hand
 
-The boxed pair is one, shipped inside the package.
+The boxed pair, which ships inside the package, is a merged checkpoint.
 """
 
 import json
@@ -19,15 +19,20 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import SHAPE_FILE
 
-__all__ = ["Defaults", "boxed_pair", "default_sampling", "defaults_file", "holds_drafter"]
+__all__ = ["Defaults", "boxed_pair", "default_sampling", "find_defaults_file", "holds_drafter"]
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What `redrafter.json` of a merged checkpoint says, which may be edited by hand.
+    """Content of a merged checkpoint's `redrafter.json`.
 
-    shape: how the drafter is searched. greedy_search: whether `generate` writes greedily or samples where a call does
-    not say; None: as the model's generation config does.
+    Attributes:
+        shape: Shape of the draft tree.
+        greedy_search: Whether `generate` decodes greedily where a call does not say, else it samples. None: as the
+            model's generation config says.
+
+    Raises:
+        ArgumentError: If `greedy_search` is not a boolean or None.
     """
 
     shape: TreeShape = field(default_factory=TreeShape)
@@ -35,7 +40,7 @@ class Defaults:
 
     @property
     def do_sample(self) -> bool | None:
-        """Return whether `generate` samples where a call does not say; None: as the model's generation config does."""
+        """Whether `generate` samples where a call does not say; None: as the model's generation config says."""
         return None if self.greedy_search is None else not self.greedy_search
 
     def __post_init__(self) -> None:
@@ -44,14 +49,18 @@ class Defaults:
 
     @classmethod
     def read(cls, path: Path) -> "Defaults":
-        """From a file. Raises `CheckpointError` naming it."""
+        """Read a `redrafter.json`.
+
+        Raises:
+            CheckpointError: If the file cannot be read, or has unknown keys or values out of range.
+        """
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            known = [*(item.name for item in fields(TreeShape)), "greedy_search"]
-            if not isinstance(said, dict) or set(said) - set(known):
-                raise CheckpointError(f"{path} is not a JSON object of {', '.join(known)}")
-            greedy = said.pop("greedy_search", None)
-            return cls(TreeShape(**said), greedy)
+            content = json.loads(path.read_text(encoding="utf-8"))
+            keys = [*(item.name for item in fields(TreeShape)), "greedy_search"]
+            if not isinstance(content, dict) or set(content) - set(keys):
+                raise CheckpointError(f"{path} is not a JSON object of {', '.join(keys)}")
+            greedy_search = content.pop("greedy_search", None)
+            return cls(TreeShape(**content), greedy_search)
         except ArgumentError as error:
             raise CheckpointError(f"{path}: {error}") from error
         except (OSError, ValueError, RecursionError) as error:
@@ -59,22 +68,44 @@ class Defaults:
 
 
 def boxed_pair() -> Path:
-    """Directory of the small base and its drafter that ship in the package: a merged checkpoint."""
+    """Return the directory of the small base and its drafter that ship in the package, a merged checkpoint."""
     return Path(str(resources.files("redrafter"))) / "boxed"
 
 
 def holds_drafter(name: str) -> bool:
-    """Whether a directory or hub id is a merged checkpoint."""
-    return defaults_file(name) is not None
+    """Return whether a directory or hub id is a merged checkpoint.
+
+    Raises:
+        OSError: If the hub cannot be asked.
+    """
+    return find_defaults_file(name) is not None
 
 
 def default_sampling(name: str) -> bool | None:
-    """Return whether a merged checkpoint says to sample where a call does not; None where it does not say."""
-    file = defaults_file(name)
+    """Return whether `generate` samples by default, as a merged checkpoint's `redrafter.json` says.
+
+    Args:
+        name: Directory or hub id of a model.
+
+    Returns:
+        True to sample, False to decode greedily; None where there is no `redrafter.json`, or it does not say.
+
+    Raises:
+        CheckpointError: If the file cannot be read.
+    """
+    file = find_defaults_file(name)
     return None if file is None else Defaults.read(file).do_sample
 
 
-def defaults_file(name: str, revision: str | None = None) -> Path | None:
-    """Return where a merged checkpoint's `redrafter.json` is; None where a directory or hub id has none."""
+def find_defaults_file(name: str, revision: str | None = None) -> Path | None:
+    """Return the path of a merged checkpoint's `redrafter.json`, downloaded if need be.
+
+    Args:
+        name: Directory or hub id of a model.
+        revision: Branch, tag or commit of the hub's repository.
+
+    Returns:
+        The path, or None where the directory or repository has no such file.
+    """
     file = cached_file(name, SHAPE_FILE, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if file is None else Path(file)

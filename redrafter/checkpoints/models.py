@@ -1,4 +1,4 @@
-"""Load a base from a directory or the hub, and bind it."""
+"""Load models from directories or the hub, and bind them as targets."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,26 +11,37 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import cached_file
 
-from redrafter.checkpoints.load_keywords import check_none_left, check_reserved, unknown_keyword
+from redrafter.checkpoints.load_keywords import check_no_load_keywords, check_reserved_keywords, unknown_keyword_error
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import cannot_load, check_place
+from redrafter.files.checkpoint_kind import check_path, load_error
 from redrafter.target.adapters import base_of
 from redrafter.target.target import Target
 
-__all__ = ["bind", "file_beside", "load_model"]
+__all__ = ["bind", "find_model_file", "load_model"]
 
-LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller")  # of `load_model`, not transformers' own
+# Keyword arguments of `load_model` itself; it hands all others to transformers.
+LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller")
 
 
-def bind(name: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
-    """The same, bound; what is bound already is taken as it is. load: for `load_model`."""
-    name = base_of(name)
-    if not isinstance(name, str | Path | PreTrainedModel | Target):
-        raise ArgumentError(f"a model is a hub id, a directory or a loaded model, got {type(name).__name__}")
-    if isinstance(name, Target):
-        check_none_left({key: value for key, value in load.items() if key not in LOAD_ARGUMENTS})
-        return name
-    return Target(load_model(name, **load))
+def bind(model: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
+    """Return a model as a `Target`, loaded first if need be.
+
+    Args:
+        model: Hub id, directory, loaded model, or a target, which is returned as it is.
+        load: Keyword arguments of `load_model`.
+
+    Raises:
+        ArgumentError: If `model` is none of these, or `load` has arguments for loading and it is loaded already.
+        CheckpointError: If the model cannot be loaded.
+        UnsupportedError: If the model cannot be used as a target.
+    """
+    model = base_of(model)
+    if not isinstance(model, str | Path | PreTrainedModel | Target):
+        raise ArgumentError(f"a model is a hub id, a directory or a loaded model, got {type(model).__name__}")
+    if isinstance(model, Target):
+        check_no_load_keywords({key: value for key, value in load.items() if key not in LOAD_ARGUMENTS})
+        return model
+    return Target(load_model(model, **load))
 
 
 def load_model(
@@ -42,31 +53,49 @@ def load_model(
     caller: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """A causal LM from a hub id or a directory; a loaded one is taken as it is, and moved when a device is given.
+    """Load a causal LM from a hub id or a directory.
 
-    kwargs go to `AutoModelForCausalLM.from_pretrained`, or to `AutoModelForImageTextToText.from_pretrained` for models
-    that see images, which are then used for text. caller: whose keywords an unknown one may be meant for. Raises
-    `CheckpointError` when it cannot be loaded whole, and `ArgumentError` for kwargs that transformers does not take.
+    Args:
+        name: Hub id or directory. A loaded model is returned itself, without a PEFT wrapper.
+        dtype: Dtype of the weights, as `AutoModelForCausalLM.from_pretrained` takes it. Unused for a loaded model.
+        device: Device to move the model to; None leaves it where it is.
+        trust_remote_code: Whether code in the checkpoint may run.
+        caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
+        kwargs: For `AutoModelForCausalLM.from_pretrained`, or for `AutoModelForImageTextToText.from_pretrained` for
+            models that see images, which are then used for text only.
+
+    Raises:
+        ArgumentError: If transformers does not take one of `kwargs`, the model is loaded already and `kwargs` are
+            given, or the device cannot be used.
+        CheckpointError: If the model cannot be loaded, or lacks weights.
     """
     if not isinstance(name, str | Path):
-        check_none_left(kwargs)
-        return base_of(name) if device is None else _to(base_of(name), device)
-    check_place(str(name))
-    check_reserved(kwargs, caller)
+        check_no_load_keywords(kwargs)
+        return base_of(name) if device is None else _move(base_of(name), device)
+    check_path(str(name))
+    check_reserved_keywords(kwargs)
     try:
         loaded: Any = _auto_class(name, trust_remote_code, kwargs).from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs
         )
     except Exception as error:
-        raise unknown_keyword(error, kwargs, caller) or cannot_load("model", name, error) from error
+        raise unknown_keyword_error(error, kwargs, caller) or load_error("model", name, error) from error
     model, info = loaded
     if info["missing_keys"]:
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
-    return model if device is None else _to(model, device)
+    return model if device is None else _move(model, device)
 
 
-def file_beside(model: str, name: str) -> str | None:
-    """Return a file of a model's directory or repository, None where it has none or cannot be asked."""
+def find_model_file(model: str, name: str) -> str | None:
+    """Return the path of a file in a model's directory or repository, downloaded if need be.
+
+    Args:
+        model: Directory or hub id of a model.
+        name: Name of the file.
+
+    Returns:
+        The path, or None where there is no such file or the hub cannot be asked.
+    """
     try:
         return cached_file(model, name, _raise_exceptions_for_missing_entries=False)
     except OSError:
@@ -74,22 +103,26 @@ def file_beside(model: str, name: str) -> str | None:
 
 
 def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any]) -> Any:
-    """Return the class of transformers that opens a model: that of causal LMs, unless it knows it only among those
-    that see images."""
+    """Return the auto class of transformers that loads a model.
+
+    It is the one for causal LMs, unless transformers knows the model type only among models that see images.
+    """
     if "config" in kwargs:
         return AutoModelForCausalLM
-    where = {key: kwargs[key] for key in ("cache_dir", "revision", "subfolder", "token") if key in kwargs}
+    hub_options = {key: kwargs[key] for key in ("cache_dir", "revision", "subfolder", "token") if key in kwargs}
     try:
-        said, _ = PretrainedConfig.get_config_dict(str(name), **where)
+        config, _ = PretrainedConfig.get_config_dict(str(name), **hub_options)
     except OSError:
         return AutoModelForCausalLM  # which finds the base of an adapter, or says what is missing
-    kind, remote = said.get("model_type"), trust_remote_code and "AutoModelForCausalLM" in said.get("auto_map", {})
-    if remote or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    model_type = config.get("model_type")
+    if trust_remote_code and "AutoModelForCausalLM" in config.get("auto_map", {}):
+        return AutoModelForCausalLM
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return AutoModelForCausalLM
     return AutoModelForImageTextToText
 
 
-def _to(model: Any, device: Any) -> Any:
+def _move(model: Any, device: Any) -> Any:
     try:
         return model.to(device)
     except (RuntimeError, AssertionError, TypeError) as error:

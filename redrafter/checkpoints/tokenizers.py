@@ -1,4 +1,4 @@
-"""Load tokenizers, and check that two models share one."""
+"""Load tokenizers, and check that two models use the same tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -6,19 +6,27 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from redrafter.errors import CheckpointError, MismatchError
-from redrafter.files.checkpoint_kind import cannot_load, check_place
+from redrafter.files.checkpoint_kind import check_path, load_error
 from redrafter.target.target import Target
 
 __all__ = ["check_vocabularies", "load_tokenizer"]
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model, padding on the left as decoder-only generation needs."""
-    check_place(str(name))
+    """Load the tokenizer of a model. It pads on the left, as decoder-only generation needs.
+
+    Args:
+        name: Directory or hub id of the model.
+        trust_remote_code: Whether code in the checkpoint may run.
+
+    Raises:
+        CheckpointError: If there is no tokenizer, or it cannot be loaded.
+    """
+    check_path(str(name))
     try:
         return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise cannot_load("tokenizer", name, error) from error
+        raise load_error("tokenizer", name, error) from error
 
 
 def check_vocabularies(
@@ -26,24 +34,33 @@ def check_vocabularies(
     draft_model: str | Path | PreTrainedModel | Target,
     trust_remote_code: bool,
 ) -> None:
-    """Raise `MismatchError` when the tokenizers beside two models give the same text other ids.
+    """Check that the tokenizers of a model and of its draft model give the same text the same ids.
 
-    Tables of ids may be of different sizes: rows past the tokenizer's last id are padding. A model that was loaded by
-    the caller is taken at its word where no tokenizer is found by its name.
+    The models' embedding tables may differ in size: rows past the tokenizer's last id are padding. Loaded models pass
+    unchecked where no tokenizer is found under their names.
+
+    Args:
+        model: Hub id, directory, loaded model or target.
+        draft_model: The same for the model that drafts.
+        trust_remote_code: Whether code in the checkpoints may run.
+
+    Raises:
+        CheckpointError: If the tokenizer of a model given by name cannot be loaded.
+        MismatchError: If the vocabularies differ.
     """
-    found = []
-    for each in (model, draft_model):
-        loaded: Any = each.model if isinstance(each, Target) else each
-        name: Any = each if isinstance(each, str | Path) else getattr(loaded, "name_or_path", None)
+    tokenizers = []
+    for checked in (model, draft_model):
+        loaded: Any = checked.model if isinstance(checked, Target) else checked
+        name: Any = checked if isinstance(checked, str | Path) else getattr(loaded, "name_or_path", None)
         if name is None:
             return  # no model: refused where it is loaded
         try:
-            found.append((name, load_tokenizer(name, trust_remote_code=trust_remote_code).get_vocab()))
+            tokenizers.append((name, load_tokenizer(name, trust_remote_code=trust_remote_code).get_vocab()))
         except CheckpointError:
-            if name is each:
+            if name is checked:
                 raise
             return
-    (name, vocabulary), (draft_name, draft_vocabulary) = found
+    (name, vocabulary), (draft_name, draft_vocabulary) = tokenizers
     if vocabulary == draft_vocabulary:
         return
     raise MismatchError(
@@ -52,9 +69,9 @@ def check_vocabularies(
     )
 
 
-def _difference(mine: dict[str, int], theirs: dict[str, int]) -> str:
-    """The first id that stands for another token, or for one in one vocabulary only."""
-    by_id, other = ({id: token for token, id in each.items()} for each in (mine, theirs))
-    first = min(id for id in by_id.keys() | other.keys() if by_id.get(id) != other.get(id))
-    sizes = f"{len(mine)} tokens against {len(theirs)}"
-    return f"{sizes}, id {first} is {by_id.get(first)!r} in one and {other.get(first)!r} in the other"
+def _difference(vocabulary: dict[str, int], draft_vocabulary: dict[str, int]) -> str:
+    """Describe the first id that stands for different tokens in two vocabularies, or is in one of them only."""
+    tokens, draft_tokens = ({id: token for token, id in tokens.items()} for tokens in (vocabulary, draft_vocabulary))
+    first = min(id for id in tokens.keys() | draft_tokens.keys() if tokens.get(id) != draft_tokens.get(id))
+    sizes = f"{len(vocabulary)} tokens against {len(draft_vocabulary)}"
+    return f"{sizes}, id {first} is {tokens.get(first)!r} in one and {draft_tokens.get(first)!r} in the other"

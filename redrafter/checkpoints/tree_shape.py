@@ -9,7 +9,16 @@ __all__ = ["TreeShape"]
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How a drafter is searched. None: left to the drafter's config and the device."""
+    """Shape of the draft tree. A field that is None is left to the drafter's config and the device.
+
+    Attributes:
+        num_beams: Beams of the search.
+        draft_len_per_beam: Draft tokens of each beam.
+        node_budget: Most nodes of a tree.
+
+    Raises:
+        ArgumentError: If a field is neither None nor a positive integer within limits.
+    """
 
     num_beams: int | None = None
     draft_len_per_beam: int | None = None
@@ -22,6 +31,6 @@ class TreeShape:
                 check_size(field.name, value)
 
     def over(self, other: "TreeShape") -> "TreeShape":
-        """This shape, with `other`'s values where it has none."""
-        mine = {name: value for name, value in asdict(self).items() if value is not None}
-        return TreeShape(**(asdict(other) | mine))
+        """Return this shape with the fields that are None taken from `other`."""
+        chosen = {name: value for name, value in asdict(self).items() if value is not None}
+        return TreeShape(**(asdict(other) | chosen))

@@ -15,7 +15,7 @@ from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
-from redrafter.files.checkpoint_kind import check_place
+from redrafter.files.checkpoint_kind import check_path
 from redrafter.measure.facts import facts, head
 from redrafter.measure.picture import check_picture_folder
 from redrafter.measure.prompts import encode, read_prompts
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if plots is not None:
         check_picture_folder(plots)
     for name in filter(None, [options.assistant_model]):
-        check_place(name)
+        check_path(name)
     if options.json is not None:
         check_writable(Path(options.json), "--json")
     rows = read_prompts(options.prompts)

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redrafter.checkpoints.headers import APPLE
 from redrafter.convert.tensors import Stored
 from redrafter.drafting.drafter import DrafterConfig
 from redrafter.errors import CheckpointError, UnsupportedError
+from redrafter.files.checkpoint_kind import APPLE_MODEL_TYPE
 
 __all__ = ["check", "check_form", "config_of", "ours", "their_config", "theirs"]
 
 LISTS = ("lm_head", "lm_heads", "0")  # the list of residual layers and head, by generation
 SIZES = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers", "rnn")
-_THEIRS = {"model_type": APPLE, "architectures": ["Drafter"], "num_lookback_tokens": -1, "emb_norm": False}
+_THEIRS = {"model_type": APPLE_MODEL_TYPE, "architectures": ["Drafter"], "num_lookback_tokens": -1, "emb_norm": False}
 
 
 def ours(name: str, layers: int) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from redrafter.checkpoints.drafters import NORM_ROWS, check_match
-from redrafter.checkpoints.headers import kind_of, read_base
+from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
+from redrafter.checkpoints.headers import read_base
 from redrafter.convert import trtllm, trtllm_base
 from redrafter.convert.tensors import Stored, of_file
 from redrafter.drafting.drafter import DrafterConfig
-from redrafter.files.checkpoint_kind import SHAPE_FILE
+from redrafter.files.checkpoint_kind import SHAPE_FILE, kind_of
 from redrafter.target.supported import said_width
 
 __all__ = ["Base", "read"]
@@ -77,7 +77,7 @@ class Base:
             if self.said is None
             else (self.said["hidden_size"], self.said["vocab_size"])
         )
-        check_match(drafter, hidden, vocabulary, list(self.norms().values()), str(self.place))
+        check_fits_base(drafter, hidden, vocabulary, list(self.norms().values()), str(self.place))
 
     @property
     def quantised(self) -> str | None:

@@ -17,7 +17,6 @@ from threading import Lock
 from tqdm import tqdm
 
 from redrafter.app.program import guarded, report
-from redrafter.checkpoints.headers import kind_of
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert import base as bases
 from redrafter.convert import drafters
@@ -25,7 +24,8 @@ from redrafter.convert.config import ConvertConfig, parse
 from redrafter.convert.plan import Plan
 from redrafter.convert.targets import TARGETS, ConversionRequest, Source
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.files.atomic_folder import check_folder, write_folder
+from redrafter.files.atomic_folder import check_output_folder, write_folder
+from redrafter.files.checkpoint_kind import kind_of
 
 __all__ = ["convert", "main", "merge", "plan"]
 
@@ -85,7 +85,9 @@ def convert(config: ConvertConfig, log: Callable[[str], object] = lambda line: N
             _check_apart(output, Path(source))
     made = plan(config)
     what = WRITES[config.to]
-    check_folder(output, config.overwrite, flag="--output-dir", what=what, replaceable=lambda path: _is(path, what))
+    check_output_folder(
+        output, config.overwrite, flag="--output-dir", what=what, replaceable=lambda path: _is(path, what)
+    )
     made.check_space(output)
     lock = Lock()
     with tqdm(total=made.bytes(output), unit="B", unit_scale=True, disable=None if shown else True) as bar:

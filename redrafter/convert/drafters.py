@@ -9,14 +9,12 @@ from zipfile import is_zipfile
 import torch
 
 from redrafter.checkpoints.headers import (
-    INDEX,
-    WEIGHTS,
+    INDEX_FILE,
+    WEIGHTS_FILE,
     check_tensors,
     drafter_shapes,
-    kind_of,
     read_drafter,
     read_headers,
-    read_json,
 )
 from redrafter.checkpoints.merged import Defaults
 from redrafter.convert import apple, trtllm
@@ -24,7 +22,7 @@ from redrafter.convert.base import FLOATS
 from redrafter.convert.tensors import CODES, Stored, held, of_file
 from redrafter.drafting.drafter import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, kind_of, read_json
 from redrafter.files.dtype_names import dtype_name
 
 __all__ = ["Drafter", "read"]
@@ -116,7 +114,7 @@ def _checked(found: Drafter) -> Drafter:
 
 def _files(place: Path) -> dict[str, Stored]:
     """The tensors of safetensors files, or of a pickle when there are none."""
-    if not (place / INDEX).is_file() and not (place / WEIGHTS).is_file() and (place / PICKLE).is_file():
+    if not (place / INDEX_FILE).is_file() and not (place / WEIGHTS_FILE).is_file() and (place / PICKLE).is_file():
         return {name: held(name, tensor) for name, tensor in _unpickled(place / PICKLE).items()}
     headers = read_headers(place)
     return {name: of_file(each.file, name, each.shape, each.dtype) for name, each in headers.items()}

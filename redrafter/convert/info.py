@@ -24,7 +24,7 @@ from redrafter.convert.drafters import Drafter
 from redrafter.convert.targets import ConversionRequest, Source, possible
 from redrafter.convert.tensors import Stored
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
-from redrafter.files.checkpoint_kind import check_place, kind_of
+from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
 from redrafter.version import __version__
 
@@ -68,7 +68,7 @@ def _locate(name: str) -> Path:
     """A directory, or what a hub id was downloaded to; nothing is downloaded."""
     if Path(name).is_dir():
         return Path(name)
-    check_place(name)
+    check_path(name)
     try:
         return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
     except Exception as error:

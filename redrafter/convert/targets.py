@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from redrafter.checkpoints.drafters import check_beams, past_training
-from redrafter.checkpoints.headers import INDEX, WEIGHTS
+from redrafter.checkpoints.drafters import check_beams, draft_length_warning
+from redrafter.checkpoints.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert import apple, trtllm, trtllm_base
@@ -67,7 +67,7 @@ def _drafter(source: Source, dtype: str | None, shape: TreeShape) -> Plan:
     config.draft_len_per_beam = shape.draft_len_per_beam or config.draft_len_per_beam
     tensors = _cast(found.tensors, dtype)
     config.dtype, config.architectures = tensors["lm_head.weight"].dtype, ["RecurrentDrafter"]
-    return Plan({WEIGHTS: tensors}, _papers(found), {"config.json": _dict(config)}, _recurrence(found))
+    return Plan({WEIGHTS_FILE: tensors}, _papers(found), {"config.json": _dict(config)}, _recurrence(found))
 
 
 def to_apple(source: Source, wish: ConversionRequest) -> Plan:
@@ -77,7 +77,9 @@ def to_apple(source: Source, wish: ConversionRequest) -> Plan:
     tensors = {apple.theirs(name, config.num_draft_layers): x for name, x in source.drafter.tensors.items()}
     tensors = _cast(tensors, wish.dtype)
     dtype = _name(tensors[f"lm_head.{config.num_draft_layers}.weight"].dtype)
-    return Plan({WEIGHTS: tensors}, {}, {"config.json": apple.their_config(config, dtype)}, _recurrence(source.drafter))
+    return Plan(
+        {WEIGHTS_FILE: tensors}, {}, {"config.json": apple.their_config(config, dtype)}, _recurrence(source.drafter)
+    )
 
 
 def merged(source: Source, wish: ConversionRequest) -> Plan:
@@ -104,7 +106,7 @@ def merged(source: Source, wish: ConversionRequest) -> Plan:
             )
         files, index = shards(base.tensors)
         weights |= files
-        texts |= {INDEX: index} if index else {}
+        texts |= {INDEX_FILE: index} if index else {}
         texts |= {"config.json": _dict(base.config)}
         if source.tokenizer is None:
             notes += (
@@ -220,7 +222,7 @@ def _recurrence(found: Drafter) -> tuple[str, ...]:
 
 
 def _past_training(config: DrafterConfig, shape: TreeShape) -> tuple[str, ...]:
-    told = past_training(config, shape.draft_len_per_beam)
+    told = draft_length_warning(config, shape.draft_len_per_beam)
     return () if told is None else (told,)
 
 

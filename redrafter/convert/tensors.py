@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from redrafter.checkpoints.headers import WEIGHTS
+from redrafter.checkpoints.headers import WEIGHTS_FILE
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError
 from redrafter.files.dtype_names import dtype_name
 
@@ -198,7 +198,7 @@ def shards(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]],
             parts.append({})
         parts[-1][name] = tensor
     if len(parts) == 1:
-        return {WEIGHTS: parts[0]}, None
+        return {WEIGHTS_FILE: parts[0]}, None
     files = {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)}
     weight_map = {name: file for file, part in files.items() for name in part}
     return files, {"metadata": {"total_size": sum(map(size, tensors.values()))}, "weight_map": weight_map}

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redrafter.checkpoints.headers import read_file, read_json
+from redrafter.checkpoints.headers import read_file_headers
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert.apple import check_form
 from redrafter.convert.tensors import Stored, joined, of_file, padded, rows
 from redrafter.drafting.drafter import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
+from redrafter.files.checkpoint_kind import read_json
 
 __all__ = [
     "ARCHITECTURES",
@@ -101,7 +102,8 @@ def read_ranks(place: Path, tp: int) -> list[dict[str, Stored]]:
     if (place / f"rank{tp}.safetensors").exists():
         raise CheckpointError(f"{place} has a rank{tp}.safetensors, but its config.json says tp_size {tp}")
     ranks = [
-        {name: of_file(file, name, each.shape, each.dtype) for name, each in read_file(file).items()} for file in files
+        {name: of_file(file, name, each.shape, each.dtype) for name, each in read_file_headers(file).items()}
+        for file in files
     ]
     for rank, tensors in enumerate(ranks):
         if odd := sorted(tensors.keys() ^ ranks[0].keys()):

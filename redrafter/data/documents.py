@@ -1,7 +1,7 @@
-"""From rows to documents: token ids with a loss mask, and to prompts.
+"""Encode rows as documents, which are token ids with a loss mask, or as prompts.
 
-Conversations are rendered with the tokenizer's chat template and only the assistant's turns are learnt; of a text,
-everything is; of a prompt and its answer, the answer; rows of token ids say it themselves.
+Conversations are rendered with the tokenizer's chat template, and only the assistant's turns are learnt. Of a text all
+tokens are learnt; of a prompt and its answer, the answer; of token ids, those that the row's own mask selects.
 """
 
 import random
@@ -16,50 +16,60 @@ from redrafter.data.rows import Row, fingerprint
 from redrafter.data.windows import Document
 from redrafter.errors import CheckpointError, MismatchError, UnsupportedError, first_line
 
-__all__ = ["documents", "prompt", "prompts", "show_sample"]
+__all__ = ["encode_documents", "encode_prompt", "format_sample", "sample_prompts"]
 
-GROUP = 1_000_000  # characters of rows that are tokenized at once, on all cores
-SHOWN = 200  # characters of a sample in a message
+GROUP_CHARACTERS = 1_000_000  # of rows that are tokenized at once, on all cores
+SHOWN_CHARACTERS = 200  # of a sample in an error
 
-Span = tuple[int, int]
+Span = tuple[int, int]  # first character, and the one after the last
 
 
-def documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
-    """Rows in tokens: of each one document, or several where the chat template writes earlier turns anew as it goes on.
+def encode_documents(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
+    """Yield the documents of rows, in the order of the rows.
 
-    Raises `CheckpointError`, or `MismatchError` for ids of another tokenizer, naming file and line.
+    A row becomes one document, or several where the chat template renders earlier turns differently as the
+    conversation goes on.
+
+    Args:
+        rows: Rows of training data.
+        tokenizer: The base's tokenizer.
+
+    Raises:
+        CheckpointError: If a row cannot be encoded or teaches nothing. The message names file and line.
+        MismatchError: If a row has ids of another tokenizer.
+        UnsupportedError: If the tokenizer does not say which characters a token stands for, and a row needs that.
     """
     for group in _groups(rows):
-        found: list[list[Document]] = [[] for _ in group]
-        texts, marked = list[tuple[int, str]](), list[tuple[int, str, list[Span]]]()
+        documents: list[list[Document]] = [[] for _ in group]
+        texts, answers = list[tuple[int, str]](), list[tuple[int, str, list[Span]]]()
         for index, row in enumerate(group):
             _check_tokenizer(row, tokenizer)
             if row.text is not None:
                 texts.append((index, row.text))
             elif row.ids is not None and row.loss_mask is not None:
-                found[index].append(Document(row.ids, row.loss_mask, row.where))
+                documents[index].append(Document(row.ids, row.loss_mask, row.where))
             elif row.prompt is not None:
-                marked.append((index, *_answered(row)))
+                answers.append((index, *_join_answer(row)))
             else:
-                marked += [(index, text, spans) for text, spans in _render(row, tokenizer)]
+                answers += [(index, text, spans) for text, spans in _render(row, tokenizer)]
         encoded = _encode([(group[index], text) for index, text in texts], tokenizer)
         for (index, _), (ids, _) in zip(texts, encoded, strict=True):
-            found[index].append(Document(ids, [True] * len(ids), group[index].where))
-        encoded = _encode([(group[index], text) for index, text, _ in marked], tokenizer, offsets=True)
-        for (index, _, spans), (ids, offsets) in zip(marked, encoded, strict=True):
-            found[index].append(Document(ids, _mask(spans, offsets), group[index].where))
-        for row, made in zip(group, found, strict=True):
-            yield from _learnable(row, made, tokenizer)
+            documents[index].append(Document(ids, [True] * len(ids), group[index].where))
+        encoded = _encode([(group[index], text) for index, text, _ in answers], tokenizer, offsets=True)
+        for (index, _, spans), (ids, offsets) in zip(answers, encoded, strict=True):
+            documents[index].append(Document(ids, _mask(spans, offsets), group[index].where))
+        for row, row_documents in zip(group, documents, strict=True):
+            yield from _keep_learnable(row, row_documents, tokenizer)
 
 
 def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows, as many at a time as are worth tokenizing together."""
+    """Yield rows in groups of about `GROUP_CHARACTERS` characters, which are tokenized together."""
     group, size = list[Row](), 0
     for row in rows:
         group.append(row)
-        written = [row.text or row.ids or "", row.prompt or "", row.answer or ""]
-        size += sum(map(len, [*written, *(turn["content"] for turn in row.messages or ())]))
-        if size >= GROUP:
+        contents = [row.text or row.ids or "", row.prompt or "", row.answer or ""]
+        size += sum(map(len, [*contents, *(turn["content"] for turn in row.messages or ())]))
+        if size >= GROUP_CHARACTERS:
             yield group
             group, size = [], 0
     yield group
@@ -73,19 +83,19 @@ def _check_tokenizer(row: Row, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _learnable(row: Row, made: list[Document], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
-    """The documents of a row that teach something, of which there must be one."""
-    found = [document for document in made if document.learnable]
-    if found:
-        return found
-    if any(any(document.mask) for document in made):
+def _keep_learnable(row: Row, documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> list[Document]:
+    """Return the documents of a row that teach something. Raises `CheckpointError` where none does."""
+    learnable = [document for document in documents if document.learnable]
+    if learnable:
+        return learnable
+    if any(any(document.mask) for document in documents):
         raise CheckpointError(f"{row.where}: too short: two tokens in a row, after a first, are needed to learn from")
-    shown = _decode(made[0].ids if made else [], tokenizer)[:SHOWN]
-    raise CheckpointError(f"{row.where}: nothing to learn, its loss mask is empty; the sample is {shown!r}")
+    sample = _decode(documents[0].ids if documents else [], tokenizer)[:SHOWN_CHARACTERS]
+    raise CheckpointError(f"{row.where}: nothing to learn, its loss mask is empty; the sample is {sample!r}")
 
 
-def _answered(row: Row) -> tuple[str, list[Span]]:
-    """A prompt and its answer as one text, and where in it the answer is, as indices of characters."""
+def _join_answer(row: Row) -> tuple[str, list[Span]]:
+    """Return a prompt and its answer as one text, and the span of the answer."""
     assert row.prompt is not None
     if not row.answer:
         raise CheckpointError(f"{row.where}: a prompt without an answer, so there is nothing to learn")
@@ -94,34 +104,34 @@ def _answered(row: Row) -> tuple[str, list[Span]]:
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[Span]]]:
-    """Rendered texts, each with the spans of its assistant turns, as indices of characters.
+    """Yield rendered texts of a conversation, each with the spans of its assistant turns.
 
-    Stock templates do not mark what the assistant wrote. But a turn is what the conversation up to it adds to the
-    prompt that asks for it. Where such a prompt does not go on from the text so far (templates that drop earlier turns'
-    thinking), the text so far is finished and another begins. A turn that opens the conversation answers nothing, so
-    it is read and not learnt.
+    Stock templates do not mark what the assistant wrote. So a turn is taken to be what the conversation up to and with
+    it adds to the prompt that asks for it. Where such a prompt does not continue the text so far (templates that drop
+    the thinking of earlier turns), the text so far is yielded and another begins. An assistant turn that opens the
+    conversation answers nothing, so it is not learnt.
     """
     assert row.messages is not None
-    asked = [index for index, turn in enumerate(row.messages) if index and turn["role"] == "assistant"]
-    if not asked:
+    answer_indices = [index for index, turn in enumerate(row.messages) if index and turn["role"] == "assistant"]
+    if not answer_indices:
         raise CheckpointError(f"{row.where}: no assistant turn that answers something, so there is nothing to learn")
     text, spans = "", list[Span]()
-    for index in asked:
-        begun = _template(row, row.messages[:index], tokenizer, add_generation_prompt=True)
-        whole = _template(row, row.messages[: index + 1], tokenizer)
-        if not whole.startswith(begun):
+    for index in answer_indices:
+        prompt = _apply_template(row, row.messages[:index], tokenizer, add_generation_prompt=True)
+        answered = _apply_template(row, row.messages[: index + 1], tokenizer)
+        if not answered.startswith(prompt):
             raise CheckpointError(
-                f"{row.where}: the chat template asks for the assistant's turn with {begun[-40:]!r}, but does not "
+                f"{row.where}: the chat template asks for the assistant's turn with {prompt[-40:]!r}, but does not "
                 "write that turn so; use one that does"
             )
-        if spans and not begun.startswith(text):
+        if spans and not prompt.startswith(text):
             yield text, spans
             spans = []
-        text, spans = whole, [*spans, (len(begun), len(whole))]
+        text, spans = answered, [*spans, (len(prompt), len(answered))]
     yield text, spans
 
 
-def _template(
+def _apply_template(
     row: Row, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool = False
 ) -> str:
     if not getattr(tokenizer, "chat_template", None):
@@ -139,87 +149,119 @@ def _template(
 def _encode(
     texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, offsets: bool = False
 ) -> list[tuple[list[int], list[Span]]]:
-    """Token ids of some texts, and, where `offsets` are wanted, the characters of each token.
+    """Return the token ids of each text and, if `offsets`, the span of each token.
 
-    A rendered conversation brings its special tokens; so does a text that opens with the token that begins one.
+    Special tokens are added, but not to a rendered conversation, or to a text that opens with the BOS token itself.
     """
     if offsets and texts and not tokenizer.is_fast:
         raise UnsupportedError(
             f"{type(tokenizer).__name__} does not say which characters a token stands for, so answers cannot be told "
             "from what they answer; use a base with a fast tokenizer, or rows of plain text"
         )
-    bare = [row.messages is not None or _opens(text, tokenizer) for row, text in texts]
-    found: list[tuple[list[int], list[Span]]] = [([], [])] * len(texts)
-    for special in (False, True):
-        places = [place for place, has in enumerate(bare) if has != special]
-        how: dict[str, Any] = {"add_special_tokens": special, "return_offsets_mapping": offsets, "verbose": False}
-        encoded = _tokenized([texts[place] for place in places], tokenizer, how) if places else {"input_ids": []}
-        for number, place in enumerate(places):
-            found[place] = encoded["input_ids"][number], encoded["offset_mapping"][number] if offsets else []
-    return found
+    has_special = [row.messages is not None or _opens_with_bos(text, tokenizer) for row, text in texts]
+    encoded: list[tuple[list[int], list[Span]]] = [([], [])] * len(texts)
+    for add_special in (False, True):
+        indices = [index for index, has in enumerate(has_special) if has != add_special]
+        if not indices:
+            continue
+        options = {"add_special_tokens": add_special, "return_offsets_mapping": offsets, "verbose": False}
+        tokens = _tokenize([texts[index] for index in indices], tokenizer, options)
+        for number, index in enumerate(indices):
+            encoded[index] = tokens["input_ids"][number], tokens["offset_mapping"][number] if offsets else []
+    return encoded
 
 
-def _tokenized(texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, how: dict[str, Any]) -> Any:
+def _tokenize(texts: list[tuple[Row, str]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> Any:
+    """Tokenize texts together. Raises `CheckpointError` naming the row where the tokenizer fails."""
     try:
-        return tokenizer([text for _, text in texts], **how)
-    except Exception:  # which of them was it?
+        return tokenizer([text for _, text in texts], **options)
+    except Exception:  # tokenize one by one to find the row
         for row, text in texts:
             try:
-                tokenizer(text, **how)
+                tokenizer(text, **options)
             except Exception as error:
                 raise CheckpointError(f"{row.where}: the tokenizer fails: {first_line(error)}") from error
         raise
 
 
-def _opens(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a text brings the token that begins a text itself, and so must get no second one."""
+def _opens_with_bos(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a text spells the BOS token at its beginning, and so must get no second one."""
     return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
 
 
 def _mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
-    """Which tokens lie in a span, by their ends: a tokenizer may leave leading spaces out of what a token covers."""
+    """Return of each token whether it ends within a span. Ends decide: a token's offsets may leave out its space."""
     bounds = [bound for span in spans for bound in span]  # rising; a token is inside where an odd number precede it
     return [bisect_left(bounds, end) % 2 == 1 for _, end in offsets]
 
 
-def prompts(
+def sample_prompts(
     rows: Iterable[Row],
     tokenizer: PreTrainedTokenizerBase,
     count: int,
-    longest: int,
+    max_tokens: int,
     seed: int,
     *,
-    share: float = 1.0,
-    most: int | None = None,
+    text_share: float = 1.0,
+    max_text_tokens: int | None = None,
 ) -> list[list[int]]:
-    """At most `count` prompts of at most `longest` tokens, as `prompt` makes them. Which rows: shuffled by seed."""
-    chosen = list(rows)
-    random.Random(seed).shuffle(chosen)
-    found: list[list[int]] = []
-    for row in chosen:
-        if len(found) == count:
+    """Return the prompts of randomly chosen rows. Rows whose prompts are empty or too long are passed over.
+
+    Args:
+        rows: Rows to choose from.
+        tokenizer: The base's tokenizer.
+        count: Most prompts to return.
+        max_tokens: Most tokens of a prompt.
+        seed: Seed of the shuffle.
+        text_share: As for `encode_prompt`.
+        max_text_tokens: As for `encode_prompt`.
+
+    Returns:
+        Token ids of each prompt.
+
+    Raises:
+        CheckpointError: If a row cannot be encoded.
+        MismatchError: If a row has ids of another tokenizer.
+    """
+    shuffled = list(rows)
+    random.Random(seed).shuffle(shuffled)
+    prompts: list[list[int]] = []
+    for row in shuffled:
+        if len(prompts) == count:
             break
-        begun = prompt(row, tokenizer, share=share, most=most)
-        if 0 < len(begun) <= longest:
-            found.append(begun)
-    return found
+        ids = encode_prompt(row, tokenizer, text_share=text_share, max_text_tokens=max_text_tokens)
+        if 0 < len(ids) <= max_tokens:
+            prompts.append(ids)
+    return prompts
 
 
-def prompt(row: Row, tokenizer: PreTrainedTokenizerBase, *, share: float = 1.0, most: int | None = None) -> list[int]:
-    """The token ids that a base is to write on from; none where a row has no such.
+def encode_prompt(
+    row: Row, tokenizer: PreTrainedTokenizerBase, *, text_share: float = 1.0, max_text_tokens: int | None = None
+) -> list[int]:
+    """Return the token ids of a row's prompt; none where the row has no prompt.
 
-    Of a conversation all before the assistant's first answer, or its first user turn when nobody answers; of tokens all
-    before the first to be learnt; of a text, or where no token comes before more than one, the beginning: this `share`
-    of its tokens, rounded down, and at most `most`.
+    The prompt of a conversation is all before the assistant's first answer, or with the first user turn where there is
+    no answer. The prompt of token ids is all before the first one to be learnt. The prompt of a text, or of ids where
+    fewer than two come before the first one to be learnt, is their beginning.
+
+    Args:
+        row: A row of data.
+        tokenizer: The base's tokenizer.
+        text_share: Share of a text's tokens that is its prompt, rounded down.
+        max_text_tokens: Most tokens of a text's prompt; None for no limit.
+
+    Raises:
+        CheckpointError: If the row cannot be encoded.
+        MismatchError: If the row has ids of another tokenizer.
     """
     _check_tokenizer(row, tokenizer)
     if row.messages is not None:
         roles = [turn["role"] for turn in row.messages]
-        after = roles.index("user") + 1 if "user" in roles else 0
-        stop = roles.index("assistant", 1) if "assistant" in roles[1:] else after
+        after_user = roles.index("user") + 1 if "user" in roles else 0
+        stop = roles.index("assistant", 1) if "assistant" in roles[1:] else after_user
         if stop == 0:
             return []
-        text = _template(row, row.messages[:stop], tokenizer, add_generation_prompt=True)
+        text = _apply_template(row, row.messages[:stop], tokenizer, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if row.prompt is not None:
         return list(_encode([(row, row.prompt)], tokenizer)[0][0])
@@ -228,20 +270,20 @@ def prompt(row: Row, tokenizer: PreTrainedTokenizerBase, *, share: float = 1.0, 
     ids = row.ids if row.ids is not None else _encode([(row, row.text or "")], tokenizer)[0][0]
     mask = row.loss_mask or [True]
     first = mask.index(True) if True in mask else len(mask)
-    return list(ids[:first] if first > 1 else ids[: int(len(ids) * share)][:most])
+    return list(ids[:first] if first > 1 else ids[: int(len(ids) * text_share)][:max_text_tokens])
 
 
-def show_sample(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A document as text, what is learnt of it between ⟦ and ⟧."""
-    shown, place, done = "", 0, ""
+def format_sample(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a document, with the tokens to learn between ⟦ and ⟧."""
+    formatted, end, decoded = "", 0, ""
     for learnt, run in groupby(document.mask):
-        place += len(list(run))
+        end += len(list(run))
         # Decoded from the beginning: a token by itself may lose its space. Half a character goes to the next part.
-        text = _decode(document.ids[:place], tokenizer)
-        text = text if place == len(document.ids) else text.rstrip("\ufffd")
-        part = text[len(done) :]
-        shown, done = shown + (f"⟦{part}⟧" if learnt else part), text
-    return shown
+        text = _decode(document.ids[:end], tokenizer)
+        text = text if end == len(document.ids) else text.rstrip("\ufffd")
+        part = text[len(decoded) :]
+        formatted, decoded = formatted + (f"⟦{part}⟧" if learnt else part), text
+    return formatted
 
 
 def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -5,17 +5,17 @@ A row is one JSON object, with one of:
     {"text": "..."}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
-    {"turns": ["...", "..."]}                              what a user says, turn by turn; good for prompts only
-    {"input_ids": [1, 15, 8, 9], "loss_mask": [0, 0, 1, 1]}  tokens, and which of them the base is to write
-    {"prompt": "...", "completion": "..."}                 also "response"; without either good for prompts only
+    {"turns": ["...", "..."]}                              the user's turns; usable for prompts only
+    {"input_ids": [1, 15, 8, 9], "loss_mask": [0, 0, 1, 1]}  token ids, and which of them the base is to write
+    {"prompt": "...", "completion": "..."}                 or "response"; with neither usable for prompts only
     {"instruction": "...", "input": "...", "output": "..."}  prompt: input, a space, instruction; answer: a line feed
-                                                           and the output; any but one of the first two may be missing
+                                                           and the output; input or instruction is needed
     "..."                                                  a string alone is a prompt
 
-The last three count only in rows that have none of the keys of the others, and are plain text: no chat template.
-`messages` and `conversations` may each hold either kind of turn. `split` may be "train" (when it is left out), "val" or
-"test". `source` or `category` names a kind of text, for reports by kind; `tokenizer` is the `fingerprint` of the one
-that made the ids. Other keys are left alone, and a key that is null is one that is not there.
+The last three are read only where a row has none of the other keys, and are plain text: no chat template is applied.
+`messages` and `conversations` may each hold either kind of turn. `split` is "train" (the default), "val" or "test".
+`source` or `category` names a kind of text, for reports by kind. `tokenizer` is the `fingerprint` of the tokenizer that
+made the ids. Other keys are ignored, and a key that is null counts as missing.
 """
 
 import gzip
@@ -39,21 +39,32 @@ __all__ = ["Row", "fingerprint", "open_lines", "read_rows"]
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 SUFFIXES = (".jsonl", ".json", *OPENERS)
-HUB = re.compile(r"[\w.-]+(/[\w.-]+)?(:.+)?")
-KINDS = ("text", "messages", "conversations", "turns", "input_ids")
-ANSWERS = ("completion", "response")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:.+)?")
+KIND_KEYS = ("text", "messages", "conversations", "turns", "input_ids")
+ANSWER_KEYS = ("completion", "response")
 SPLITS = ("train", "val", "test")
-SPEAKERS = {"system": "system", "human": "user", "user": "user"} | dict.fromkeys(
+SPEAKER_ROLES = {"system": "system", "human": "user", "user": "user"} | dict.fromkeys(
     ("gpt", "chatgpt", "assistant", "bing", "bard"), "assistant"
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """A checked row. where: its file and line, for messages. One of text, messages, ids and prompt is set, loss_mask
-    with ids. answer: what the base is to write after the prompt.
+    """A checked row of data. Exactly one of `text`, `messages`, `prompt` and `ids` is set.
 
-    A row that can only be a prompt has messages without an assistant's turn, or a prompt without an answer.
+    A row that is usable for prompts only has messages without an assistant's turn, or a prompt without an answer.
+
+    Attributes:
+        where: File and line of the row, for errors.
+        split: `train`, `val` or `test`; None where the row does not say.
+        text: A text to learn.
+        messages: Turns of a conversation, each with `role` and `content`.
+        prompt: A prompt in plain text.
+        answer: What the base is to write after `prompt`.
+        ids: Token ids.
+        loss_mask: Of each of `ids`, whether the base is to write it.
+        source: Kind of text, for reports by kind.
+        tokenizer: `fingerprint` of the tokenizer that made `ids`.
     """
 
     where: str
@@ -69,45 +80,52 @@ class Row:
 
 
 def read_rows(sources: Iterable[str | Path]) -> Iterator[Row]:
-    """The rows of some sources in their order.
+    """Yield the rows of data sources, in their order.
 
-    A source is a file (.jsonl, or .json that holds lines or one list; also .gz and .xz), a directory made by
-    `save_to_disk`, or a dataset of the hub: "org/name", "org/name:split". Raises `CheckpointError` naming file and
-    line.
+    Args:
+        sources: Files (.jsonl, or .json that holds lines or one list; also .gz and .xz), directories that
+            `datasets.save_to_disk` wrote, or datasets on the hub: "org/name", "org/name:split".
+
+    Raises:
+        CheckpointError: If a source cannot be read or a row is malformed. The message names file and line.
     """
     for source in map(str, sources):
-        entries = _dataset(source) if _is_dataset(source) else _entries(Path(source))
+        entries = _read_dataset(source) if _is_dataset(source) else _read_entries(Path(source))
         for where, entry in entries:
-            yield _row(entry, where)
+            yield _parse_row(entry, where)
 
 
 def open_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file, plain, .gz or .xz, that are not blank, with their numbers from 1.
+    """Yield the lines of a text file that are not blank, with their numbers from 1.
 
-    Raises `CheckpointError` naming the file when it cannot be read.
+    Args:
+        path: A UTF-8 file, plain, .gz or .xz.
+
+    Raises:
+        CheckpointError: If the file cannot be read.
     """
     try:
         with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as lines:
             yield from ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:  # the last: no UTF-8, NUL in a name
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:  # ValueError: no UTF-8, NUL in a name
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """What a file holds, and where."""
+def _read_entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield where each JSON value of a file is, and the value."""
     lines = open_lines(path)
     may_be_list = path.name.removesuffix(".gz").removesuffix(".xz").endswith(".json")
     for number, line in lines:
         if may_be_list and line.lstrip().startswith("["):
             whole = line + "".join(rest for _, rest in lines)
-            for place, entry in enumerate(_json(whole, str(path)), start=1):
-                yield f"{path}:row {place}", entry
+            for row, entry in enumerate(_parse_json(whole, str(path)), start=1):
+                yield f"{path}:row {row}", entry
         else:
-            yield f"{path}:{number}", _json(line, f"{path}:{number}")
+            yield f"{path}:{number}", _parse_json(line, f"{path}:{number}")
         may_be_list = False
 
 
-def _json(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -117,12 +135,12 @@ def _json(text: str, where: str) -> Any:
 def _is_dataset(source: str) -> bool:
     if os.path.isfile(source):  # unlike those of `Path`, these answer for any name
         return False
-    hub = HUB.fullmatch(source) is not None and not source.endswith(SUFFIXES)
+    hub = HUB_NAME.fullmatch(source) is not None and not source.endswith(SUFFIXES)
     return hub or os.path.isdir(source.partition(":")[0])
 
 
-def _dataset(source: str) -> Iterator[tuple[str, Any]]:
-    """What a split of a Hugging Face dataset holds, and where: that of a directory, else that of the hub."""
+def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
+    """Yield where each entry of a Hugging Face dataset's split is, and the entry. A directory goes before the hub."""
     try:
         import datasets
     except ImportError as error:
@@ -132,29 +150,29 @@ def _dataset(source: str) -> Iterator[tuple[str, Any]]:
     name, _, split = source.partition(":")
     try:
         if Path(name).is_dir():
-            found = datasets.load_from_disk(name)
-            found = found if isinstance(found, dict) else {"train": found}
+            splits = datasets.load_from_disk(name)
+            splits = splits if isinstance(splits, dict) else {"train": splits}
         else:
-            found = {split or "train": datasets.load_dataset(name, split=split or "train")}
+            splits = {split or "train": datasets.load_dataset(name, split=split or "train")}
     except Exception as error:  # a script, a network and many formats stand behind it
         raise CheckpointError(
             f"{source} is not a file, and cannot be read as a Hugging Face dataset: {first_line(error)}"
         ) from error
-    if (split or "train") not in found:
-        raise CheckpointError(f"{source}: no split {split or 'train'}; write {name}: and one of {', '.join(found)}")
-    for place, entry in enumerate(found[split or "train"], start=1):
-        yield f"{source}:row {place}", entry
+    if (split or "train") not in splits:
+        raise CheckpointError(f"{source}: no split {split or 'train'}; write {name}: and one of {', '.join(splits)}")
+    for row, entry in enumerate(splits[split or "train"], start=1):
+        yield f"{source}:row {row}", entry
 
 
-def _row(found: Any, where: str) -> Row:
-    """An entry, checked."""
-    entry = {"prompt": found} if isinstance(found, str) else found
+def _parse_row(value: Any, where: str) -> Row:
+    """Check a JSON value and return it as a row."""
+    entry = {"prompt": value} if isinstance(value, str) else value
     entry = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
-    kinds = [kind for kind in KINDS if kind in entry] or ["prompt"]
+    kinds = [kind for kind in KIND_KEYS if kind in entry] or ["prompt"]
     if len(kinds) != 1 or not any(name in entry for name in (*kinds, "instruction", "input")):
-        known = ", ".join((*KINDS, "prompt", "instruction"))
-        raise CheckpointError(f"{where}: a row has one of {known}; found {str(found)[:80]}")
-    kind, value = kinds[0], entry.get(kinds[0])
+        known = ", ".join((*KIND_KEYS, "prompt", "instruction"))
+        raise CheckpointError(f"{where}: a row has one of {known}; found {str(value)[:80]}")
+    kind, content = kinds[0], entry.get(kinds[0])
     split, source = entry.get("split"), entry.get("source", entry.get("category"))
     if split is not None and split not in SPLITS:
         raise CheckpointError(f'{where}: "split" is one of {", ".join(SPLITS)}; found {split!r}')
@@ -162,23 +180,23 @@ def _row(found: Any, where: str) -> Row:
     if entry.get("tokenizer") is not None:
         common["tokenizer"] = _string(entry["tokenizer"], where, '"tokenizer"')
     if kind == "prompt":
-        prompt, answer = _prompt(entry, where)
+        prompt, answer = _parse_prompt(entry, where)
         return Row(where, prompt=prompt, answer=answer, **common)
     if kind == "text":
-        return Row(where, text=_string(value, where, '"text"'), **common)
+        return Row(where, text=_string(content, where, '"text"'), **common)
     if kind == "input_ids":
-        ids, mask = _ids(value, entry.get("loss_mask"), where)
+        ids, mask = _parse_ids(content, entry.get("loss_mask"), where)
         return Row(where, ids=ids, loss_mask=mask, **common)
-    turns = value if isinstance(value, list) else [value]
+    turns = content if isinstance(content, list) else [content]
     if kind == "turns":
         turns = [{"role": "user", "content": turn} for turn in turns]
-    return Row(where, messages=[_turn(turn, where) for turn in turns], **common)
+    return Row(where, messages=[_parse_turn(turn, where) for turn in turns], **common)
 
 
-def _prompt(entry: dict[str, Any], where: str) -> tuple[str, str | None]:
-    """The prompt of a row and its answer, None where it has none."""
+def _parse_prompt(entry: dict[str, Any], where: str) -> tuple[str, str | None]:
+    """Return the prompt of an entry and its answer, None where it has no answer."""
     if "prompt" in entry:
-        answers = [name for name in ANSWERS if name in entry]
+        answers = [name for name in ANSWER_KEYS if name in entry]
         if len(answers) > 1:
             raise CheckpointError(f"{where}: a prompt has one answer, here both {' and '.join(answers)}; leave one out")
         prompt = _string(entry["prompt"], where, '"prompt"')
@@ -202,40 +220,41 @@ def _string(value: Any, where: str, name: str) -> str:
     return value
 
 
-def _turn(turn: Any, where: str) -> dict[str, str]:
-    """A turn with the names that chat templates know."""
-    found = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
-    if "from" in found:
-        role = SPEAKERS.get(str(found["from"]))
+def _parse_turn(turn: Any, where: str) -> dict[str, str]:
+    """Return a turn with the keys and roles that chat templates know."""
+    message = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
+    if "from" in message:
+        role = SPEAKER_ROLES.get(str(message["from"]))
         if role is None:
-            raise CheckpointError(f'{where}: "from" is one of {", ".join(SPEAKERS)}; found {found["from"]!r}')
-        found = {"role": role, "content": found.get("value")}
-    if not (isinstance(found.get("role"), str) and isinstance(found.get("content"), str)):
+            raise CheckpointError(f'{where}: "from" is one of {", ".join(SPEAKER_ROLES)}; found {message["from"]!r}')
+        message = {"role": role, "content": message.get("value")}
+    if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
         raise CheckpointError(
             f'{where}: a turn needs a "role" and a "content" that are strings; found {str(turn)[:80]}'
         )
-    _string(found["content"], where, '"content"')
-    return found
+    _string(message["content"], where, '"content"')
+    return message
 
 
-def _ids(ids: Any, mask: Any, where: str) -> tuple[list[int], list[bool]]:
-    whole = isinstance(ids, list) and set(map(type, ids)) <= {int}  # not bool, which is an int too
-    if not whole or not 0 <= min(ids, default=0) <= max(ids, default=0) < 2**31:
+def _parse_ids(ids: Any, mask: Any, where: str) -> tuple[list[int], list[bool]]:
+    """Check token ids and their loss mask, and return both."""
+    are_ints = isinstance(ids, list) and set(map(type, ids)) <= {int}  # not bool, which is an int too
+    if not are_ints or not 0 <= min(ids, default=0) <= max(ids, default=0) < 2**31:
         raise CheckpointError(f'{where}: "input_ids" must be a list of token ids, found {str(ids)[:80]}')
-    known = isinstance(mask, list) and set(map(type, mask)) <= {int, bool} and set(mask) <= {0, 1}
-    if not known or len(mask) != len(ids):
+    is_mask = isinstance(mask, list) and set(map(type, mask)) <= {int, bool} and set(mask) <= {0, 1}
+    if not is_mask or len(mask) != len(ids):
         raise CheckpointError(f'{where}: "loss_mask" must be a list of 0 and 1, one for each of "input_ids"')
-    return ids, [bool(each) for each in mask]
+    return ids, [bool(flag) for flag in mask]
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits that differ between tokenizers whose ids mean different tokens."""
+    """Return 16 hex digits that differ between tokenizers whose ids mean different tokens."""
     return _fingerprint(tokenizer, len(tokenizer))
 
 
 @lru_cache(maxsize=4)
 def _fingerprint(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    """size: tells a tokenizer from itself before tokens were added."""
+    """Compute the fingerprint. `size` keeps apart the cached values of one tokenizer before and after it grew."""
     added = sorted((index, str(token)) for index, token in tokenizer.added_tokens_decoder.items())
-    told = json.dumps([sorted(tokenizer.get_vocab().items()), added])
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), added])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

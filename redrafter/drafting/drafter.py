@@ -17,7 +17,7 @@ from torch.nn.functional import rms_norm, silu
 from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.errors import ArgumentError, CheckpointError
-from redrafter.files.checkpoint_kind import MODEL_TYPE, cannot_load, check_drafter
+from redrafter.files.checkpoint_kind import MODEL_TYPE, check_drafter, load_error
 from redrafter.kernels.thin_linear import product
 
 __all__ = ["DrafterConfig", "RecurrentDrafter"]
@@ -238,7 +238,7 @@ class RecurrentDrafter(PreTrainedModel):
         except Exception as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise cannot_load("drafter", place, error) from error
+            raise load_error("drafter", place, error) from error
         model, info = loaded
         wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
         wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from redrafter.checkpoints.drafters import check_beams, load_drafter, past_training
+from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter import RecurrentDrafter
@@ -46,7 +46,7 @@ class ReDrafter(Engine):
         shape = (shape or TreeShape()).over(self._default)
         depth = shape.draft_len_per_beam
         assert depth is not None
-        if told := past_training(config, depth):
+        if told := draft_length_warning(config, depth):
             warnings.warn(told, stacklevel=3)
         target.tap(config.target_layers)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape

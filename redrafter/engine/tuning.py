@@ -21,7 +21,7 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.cuda_graphs import bucket
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
-from redrafter.files.atomic_file import check_writable, write_whole
+from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.target.target import Target
 
@@ -111,7 +111,7 @@ class Tuning:
         with suppress(OSError):  # said by the next line
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         check_writable(Path(path), "a tuning")
-        write_whole(Path(path), json.dumps(self.to_dict()) + "\n")
+        write_atomically(Path(path), json.dumps(self.to_dict()) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> "Tuning":

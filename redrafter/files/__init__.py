@@ -1,1 +1,1 @@
-"""Files and folders that are written whole or not at all."""
+"""Files and folders that are written atomically, and the kinds of checkpoints that a directory may hold."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Write a file atomically: its path holds the old content or the new content, never a part of it."""
 
 import os
 from contextlib import suppress
@@ -8,49 +8,73 @@ from typing import Any
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["check_writable", "write_figure", "write_whole"]
+__all__ = ["check_writable", "write_atomically", "write_figure"]
 
 
-def check_writable(path: Path, what: str) -> None:
-    """Raise `ArgumentError` where `write_whole` would fail: the directory must be there. Leaves nothing behind. what:
-    the flag that named it."""
+def check_writable(path: Path, flag: str) -> None:
+    """Check that `write_atomically` can write a file, and leave nothing behind.
+
+    Args:
+        path: File to write. Its directory must exist.
+        flag: The option that named the file, for the error.
+
+    Raises:
+        ArgumentError: If the file cannot be written.
+    """
     if not path.name or "\0" in str(path):
-        raise ArgumentError(f"{what} needs a file name, got {str(path)!r}")
-    place = path.resolve()
+        raise ArgumentError(f"{flag} needs a file name, got {str(path)!r}")
+    target = path.resolve()
     try:
-        if place.is_dir():
+        if target.is_dir():
             raise IsADirectoryError(None, "Is a directory")
-        if not place.exists() or place.is_file():
-            trial = _unfinished(place)
+        if not target.exists() or target.is_file():
+            trial = _temporary_path(target)
             trial.touch()
             trial.unlink()
     except OSError as error:
-        raise ArgumentError(f"cannot write {path} ({what}): {error.strerror or error}") from error
+        raise ArgumentError(f"cannot write {path} ({flag}): {error.strerror or error}") from error
 
 
-def write_whole(path: Path, text: str | bytes) -> None:
-    """A reader finds the old content or the new one, never a half. A link keeps pointing; a device is written to, not
-    replaced. Raises `ArgumentError` when it cannot be written, and leaves nothing behind then."""
-    place, content = path.resolve(), text.encode() if isinstance(text, str) else text
-    unfinished = _unfinished(place)
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file such that a reader finds the old content or the new content, never a part of it.
+
+    A symbolic link stays and its target is replaced; a device or a pipe is written to, not replaced.
+
+    Args:
+        path: File to write. Its directory must exist.
+        content: The new content. A string is encoded as UTF-8.
+
+    Raises:
+        ArgumentError: If the file cannot be written. Nothing is left behind then.
+    """
+    target, encoded = path.resolve(), content.encode() if isinstance(content, str) else content
+    temporary = _temporary_path(target)
     try:
-        if place.exists() and not place.is_file() and not place.is_dir():
-            place.write_bytes(content)
+        if target.exists() and not target.is_file() and not target.is_dir():
+            target.write_bytes(encoded)
             return
-        unfinished.write_bytes(content)
-        unfinished.replace(place)
+        temporary.write_bytes(encoded)
+        temporary.replace(target)
     except (OSError, ValueError) as error:
         with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise ArgumentError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write_figure(path: Path, figure: Any) -> None:
-    """A matplotlib figure as a PNG, as `write_whole`."""
-    drawn = BytesIO()
-    figure.savefig(drawn, dpi=144, format="png")
-    write_whole(path, drawn.getvalue())
+    """Write a matplotlib figure as a PNG file, atomically.
+
+    Args:
+        path: File to write. Its directory must exist.
+        figure: A `matplotlib.figure.Figure`.
+
+    Raises:
+        ArgumentError: If the file cannot be written.
+    """
+    png = BytesIO()
+    figure.savefig(png, dpi=144, format="png")
+    write_atomically(path, png.getvalue())
 
 
-def _unfinished(place: Path) -> Path:
-    return place.parent / f".{place.name}.{os.getpid()}"
+def _temporary_path(target: Path) -> Path:
+    return target.parent / f".{target.name}.{os.getpid()}"

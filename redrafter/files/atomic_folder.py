@@ -1,4 +1,4 @@
-"""Directories that are written whole, or not at all."""
+"""Write a directory atomically: its path holds the old directory or the new one, never a part of one."""
 
 import os
 import shutil
@@ -15,43 +15,65 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["check_folder", "clean", "write_folder"]
+__all__ = ["check_output_folder", "remove_leftovers", "sync_to_disk", "write_folder"]
 
-LONGEST = 200  # bytes of a name, with room for what is put around it
+MAX_NAME_BYTES = 200  # file systems allow 255; names of partial and old folders add some
 
 
-def check_folder(folder: Path, overwrite: bool, *, flag: str, what: str, replaceable: Callable[[Path], bool]) -> None:
-    """Raise `ArgumentError` when `write_folder` could not write there, or must not.
+def check_output_folder(
+    folder: Path, overwrite: bool, *, flag: str, what: str, replaceable: Callable[[Path], bool]
+) -> None:
+    """Check that `write_folder` can write a folder, and may replace what the folder holds.
 
-    flag: the option that named it. what, replaceable: which folders `overwrite` is about; others are never replaced.
+    Leftovers of an earlier `write_folder` are removed first.
+
+    Args:
+        folder: Folder to write. Missing parents are allowed.
+        overwrite: Whether a folder that is not empty may be replaced.
+        flag: The option that named the folder, for errors.
+        what: What a replaceable folder holds, for errors, such as `drafter`.
+        replaceable: Returns whether an existing folder may be replaced. Others never are, even with `overwrite`.
+
+    Raises:
+        ArgumentError: If the folder cannot be written, or must not be replaced.
     """
-    if not folder.absolute().name or "\0" in str(folder) or len(os.fsencode(folder.name)) > LONGEST:
-        raise ArgumentError(f"{flag} needs a directory's name of at most {LONGEST} bytes, got {str(folder)[:80]!r}")
-    place = Path(os.path.realpath(folder))
-    above = next(each for each in place.parents if each.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
-        raise ArgumentError(f"{flag} {folder}: {above} is no directory that can be written to; name another place")
-    clean(folder)
-    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+    if not folder.absolute().name or "\0" in str(folder) or len(os.fsencode(folder.name)) > MAX_NAME_BYTES:
+        raise ArgumentError(
+            f"{flag} needs a directory's name of at most {MAX_NAME_BYTES} bytes, got {str(folder)[:80]!r}"
+        )
+    target = Path(os.path.realpath(folder))
+    parent = next(path for path in target.parents if path.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise ArgumentError(f"{flag} {folder}: {parent} is no directory that can be written to; name another place")
+    remove_leftovers(folder)
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
         raise ArgumentError(f"{flag} {folder} is there already and not empty; name another, or pass --overwrite")
-    if not replaceable(place):
+    if not replaceable(target):
         raise ArgumentError(f"{flag} {folder} holds something that is no {what}, which is never overwritten")
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` make the files in a folder of another name, see them on the disk, and rename it then, over the one
-    that is there if need be; a link is followed. Killed at any moment, `clean` finds the old folder or the new one.
+    """Write a folder such that a reader finds the old folder or the new one, never a part of one.
 
-    Raises `CheckpointError` naming the folder when it cannot be written, `ArgumentError` while another process writes
-    it, and leaves nothing behind then.
+    `fill` writes into a partial folder beside `folder`. Its files are synced to disk, an existing folder is renamed to
+    make way, and the partial folder is renamed to `folder`; a symbolic link is followed. After a kill at any moment,
+    `remove_leftovers` leaves the whole old folder or the whole new one.
+
+    Args:
+        folder: Folder to write. Missing parents are made.
+        fill: Writes the content into the empty directory that it is called with.
+
+    Raises:
+        ArgumentError: If another process is writing the same folder.
+        CheckpointError: If the folder cannot be written. Nothing is left behind then.
     """
-    place = Path(os.path.realpath(folder))
-    partial, old = _beside(place)
+    target = Path(os.path.realpath(folder))
+    partial, old = _working_paths(target)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        clean(place)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target)
         with ExitStack() as lock:
             try:
                 partial.mkdir()
@@ -61,45 +83,54 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
             try:
                 fill(partial)
                 for file in (*partial.rglob("*"), partial):
-                    _sync(file)
-                if place.exists():
-                    place.rename(old)
-                partial.rename(place)
-                _sync(place.parent)
+                    sync_to_disk(file)
+                if target.exists():
+                    target.rename(old)
+                partial.rename(target)
+                sync_to_disk(target.parent)
             finally:
                 lock.close()
-                clean(place)
-    except (OSError, RuntimeError, SafetensorError) as error:  # each library that writes has its own for a full disk
-        said = getattr(error, "strerror", None) or first_line(error)
-        full = any(word in said for word in ("space", "quota", "too large"))
+                remove_leftovers(target)
+    except (OSError, RuntimeError, SafetensorError) as error:  # libraries raise different errors for a full disk
+        message = getattr(error, "strerror", None) or first_line(error)
+        full = any(word in message for word in ("space", "quota", "too large"))
         hint = "; free some space or name another place" if full else ""
-        raise CheckpointError(f"cannot write {folder}: {said}{hint}") from error
+        raise CheckpointError(f"cannot write {folder}: {message}{hint}") from error
 
 
-def clean(folder: Path) -> None:
-    """Remove what `write_folder` left when it was killed or failed; the folder is whole before and after, if it is.
-    While another process writes it, that is left alone."""
-    place = Path(os.path.realpath(folder))
-    partial, old = _beside(place)
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed or failed `write_folder` left beside a folder, and restore the old folder if need be.
+
+    Nothing is changed while another process is writing the folder.
+
+    Args:
+        folder: The folder that was to be written. It need not exist.
+    """
+    target = Path(os.path.realpath(folder))
+    partial, old = _working_paths(target)
     if partial.exists():
         with suppress(OSError), _locked(partial):
             shutil.rmtree(partial)
     if partial.exists():
         return
-    if old.exists() and not place.exists():
+    if old.exists() and not target.exists():
         with suppress(OSError):
-            old.rename(place)
+            old.rename(target)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _beside(folder: Path) -> tuple[Path, Path]:
-    """Names that nobody else gives."""
+def _working_paths(folder: Path) -> tuple[Path, Path]:
+    """Return the paths of the partial folder and of the old folder that `write_folder` uses."""
     return folder.with_name(f".{folder.name}.redrafter-partial"), folder.with_name(f".{folder.name}.redrafter-old")
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which the system lets go of after any kill. Raises `BlockingIOError` where it is held."""
+    """Hold a folder's lock, which the system releases when the process ends, however it ends.
+
+    Raises:
+        BlockingIOError: If another process holds the lock.
+    """
     if fcntl is None:
         yield
         return
@@ -116,9 +147,10 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Flush a file or a directory entry from the system's cache to the disk."""
     if os.name == "nt" and path.is_dir():
-        return  # no such thing there
+        return  # Windows cannot sync a directory
     handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(handle)

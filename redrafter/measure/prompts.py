@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.documents import prompt
+from redrafter.data.documents import encode_prompt
 from redrafter.data.rows import Row, read_rows
 from redrafter.errors import ArgumentError
 
@@ -51,11 +51,11 @@ def _lines(path: Path) -> Iterator[Row]:
 def encode(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, share: float = 1.0, most: int | None = None
 ) -> list[list[int]]:
-    """Return the token ids of each row's prompt. share, most: of a text, how much of it is a prompt; see `prompt`.
+    """Return the token ids of each row's prompt. share, most: of a text, how much is a prompt; see `encode_prompt`.
 
     Raises `ArgumentError` naming the row that has no prompt.
     """
-    found = [prompt(row, tokenizer, share=share, most=most) for row in rows]
+    found = [encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most) for row in rows]
     for row, ids in zip(rows, found, strict=True):
         if not ids:
             raise ArgumentError(f"{row.where} has no tokens to write on from")

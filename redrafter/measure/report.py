@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.errors import ReDrafterError, first_line
-from redrafter.files.atomic_file import check_writable, write_whole
+from redrafter.files.atomic_file import check_writable, write_atomically
 
 __all__ = ["Report", "Table", "plain_data"]
 
@@ -62,7 +62,7 @@ class Report:
     def save(self) -> None:
         """To the file; a reader finds the old document or the new one, never a half."""
         if self.path is not None:
-            write_whole(self.path, self._json() + "\n")
+            write_atomically(self.path, self._json() + "\n")
 
     def finish(self) -> int:
         """Print the document. Returns an exit code: 1 when a section failed."""

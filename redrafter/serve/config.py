@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from redrafter.app.flags import flag, names, option
-from redrafter.checkpoints.models import file_beside
+from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
 from redrafter.scheduler.scheduler import Limits
 from redrafter.serve.network.api_keys import ENVIRONMENT
@@ -151,7 +151,7 @@ class ServeOptions:
 
 def config_beside(model: str) -> list[str]:
     """Return the files of `BESIDE` that a model's directory or repository holds."""
-    return [file for name in BESIDE if (file := file_beside(model, name)) is not None]
+    return [file for name in BESIDE if (file := find_model_file(model, name)) is not None]
 
 
 def read_config(files: Sequence[str], options: Sequence[type], only: Collection[str] | None = None) -> dict[str, Any]:

@@ -15,8 +15,8 @@ def told(held: Iterable[int], windows: Windows, tokenizer: PreTrainedTokenizerBa
     """The rows that some windows are of, by file and line in the order of the data, and how some of them begin."""
     found: dict[str, int] = {}
     for number in sorted(held):
-        found.setdefault(windows.places[number], number)
-    spans = ((windows.ends[number], windows.ends[number + 1]) for number in list(found.values())[:SHOWN])
+        found.setdefault(windows.origins[number], number)
+    spans = ((windows.offsets[number], windows.offsets[number + 1]) for number in list(found.values())[:SHOWN])
     beginnings = (windows.tokens[first : min(first + LETTERS, last)] for first, last in spans)
     shown = [repr(str(tokenizer.decode(ids))[:LETTERS]) for ids in beginnings]
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""

@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from redrafter.app.flags import flag
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
-from redrafter.files.atomic_folder import clean, write_folder
+from redrafter.files.atomic_folder import remove_leftovers, write_folder
 from redrafter.train.config import TrainConfig
 from redrafter.train.progress import Standing
 
@@ -109,7 +109,7 @@ class Checkpoints:
 
     def tidy(self) -> None:
         """Remove what a training left that was killed while it wrote."""
-        clean(self.best)
+        remove_leftovers(self.best)
         for leftover in (*self.folder.glob(".step-*"), *self.folder.parent.glob(f".{self.folder.name}.*")):
             shutil.rmtree(leftover, ignore_errors=True)
 

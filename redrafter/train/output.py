@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
-from redrafter.files.atomic_folder import check_folder, write_folder
+from redrafter.files.atomic_folder import check_output_folder, write_folder
 
 __all__ = ["check_output", "save"]
 
@@ -19,7 +19,7 @@ BESIDE_WEIGHTS = {"README.md", "config.json", RECORD}  # what `save` writes besi
 
 def check_output(output: Path, overwrite: bool) -> None:
     """Raise `ArgumentError` when `save` would refuse to write there, or could not."""
-    check_folder(output, overwrite, flag="--output", what="drafter", replaceable=_holds_drafter_or_its_rest)
+    check_output_folder(output, overwrite, flag="--output", what="drafter", replaceable=_holds_drafter_or_its_rest)
 
 
 def save(

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from redrafter.data.windows import Windows
 from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
 from redrafter.errors import CheckpointError, first_line
-from redrafter.files.checkpoint_kind import cannot_load
+from redrafter.files.checkpoint_kind import load_error
 from redrafter.target.target import context_of
 from redrafter.train.config import LENGTH, TrainConfig
 from redrafter.train.head_loss import chunk_anchors
@@ -27,7 +27,7 @@ def plan(config: TrainConfig, windows: Windows, processes: int) -> list[str]:
     windows.check(told.vocab_size, context_of(told))
     own, whole = drafter.num_parameters(), base.num_parameters()
     per_epoch, steps = windows.steps_per_epoch(config.batch_size, processes), last_step(config, windows, processes)
-    row = int(windows.widths.max())
+    row = int(windows.row_widths.max())
     most = config.batch_size * config.accumulate * processes * row
     kept = int(windows.mask.sum())
     return [
@@ -35,7 +35,7 @@ def plan(config: TrainConfig, windows: Windows, processes: int) -> list[str]:
         f"drafter: {own:,} trainable parameters, {100 * own / whole:.1f} % of the base's",
         *_memory(config, base, drafter, row, processes),
         f"data: {len(windows):,} windows, {len(windows.tokens):,} tokens, {kept:,} of them learnt, in "
-        f"{len(windows.widths):,} rows of at most {row} tokens",
+        f"{len(windows.row_widths):,} rows of at most {row} tokens",
         f"an optimizer step: {config.accumulate} x {config.batch_size} rows on each of {processes} "
         f"process{'es' if processes > 1 else ''}, at most {most:,} tokens",
         f"an epoch: {math.ceil(per_epoch / config.accumulate):,} steps",
@@ -84,7 +84,7 @@ def _base(config: TrainConfig) -> PretrainedConfig:
         )
         return found
     except Exception as error:  # as many kinds as there are models
-        raise cannot_load("model", str(config.model), error) from error
+        raise load_error("model", str(config.model), error) from error
 
 
 def _drafter_config(config: TrainConfig, base: PretrainedConfig) -> DrafterConfig:
@@ -93,7 +93,7 @@ def _drafter_config(config: TrainConfig, base: PretrainedConfig) -> DrafterConfi
     try:
         return DrafterConfig.from_pretrained(config.drafter)
     except Exception as error:
-        raise cannot_load("drafter", config.drafter, error) from error
+        raise load_error("drafter", config.drafter, error) from error
 
 
 def _dtype(config: TrainConfig, base: PretrainedConfig) -> torch.dtype:

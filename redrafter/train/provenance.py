@@ -87,7 +87,7 @@ def files(sources: Sequence[str]) -> list[dict[str, Any]]:
 def data_hash(windows: Windows) -> str:
     """sha256 of what is learnt from: it changes with the data, their order, the tokenizer and the template."""
     digest = hashlib.sha256()
-    for part in (windows.tokens, windows.mask, windows.ends):
+    for part in (windows.tokens, windows.mask, windows.offsets):
         digest.update(part.contiguous().numpy().data)
     return digest.hexdigest()
 

@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.flags import flag, own_name
 from redrafter.app.loading import limit_threads
 from redrafter.app.program import guarded
-from redrafter.checkpoints.drafters import check_fit, embedding_norms
+from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
-from redrafter.data.documents import documents, prompts, show_sample
+from redrafter.data.documents import encode_documents, format_sample, sample_prompts
 from redrafter.data.rows import Row, read_rows
 from redrafter.data.windows import Windows
 from redrafter.drafting.drafter import RecurrentDrafter
@@ -56,10 +56,10 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
     """Everything from the files of a command line to a directory that `RecurrentDrafter.from_pretrained` opens."""
     tokenizer = load_tokenizer(str(config.model), trust_remote_code=config.trust_remote_code)
     if config.show_sample:
-        first = next(documents(_rows(config), tokenizer), None)
+        first = next(encode_documents(_rows(config), tokenizer), None)
         if first is None:
             raise _nothing(config)
-        log(show_sample(first, tokenizer))
+        log(format_sample(first, tokenizer))
         return
     config = replace(config, length=row_length(config))
     if config.dry_run:
@@ -120,7 +120,7 @@ class _Session:
                 progress=self.console.show,
             )
         except NotFiniteError as error:
-            held_by_batch = self.windows.held(*self._order(error.step, error.process))
+            held_by_batch = self.windows.window_indices(*self._order(error.step, error.process))
             held = chain.from_iterable(islice(held_by_batch, config.accumulate))
             raise NotFiniteError(error.step, error.process, told(held, self.windows, self.tokenizer)) from None
 
@@ -186,7 +186,7 @@ class _Session:
         if self.resumed is not None or config.drafter is not None:
             place = self.resumed.path if self.resumed is not None else config.drafter
             drafter: RecurrentDrafter = RecurrentDrafter.from_pretrained(place, dtype=torch.float32)
-            check_fit(drafter, target)
+            check_fits_target(drafter, target)
         else:
             drafter = new_drafter(target.model, config, self._draft_ids())
         drafter.config.base_model = self.base
@@ -201,7 +201,7 @@ class _Session:
             return None
         if size > self.target.vocab_size:
             raise ArgumentError(f"--draft-vocab-size {size} is more than the base's {self.target.vocab_size} ids")
-        return self.windows.counts(self.target.vocab_size).topk(size).indices.sort().values
+        return self.windows.count_ids(self.target.vocab_size).topk(size).indices.sort().values
 
     def _held_out(self) -> HeldOut:
         """Held-out prompts as the base itself writes on from them, greedily."""
@@ -210,14 +210,14 @@ class _Session:
         chosen = (row for row in rows if row.split == "val" or (config.validate and row.split != "train"))
         length = row_length(config)
         room = length if context is None else min(length, context - 1)
-        begun = prompts(
+        begun = sample_prompts(
             chosen,
             self.tokenizer,
             config.validate_prompts,
             room,
             config.seed,
-            share=VALIDATE_SHARE,
-            most=VALIDATE_TOKENS,
+            text_share=VALIDATE_SHARE,
+            max_text_tokens=VALIDATE_TOKENS,
         )
         if not begun and (config.validate or config.validate_every):
             raise ArgumentError(
@@ -232,7 +232,9 @@ def _rows(config: TrainConfig) -> Iterator[Row]:
 
 
 def _windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Windows:
-    windows = Windows(documents(_rows(config), tokenizer), row_length(config), tokenizer.bos_token_id, config.pack)
+    windows = Windows(
+        encode_documents(_rows(config), tokenizer), row_length(config), tokenizer.bos_token_id, config.pack
+    )
     if not len(windows):
         raise _nothing(config)
     return windows

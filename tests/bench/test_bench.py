@@ -21,7 +21,7 @@ from redrafter.cli import bench as bench_module
 from redrafter.cli import compare as compare_module
 from redrafter.cli import main
 from redrafter.cli import tune as tune_module
-from redrafter.data.documents import documents
+from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.measure import picture, stopwatch
@@ -301,7 +301,7 @@ def test_a_prompt_that_begins_the_text_itself_gets_no_second_beginning():
     tokenizer = byte_tokenizer()
     rows = [Row("a", text="ja"), Row("b", text="<bos>ja"), Row("c", prompt="<bos>ja")]
     assert encode(rows, tokenizer) == [tokenizer("ja").input_ids] * 3
-    learnt = [*documents([*rows[:2], Row("d", prompt="<bos>j", answer="a!")], tokenizer)]
+    learnt = [*encode_documents([*rows[:2], Row("d", prompt="<bos>j", answer="a!")], tokenizer)]
     assert [document.ids.count(tokenizer.bos_token_id) for document in learnt] == [1, 1, 1]
 
 

@@ -175,7 +175,7 @@ def test_nothing_is_left_when_writing_fails(saved, tmp_path, monkeypatch):
     for step in (
         "redrafter.convert.plan.write",
         "redrafter.convert.plan.Plan._take",
-        "redrafter.files.atomic_folder._sync",
+        "redrafter.files.atomic_folder.sync_to_disk",
     ):
         monkeypatch.setattr(step, full)
         for target in (output, tmp_path / "new"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from redrafter import ArgumentError
-from redrafter.files.atomic_file import check_writable, write_whole
+from redrafter.files.atomic_file import check_writable, write_atomically
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
@@ -15,16 +15,18 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
         check_writable(path, "--json")
     path.parent.mkdir()
     check_writable(path, "--json")
-    write_whole(path, "one")
-    write_whole(path, "two")
-    assert path.read_text() == "two" and os.listdir(path.parent) == ["a.json"]
+    write_atomically(path, "one")
+    write_atomically(path, "two")
+    assert path.read_text() == "two"
+    assert os.listdir(path.parent) == ["a.json"]
 
 
 def test_a_link_keeps_pointing(tmp_path):
     (tmp_path / "target").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    write_whole(tmp_path / "link", "new")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new"
+    write_atomically(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "new"
 
 
 def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
@@ -32,15 +34,16 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path):
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     check_writable(pipe, "--json")
-    write_whole(pipe, "text")
-    assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    write_atomically(pipe, "text")
+    assert os.read(reader, 10) == b"text"
+    assert pipe.is_fifo()
     os.close(reader)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has such a device")
 def test_a_device_that_takes_nothing_is_refused_in_our_words():
     with pytest.raises(ArgumentError, match="cannot write /dev/full: No space left"):
-        write_whole(Path("/dev/full"), "text")
+        write_atomically(Path("/dev/full"), "text")
 
 
 @pytest.mark.parametrize("name", ["", ".", "folder", "file/below"])
@@ -51,5 +54,6 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, name, mo
     with pytest.raises(ArgumentError, match="--out"):
         check_writable(Path(name), "--out")
     with pytest.raises(ArgumentError):
-        write_whole(Path(name), "text")
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder"] and (tmp_path / "file").read_text() == "kept"
+        write_atomically(Path(name), "text")
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() == "kept"

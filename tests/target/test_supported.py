@@ -7,7 +7,7 @@ import transformers as hf
 from helpers.drafters import random_drafter
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
-from redrafter.checkpoints.drafters import check_fit
+from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.target.supported import said_width
 from redrafter.target.target import Target
 from redrafter.train.init_drafter import new_drafter
@@ -158,7 +158,7 @@ def test_a_drafter_of_a_target_whose_sizes_differ_is_refused():
     target = Target(tiny_model("llama"))
     target.embedding = torch.nn.Embedding(VOCAB, 8)
     with pytest.raises(UnsupportedError, match="embeddings of 8 and a head that reads 32"):
-        check_fit(tiny_drafter(), target)
+        check_fits_target(tiny_drafter(), target)
 
 
 @pytest.mark.parametrize("make", [gemma3n, lambda: tiny_model("opt", **SMALL_OPT)])

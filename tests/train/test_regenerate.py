@@ -18,7 +18,7 @@ from helpers.models import with_tree
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import load_tokenizer
-from redrafter.data.documents import documents
+from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError, CheckpointError
@@ -187,7 +187,7 @@ def test_rows_say_what_made_them_and_can_be_trained_on(engine, tokenizer, config
     assert [row.get("split") for row in found] == [None, None, "train"]
     assert {row["tokenizer"] for row in found} == {fingerprint(tokenizer)}
     assert {row["base"] for row in found} == {"LlamaForCausalLM"}
-    for document, record in zip(documents(read_rows([config.output]), tokenizer), found, strict=True):
+    for document, record in zip(encode_documents(read_rows([config.output]), tokenizer), found, strict=True):
         assert document.ids == record["input_ids"] and document.mask == [bool(own) for own in record["loss_mask"]]
 
 

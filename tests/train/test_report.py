@@ -149,9 +149,9 @@ def test_a_tracker_that_is_not_there_is_said(tmp_path, capsys, monkeypatch):
 def test_a_batch_is_told_by_the_rows_that_it_holds_and_their_beginnings():
     tokenizer, windows = tiny_tokenizer(), windows_of(9, 45, 9, 6, 12)  # the second is cut into three
     of = ["a:0", "a:1", "a:1", "a:1", "a:2", "a:3", "a:4"]
-    spans = zip(windows.ends[:-1].tolist(), windows.ends[1:].tolist(), strict=True)
+    spans = zip(windows.offsets[:-1].tolist(), windows.offsets[1:].tolist(), strict=True)
     texts = [windows.tokens[first:last].tolist() for first, last in spans]
-    for held, batch in zip(islice(windows.held(2, 0), 9), windows.batches(2, 0), strict=False):
+    for held, batch in zip(islice(windows.window_indices(2, 0), 9), windows.batches(2, 0), strict=False):
         shown = [
             batch.tokens[row][batch.segment[row] == s].tolist() for row in range(2) for s in batch.segment[row].unique()
         ]
@@ -162,7 +162,7 @@ def test_a_batch_is_told_by_the_rows_that_it_holds_and_their_beginnings():
         assert said.startswith(f", in rows {', '.join(rows)}, which begin with ")
         assert repr(tokenizer.decode(texts[present[0]])[:40]) in said
     many = windows_of(*[5] * 40, length=5)
-    assert "and 32 more" in told(next(many.held(40, 0)), many, tokenizer)
+    assert "and 32 more" in told(next(many.window_indices(40, 0)), many, tokenizer)
 
 
 # Beside the weights

@@ -16,7 +16,7 @@ import torch
 from helpers.apart import start
 from helpers.training import base_dir, command, random_drafter, tiny_model
 from redrafter import ArgumentError, RecurrentDrafter
-from redrafter.files.atomic_folder import clean, write_folder
+from redrafter.files.atomic_folder import remove_leftovers, write_folder
 from redrafter.train import train_drafter
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, Identity
 from redrafter.train.config import TrainConfig
@@ -346,10 +346,10 @@ def test_a_folder_is_the_old_one_or_the_new_one_wherever_writing_stops(tmp_path,
 
         with monkeypatch.context() as patched:
             patched.setattr(Path, "rename", rename)
-            patched.setattr("redrafter.files.atomic_folder.clean", lambda _: None)  # as after a kill
+            patched.setattr("redrafter.files.atomic_folder.remove_leftovers", lambda _: None)  # as after a kill
             with suppress(KeyboardInterrupt):
                 write_folder(folder, lambda place: (place / "text").write_text("new"))
-        clean(folder)
+        remove_leftovers(folder)
         assert names(tmp_path) == ["out"] and (folder / "text").read_text() == ("new" if calls == 2 else "old")
 
 
@@ -360,7 +360,7 @@ def test_one_process_writes_a_folder_at_a_time(tmp_path):
         (place / "text").write_text("mine")
         with pytest.raises(ArgumentError, match="another process is writing"):
             write_folder(folder, lambda place: (place / "text").write_text("theirs"))
-        clean(folder)
+        remove_leftovers(folder)
 
     write_folder(folder, fill)
     assert names(tmp_path) == ["out"] and (folder / "text").read_text() == "mine"

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from helpers.chats import BYTES, tiny_tokenizer
 from helpers.training import CONTEXT, VOCAB, base_dir, batches_of, command, random_drafter, tiny_model
 from redrafter import DrafterConfig, RecurrentDrafter, ReDrafter
-from redrafter.data.documents import documents
+from redrafter.data.documents import encode_documents
 from redrafter.data.rows import read_rows
 from redrafter.data.windows import Windows
 from redrafter.errors import ArgumentError
@@ -301,8 +301,8 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     wild = ["--lr", "1e30", "--steps", "4", "--warmup", "0", "--max-grad-norm", "1e30"]
     config = parse(command(tmp_path))
     rows = [row for row in read_rows(config.data) if row.split is None]
-    windows = Windows(documents(rows, tiny_tokenizer()), 32, bos=1)
-    named = told(next(windows.held(4, 0, start=1)), windows, tiny_tokenizer())
+    windows = Windows(encode_documents(rows, tiny_tokenizer()), 32, bos=1)
+    named = told(next(windows.window_indices(4, 0, start=1)), windows, tiny_tokenizer())
     assert re.match(r", in rows \S+data\.jsonl:\d, ", named)
     fails(f"not finite at step 2{named}; lower --lr", *wild)
     for name, most in (("num-layers", 65536), ("batch-size", 65536), ("length", 1 << 24), ("accumulate", 1 << 31)):

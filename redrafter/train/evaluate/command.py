@@ -26,7 +26,7 @@ from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.stopping import end_tokens
 from redrafter.errors import ArgumentError
-from redrafter.files.atomic_file import check_writable, write_whole
+from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.picture import check_picture
 from redrafter.train.evaluate.plot import plot
 from redrafter.train.evaluate.prompts import categories
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         document = {"command": shlex.join(["redrafter", "evaluate", *argv])} | evaluate(pair, options)
         print(*lines(document), sep="\n")
         if options.json is not None:
-            write_whole(Path(options.json), json.dumps(document, indent=1) + "\n")
+            write_atomically(Path(options.json), json.dumps(document, indent=1) + "\n")
         if options.plot is not None:
             plot(document, Path(options.plot))
         return 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.documents import prompts
+from redrafter.data.documents import sample_prompts
 from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError
 from redrafter.measure.prompts import read_prompts
@@ -35,7 +35,9 @@ def categories(
         for row in read_prompts(file):
             rows.setdefault(row.source or Path(file or "prompts").name.split(".")[0], []).append(row)
         for category, some in rows.items():
-            chosen = prompts(some, tokenizer, count or len(some), longest, seed, share=share, most=most)
+            chosen = sample_prompts(
+                some, tokenizer, count or len(some), longest, seed, text_share=share, max_text_tokens=most
+            )
             found.setdefault(category, []).extend(chosen)
     found = {category: some[:count] for category, some in found.items() if some}
     if not found:

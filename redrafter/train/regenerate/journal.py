@@ -12,7 +12,7 @@ from typing import Any
 
 from redrafter.app.flags import shown
 from redrafter.errors import ArgumentError, CheckpointError
-from redrafter.files.atomic_file import write_whole
+from redrafter.files.atomic_file import write_atomically
 
 __all__ = ["Journal"]
 
@@ -61,10 +61,10 @@ class Journal:
         is the last to appear."""
         beside = {name: self.output.with_name(self.output.name + name) for name in (".errors.jsonl", ".json", ".part")}
         if self.errors:
-            write_whole(beside[".errors.jsonl"], b"".join(self._lines(self.errors)).decode())
+            write_atomically(beside[".errors.jsonl"], b"".join(self._lines(self.errors)).decode())
         else:
             beside[".errors.jsonl"].unlink(missing_ok=True)
-        write_whole(beside[".json"], json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(beside[".json"], json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
         try:
             with open(beside[".part"], "wb") as file:
                 file.writelines(self._lines(self.done.keys() - self.errors))

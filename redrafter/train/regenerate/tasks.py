@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.documents import prompt
+from redrafter.data.documents import encode_prompt
 from redrafter.data.rows import Row, fingerprint
 from redrafter.errors import CheckpointError, MismatchError, first_line
 
@@ -108,7 +108,7 @@ def _parts(row: Row, tokenizer: PreTrainedTokenizerBase, most: int) -> list[list
     if row.messages is not None:
         return _turns(row.messages, tokenizer)
     if row.prompt is not None:
-        return [prompt(row, tokenizer)]
+        return [encode_prompt(row, tokenizer)]
     if row.text is not None:
         return [_beginning(tokenizer(row.text[:BEGINNING])["input_ids"], most)]
     assert row.ids is not None
