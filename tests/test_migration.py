@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from redrafter.app.parser import build_parser
+from redrafter.cli.commands import build_parser
 from redrafter.convert import config as convert_config
 from redrafter.serve import command as serve_command
 from redrafter.serve.config import ServeOptions, read_config
@@ -44,7 +44,7 @@ def parser_of(command: str):
         return serve_command._parser()
     if command == "convert":
         return convert_config.parser("redrafter convert")
-    return build_parser()._subparsers._group_actions[0].choices[command]
+    return build_parser().commands[command]
 
 
 @pytest.mark.parametrize(("command", "typed", "outcome"), FLAGS)

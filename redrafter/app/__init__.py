@@ -1,1 +1,1 @@
-"""What all commands share: flags, parsing, loading, errors and exit codes."""
+"""Code that all commands share: flags, argument parsing, loading of models, error messages and exit codes."""

@@ -1,10 +1,11 @@
-"""From options to one engine or another."""
+"""The drafting method that command-line options choose, and the engine that is loaded for it."""
 
 import ast
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from redrafter.app.flags import flag
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.checkpoints.merged import default_sampling, holds_drafter
 from redrafter.checkpoints.models import bind
@@ -23,131 +24,147 @@ from redrafter.target.target import Target
 
 __all__ = [
     "DRAFTER",
+    "DRAFTING_METHODS",
     "DRAFT_MODEL",
-    "LOOKUP",
     "PLAIN",
-    "WAYS",
+    "PROMPT_LOOKUP",
+    "apply_draft_target_config",
     "can_draft",
-    "check_flags",
-    "chosen",
-    "drafts_by",
+    "check_method_options",
+    "choose_method",
+    "draft_shape",
+    "drafting_model_name",
     "load_engine",
-    "shape",
-    "with_config",
+    "parse_draft_target_config",
 ]
 
-WAYS = DRAFTER, DRAFT_MODEL, LOOKUP = "drafter", "draft model", "prompt lookup"
-PLAIN = "plain"  # nothing drafts
+DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model", "prompt lookup"
+PLAIN = "plain"  # plain decoding: nothing drafts
 
-# The flags that mean something to each way alone, or to some.
-_FLAGS = {
+# The options that only some methods have. Every other option is for all methods.
+_METHOD_OPTIONS = {
     DRAFTER: ("drafter", "num_beams", "draft_len_per_beam", "node_budget", "tuning"),
     DRAFT_MODEL: ("num_beams", "node_budget", "draft_len", "acceptance", "adaptive", "draft_device"),
-    LOOKUP: ("draft_len", "ngram"),
+    PROMPT_LOOKUP: ("draft_len", "ngram"),
 }
 
 
-def chosen(options: LoadOptions, draft: DraftOptions) -> str:
-    """What drafts. Raises `ArgumentError` for flags that are for something else."""
-    given = {"drafter": options.drafter, "draft-model": draft.draft_model, "prompt-lookup": draft.prompt_lookup or None}
-    flags = [f"--{name}" for name, value in given.items() if value is not None]
+def choose_method(options: LoadOptions, draft: DraftOptions) -> str:
+    """Return the drafting method that the options choose, one of `DRAFTING_METHODS`.
+
+    Raises:
+        ArgumentError: When the options choose several methods, or set an option that the method does not have.
+    """
+    typed = {"drafter": options.drafter, "draft-model": draft.draft_model, "prompt-lookup": draft.prompt_lookup or None}
+    flags = [f"--{name}" for name, value in typed.items() if value is not None]
     if len(flags) > 1:
         raise ArgumentError(f"{' and '.join(flags)} exclude each other")
-    way = DRAFT_MODEL if draft.draft_model is not None else LOOKUP if draft.prompt_lookup else DRAFTER
-    check_flags(options, draft, {way})
-    return way
+    method = DRAFT_MODEL if draft.draft_model is not None else PROMPT_LOOKUP if draft.prompt_lookup else DRAFTER
+    check_method_options(options, draft, {method})
+    return method
 
 
 def can_draft(options: LoadOptions, draft: DraftOptions) -> bool:
-    """Return whether the options name something that drafts, or the model is a merged checkpoint."""
+    """Return whether the options choose a drafting method, or the model is a merged checkpoint."""
     if options.drafter is not None or draft.draft_model is not None or draft.prompt_lookup or options.model is None:
         return True
     try:
         return holds_drafter(options.model)
     except OSError:
-        return True  # loading it says what is wrong
+        return True  # loading the model reports what is wrong
 
 
-def check_flags(options: LoadOptions, draft: DraftOptions, ways: set[str]) -> None:
-    """Refuse flags that say nothing about any of these ways."""
-    for given in (options, draft):
-        for each in fields(given):
-            users = [way for way, names in _FLAGS.items() if each.name in names]
-            if users and not ways & set(users) and getattr(given, each.name) != each.default:
-                needs = {DRAFTER: "a drafter", DRAFT_MODEL: "--draft-model", LOOKUP: "--prompt-lookup"}
-                flag = f"--{each.name.replace('_', '-')}"
-                raise ArgumentError(f"{flag} is for {' or '.join(needs[way] for way in users)}: leave it out")
+def check_method_options(options: LoadOptions, draft: DraftOptions, methods: set[str]) -> None:
+    """Raise `ArgumentError` for an option that was set and that none of the drafting methods has."""
+    for group in (options, draft):
+        for item in fields(group):
+            owners = [method for method, names in _METHOD_OPTIONS.items() if item.name in names]
+            if owners and not methods & set(owners) and getattr(group, item.name) != item.default:
+                chosen_by = {DRAFTER: "a drafter", DRAFT_MODEL: "--draft-model", PROMPT_LOOKUP: "--prompt-lookup"}
+                owner_names = " or ".join(chosen_by[method] for method in owners)
+                raise ArgumentError(f"{flag(item.name)} is for {owner_names}: leave it out")
 
 
-def with_config(options: LoadOptions, draft: DraftOptions) -> tuple[LoadOptions, DraftOptions]:
-    """What `--draft-target-model-config` stands for, in the options' own places."""
+def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tuple[LoadOptions, DraftOptions]:
+    """Return both options with the values of `--draft-target-model-config` in the fields that it stands for.
+
+    Raises:
+        ArgumentError: When it cannot be parsed, there is no draft model, or another flag sets one of these fields.
+        UnsupportedError: When it names several devices for one model.
+    """
     text = draft.draft_target_model_config
     if text is None:
         return options, draft
     if draft.draft_model is None:
         raise ArgumentError("--draft-target-model-config is for --draft-model: give that too")
-    for name, value in (("device", options.device), *((n, getattr(draft, n)) for n in _IN_CONFIG)):
+    for name, value in (("device", options.device), *((n, getattr(draft, n)) for n in _SET_BY_CONFIG)):
         if value is not None:
-            raise ArgumentError(f"--draft-target-model-config says what --{name.replace('_', '-')} says: leave one out")
-    draft_len, draft_device, device, rejection_sampling = _read_config(text)
+            raise ArgumentError(f"--draft-target-model-config says what {flag(name)} says: leave one out")
+    draft_len, draft_device, device, rejection_sampling = parse_draft_target_config(text)
     acceptance = "rejection" if rejection_sampling else "match"
     draft = replace(draft, draft_len=draft_len, draft_device=draft_device, acceptance=acceptance)
     return replace(options, device=device), replace(draft, draft_target_model_config=None)
 
 
-_IN_CONFIG = ("draft_len", "draft_device", "acceptance")
+_SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")
 
 
-def _read_config(text: str) -> tuple[int, str, str, bool]:
-    """ "[4,[0],[1],False]": draft length, draft devices, target devices, whether to accept by odds."""
-    shape = '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
+def parse_draft_target_config(text: str) -> tuple[int, str, str, bool]:
+    """Parse the value of `--draft-target-model-config`, a list such as "[4,[0],[1],False]".
+
+    Returns:
+        Draft length, device of the draft model, device of the target, and whether to accept by rejection sampling.
+    """
+    expected = (
+        '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
+    )
     try:
         value: Any = ast.literal_eval(text.replace("true", "True").replace("false", "False"))
         draft_len, *devices, rejection_sampling = value
-        lists = len(devices) == 2 and all(isinstance(each, list) and each for each in devices)
-        if not lists or type(draft_len) is not int or not isinstance(rejection_sampling, bool):
+        are_lists = len(devices) == 2 and all(isinstance(indices, list) and indices for indices in devices)
+        if not are_lists or type(draft_len) is not int or not isinstance(rejection_sampling, bool):
             raise ValueError
-        if not all(type(index) is int and index >= 0 for each in devices for index in each):
+        if not all(type(index) is int and index >= 0 for indices in devices for index in indices):
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise ArgumentError(f"{shape}devices of the target, acceptance by odds; got {text!r}") from None
-    for name, each in zip(("draft model", "target"), devices, strict=True):
-        if len(each) > 1:
+        raise ArgumentError(f"{expected}devices of the target, acceptance by odds; got {text!r}") from None
+    for name, indices in zip(("draft model", "target"), devices, strict=True):
+        if len(indices) > 1:
             raise UnsupportedError(
-                f"--draft-target-model-config puts the {name} on {len(each)} devices, which needs tensor parallelism: "
-                "that does not exist here yet; give one device each"
+                f"--draft-target-model-config puts the {name} on {len(indices)} devices, which needs tensor "
+                "parallelism: that does not exist here yet; give one device each"
             )
     return draft_len, f"cuda:{devices[0][0]}", f"cuda:{devices[1][0]}", rejection_sampling
 
 
-def drafts_by(way: str, model: str, options: LoadOptions, draft: DraftOptions) -> str | None:
-    """Return the name by which the drafter or the draft model was loaded; None where there is neither."""
-    if way == DRAFTER:
+def drafting_model_name(method: str, model: str, options: LoadOptions, draft: DraftOptions) -> str | None:
+    """Return the directory or hub id of the drafter or draft model that the method uses; None if it uses neither."""
+    if method == DRAFTER:
         return options.drafter or str(Path(model) / DRAFTER_FOLDER)
-    return draft.draft_model if way == DRAFT_MODEL else None
+    return draft.draft_model if method == DRAFT_MODEL else None
 
 
-def load_engine(way: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
-    """Load the engine of one way to draft.
+def load_engine(method: str, model: str | Target, options: LoadOptions, draft: DraftOptions) -> Engine:
+    """Load the engine of a drafting method.
 
     Args:
-        way: one of `WAYS`, or `PLAIN`.
-        model: a name, or a target that is bound already.
-        options: how to load it.
-        draft: what drafts in place of a drafter.
+        method: One of `DRAFTING_METHODS`, or `PLAIN` for an engine that drafts nothing.
+        model: Directory or hub id of the target, or a target that is loaded already.
+        options: How to load the target and the drafter.
+        draft: The draft model or the prompt lookup, for the methods that use them.
     """
-    use = {each.name: getattr(options, each.name) for each in fields(EngineOptions)}
+    use = {item.name: getattr(options, item.name) for item in fields(EngineOptions)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"] = options.device
-    if way == PLAIN:
+    if method == PLAIN:
         engine = Engine(bind(model, **load), PlainProposer(), EngineOptions(**use))
         engine.do_sample = default_sampling(model) if isinstance(model, str) else None
         return engine
-    own = [name for name in ("draft_len", "ngram", "acceptance") if name in _FLAGS[way]]
-    given = {name: value for name in own if (value := getattr(draft, name)) is not None}
-    if way == LOOKUP:
-        return PromptLookup.from_pretrained(model, options=EngineOptions(**use), **given, **load)
-    if way == DRAFT_MODEL:
+    names = [name for name in ("draft_len", "ngram", "acceptance") if name in _METHOD_OPTIONS[method]]
+    chosen = {name: value for name in names if (value := getattr(draft, name)) is not None}
+    if method == PROMPT_LOOKUP:
+        return PromptLookup.from_pretrained(model, options=EngineOptions(**use), **chosen, **load)
+    if method == DRAFT_MODEL:
         assert draft.draft_model is not None
         return DraftTarget.from_pretrained(
             model,
@@ -156,11 +173,11 @@ def load_engine(way: str, model: str | Target, options: LoadOptions, draft: Draf
             node_budget=options.node_budget,
             adaptive=draft.adaptive,
             draft_device=draft.draft_device,
-            **given,
+            **chosen,
             **load,
             **use,
         )
-    assert isinstance(model, str), "a drafter is found by its model's name"
+    assert isinstance(model, str), "the drafter's directory is found from the name of the model"
     return ReDrafter.from_pretrained(
         model,
         options.drafter,
@@ -173,8 +190,11 @@ def load_engine(way: str, model: str | Target, options: LoadOptions, draft: Draf
     )
 
 
-def shape(proposer: Proposer) -> dict[str, int] | None:
-    """What is drafted per step; None where a tuning, or the default by batch size, has switched speculation off."""
+def draft_shape(proposer: Proposer) -> dict[str, int] | None:
+    """Return the sizes of what a proposer drafts per step, such as `{"num_beams": 5, ...}`.
+
+    None for plain decoding, which a tuning, or the default for a batch size, may choose in place of drafting.
+    """
     if isinstance(proposer, RecurrentProposer):
         return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
     if isinstance(proposer, DraftModelProposer):

@@ -1,7 +1,8 @@
-"""Command-line flags from the fields of a dataclass, so that a default and its help stand in one place.
+"""Command-line flags made from the fields of a dataclass, so that a default and its help text are written once.
 
-A field is declared with `option(default, help, ...)`. Its flag is its name with dashes; `bool` fields become switches,
-`--no-...` where the default is true; `tuple` fields take one or more words unless a `type` reads them from one word.
+A field is declared with `option(default, help, ...)`. Its flag is its name with dashes. A `bool` field becomes a
+switch, named `--no-...` when the default is true. A `tuple` field takes one or more words, unless its `type` parses one
+word.
 """
 
 import argparse
@@ -17,13 +18,13 @@ __all__ = [
     "biases",
     "flag",
     "floats",
+    "format_command",
+    "format_value",
     "integers",
     "names",
     "option",
-    "own_name",
     "read_options",
-    "shown",
-    "shown_command",
+    "short_name",
     "temperatures",
     "yes_or_no",
 ]
@@ -34,29 +35,35 @@ _METAVARS = {int: "N", float: "X"}
 
 
 def option(default: Any, help: str, **argument: Any) -> Any:
-    """A field with a default and its help. argument: more for `add_argument`, such as choices, metavar, type,
-    required; and path=True for what names a file or a directory."""
+    """Declare a dataclass field that is also a command-line flag.
+
+    Args:
+        default: Default of the field and of the flag.
+        help: Help text of the flag.
+        argument: Further arguments of `ArgumentParser.add_argument`, such as `choices`, `metavar`, `type`, `required`;
+            and `path=True` for a flag that names a file or a directory.
+    """
     return field(default=default, metadata={"help": help, **argument})
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """ "1,2,4" as numbers."""
+    """Parse comma-separated integers, such as "1,2,4"."""
     return tuple(int(number) for number in text.split(","))
 
 
 def floats(text: str) -> tuple[float, ...]:
-    """ "0,0.7" as numbers."""
+    """Parse comma-separated numbers, such as "0,0.7"."""
     return tuple(float(number) for number in text.split(","))
 
 
 def temperatures(text: str) -> float | tuple[float, ...]:
-    """Read "0.7" as a number, "0.7,0.2" as one for each prompt."""
-    found = floats(text)
-    return found if len(found) > 1 else found[0]
+    """Parse one temperature ("0.7") as a number, or one for each prompt ("0.7,0.2") as a tuple."""
+    values = floats(text)
+    return values if len(values) > 1 else values[0]
 
 
 def biases(text: str) -> dict[int, float]:
-    """Read "50256=-100,11=2.5" as numbers by token id."""
+    """Parse biases by token id, such as "50256=-100,11=2.5"."""
     try:
         pairs = [(int(token), float(bias)) for token, bias in (pair.split("=") for pair in text.split(","))]
     except ValueError:
@@ -65,24 +72,24 @@ def biases(text: str) -> dict[int, float]:
 
 
 def yes_or_no(text: str) -> bool:
-    """Read true or false, in any case."""
+    """Parse true or false, in upper or lower case."""
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"write True or False, not {text!r}")
     return text.lower() == "true"
 
 
 def names(text: str) -> tuple[str, ...]:
-    """ "a,b" as names."""
+    """Parse comma-separated names, such as "a,b"."""
     return tuple(name.strip() for name in text.split(","))
 
 
 def flag(name: str) -> str:
-    """`batch_size` as `--batch-size`."""
+    """Return the flag of a field: `--batch-size` for `batch_size`."""
     return "--" + name.replace("_", "-")
 
 
-def shown(value: Any) -> str:
-    """A value as one would type it."""
+def format_value(value: Any) -> str:
+    """Format an option's value as it would be typed on a command line."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -96,68 +103,78 @@ def add_options(
     without: Sequence[str] = (),
     types: Mapping[str, Callable[[str], Any]] | None = None,
 ) -> None:
-    """Add a flag for every field of a dataclass of options, but for those in `without`. types: what reads a field's
-    word in this command, by the field's name, where that is not what reads it elsewhere."""
+    """Add a flag to a parser for every field of a dataclass of options.
+
+    Args:
+        parser: Gets the flags.
+        options: The dataclass; its fields are declared with `option`.
+        title: Heading of these flags in `--help`.
+        without: Names of fields that get no flag.
+        types: Parsers of a flag's word by field name, for this command in place of the field's own `type`.
+    """
     group, hints = parser.add_argument_group(title), get_type_hints(options)
-    for each in (each for each in fields(options) if each.name not in without):
-        argument = {key: value for key, value in each.metadata.items() if key != "path"}
-        negated = each.default is True
-        kind = _plain(hints[each.name])
+    for item in (item for item in fields(options) if item.name not in without):
+        argument = {key: value for key, value in item.metadata.items() if key != "path"}
+        negated = item.default is True
+        kind = _without_none(hints[item.name])
         if kind is bool and "type" not in argument:
             argument["action"] = "store_false" if negated else "store_true"
         else:
             if get_origin(kind) is tuple and "type" not in argument:
-                argument = {"nargs": "+", "metavar": each.name.upper()} | argument
+                argument = {"nargs": "+", "metavar": item.name.upper()} | argument
             elif kind in _METAVARS:
                 argument.setdefault("type", kind)
-            if each.default not in (None, ()):
-                argument["help"] += f" (default: {shown(each.default)})"
+            if item.default not in (None, ()):
+                argument["help"] += f" (default: {format_value(item.default)})"
             if argument.get("type") in _METAVARS:
                 argument["metavar"] = _METAVARS[argument["type"]]
-            argument["type"] = (types or {}).get(each.name, argument.get("type"))
-        name = flag(("no_" if negated else "") + each.name)
-        group.add_argument(name, dest=each.name, default=argparse.SUPPRESS, **argument)
+            argument["type"] = (types or {}).get(item.name, argument.get("type"))
+        name = flag(("no_" if negated else "") + item.name)
+        group.add_argument(name, dest=item.name, default=argparse.SUPPRESS, **argument)
 
 
 def read_options(options: type[T], args: argparse.Namespace) -> T:
-    """The dataclass from what was typed; what was not keeps its default."""
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
-    return options(**{each.name: given[each.name] for each in fields(options) if each.name in given})  # type: ignore
+    """Make a dataclass of options from parsed arguments; a flag that was not typed keeps its default."""
+    typed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
+    return options(**{item.name: typed[item.name] for item in fields(options) if item.name in typed})  # type: ignore
 
 
-def shown_command(words: Sequence[str], options: Any) -> str:
-    """The command line of a dataclass of options, defaults left out and files without their folders."""
-    found = list(words)
-    for each in fields(options):
-        value = getattr(options, each.name)
-        if value == each.default:
+def format_command(words: Sequence[str], options: Any) -> str:
+    """Format options as a command line, without defaults and with file names in place of paths.
+
+    Args:
+        words: First words of the command line, such as `["redrafter", "train"]`.
+        options: A dataclass whose fields are declared with `option`.
+    """
+    line = list(words)
+    for item in fields(options):
+        value = getattr(options, item.name)
+        if value == item.default:
             continue
         if isinstance(value, bool):
-            found.append(flag(each.name if value else f"no_{each.name}"))
-        elif isinstance(value, tuple) and "type" in each.metadata:
-            found += [flag(each.name), shown(value)]
+            line.append(flag(item.name if value else f"no_{item.name}"))
+        elif isinstance(value, tuple) and "type" in item.metadata:
+            line += [flag(item.name), format_value(value)]
         else:
-            found += [
-                flag(each.name),
-                *(_short(each, one) for one in (value if isinstance(value, tuple) else (value,))),
-            ]
-    return shlex.join(found)
+            values = value if isinstance(value, tuple) else (value,)
+            line += [flag(item.name), *(_format_short(item, part) for part in values)]
+    return shlex.join(line)
 
 
-def _plain(hint: Any) -> Any:
-    """`int | None` to `int`."""
+def _without_none(hint: Any) -> Any:
+    """Return `int` for the type hint `int | None`."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(arm for arm in get_args(hint) if arm is not type(None))
     return hint
 
 
-def _short(item: Field[Any], value: Any) -> str:
+def _format_short(item: Field[Any], value: Any) -> str:
     if item.metadata.get("path"):
         return os.path.basename(os.path.abspath(value))
-    return own_name(value) if item.name == "model" else shown(value)
+    return short_name(value) if item.name == "model" else format_value(value)
 
 
-def own_name(place: str) -> str:
-    """A file or directory without what is above it; a hub id as it is."""
-    there = os.path.isabs(place) or os.path.exists(place)
-    return os.path.basename(os.path.abspath(place)) if there else place
+def short_name(path: str) -> str:
+    """Return the last part of a path to a file or directory; a hub id is returned unchanged."""
+    is_path = os.path.isabs(path) or os.path.exists(path)
+    return os.path.basename(os.path.abspath(path)) if is_path else path

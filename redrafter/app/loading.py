@@ -1,4 +1,4 @@
-"""From options to a loaded pair and a run of it."""
+"""A target, its drafter and its tokenizer, loaded as command-line options say, and timed runs of `generate` on them."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.app.engines import PLAIN, chosen, drafts_by, load_engine, with_config
+from redrafter.app.engines import PLAIN, apply_draft_target_config, choose_method, drafting_model_name, load_engine
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import find_template
 from redrafter.checkpoints.merged import boxed_pair
@@ -24,28 +24,36 @@ from redrafter.measure.run import Run, timed_run
 from redrafter.measure.stopwatch import Stopwatch
 from redrafter.measure.workload import padded
 
-NO_DRAFT = DraftOptions()
-PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
+NO_DRAFT_OPTIONS = DraftOptions()
+PENALTY_OPTIONS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 
-__all__ = ["Pair", "Template", "boxed_model", "checked", "limit_threads"]
+__all__ = ["ChatEncoder", "Pair", "boxed_model", "check_options", "limit_threads"]
 
 
 def boxed_model() -> str:
-    """Directory of the boxed pair."""
+    """Return the directory of the boxed pair; raise `CheckpointError` if this installation has none."""
     path = boxed_pair()
     if not (path / "config.json").is_file():
         raise CheckpointError(f"this installation holds no boxed pair at {path}: say which model to use with --model")
     return str(path)
 
 
-def checked(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadOptions, DraftOptions]:
-    """The model's name, and the options once what can be refused without loading anything is."""
+def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadOptions, DraftOptions]:
+    """Check the options as far as is possible before a model is loaded, and fill in their defaults.
+
+    Returns:
+        Directory or hub id of the model, the load options with a device, and the draft options.
+
+    Raises:
+        ArgumentError: When a name is empty or is no path, or a device cannot be used.
+        CheckpointError: When no model is named and this installation has no boxed pair.
+    """
     for name in (options.model, options.drafter, draft.draft_model):
         if name == "":
             raise ArgumentError("--model, --drafter and --draft-model need a name, got an empty one")
         if name is not None:
             check_path(name)
-    options, draft = with_config(options, draft)
+    options, draft = apply_draft_target_config(options, draft)
     if options.device is None:
         options = replace(options, device="cuda" if torch.cuda.is_available() else "cpu")
     for flag, device in (("device", options.device), ("draft-device", draft.draft_device)):
@@ -55,36 +63,49 @@ def checked(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadOptions
 
 
 def limit_threads(device_type: str) -> None:
-    """Beside a GPU the host works on small tensors alone; in a container, many threads for one wait for each other."""
+    """Let torch use one CPU thread if the model is on a GPU and OMP_NUM_THREADS is not set.
+
+    The CPU then works on small tensors only. In a container that may use fewer cores than torch sees, its threads would
+    wait for each other.
+    """
     if device_type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 
 @dataclass
 class Pair:
-    """A loaded target with what drafts for it and its tokenizer.
+    """A loaded target with its tokenizer and the engine that drafts for it.
 
-    name: what the target was loaded by.
-    way: which of the ways to draft it is, or `PLAIN`.
-    drafts: what the drafter or the draft model was loaded by.
+    Attributes:
+        name: Directory or hub id of the target.
+        method: One of `DRAFTING_METHODS`, or `PLAIN`.
+        drafting_model: Directory or hub id of the drafter or the draft model; None if there is neither.
+        tokenizer: The target's tokenizer.
+        engine: Holds the target and its proposer.
     """
 
     name: str
-    way: str
-    drafts: str | None
+    method: str
+    drafting_model: str | None
     tokenizer: PreTrainedTokenizerBase
     engine: Engine
 
     @classmethod
-    def load(cls, options: LoadOptions, draft: DraftOptions = NO_DRAFT, speculate: bool = True) -> "Pair":
-        """Load what the options name; without `speculate`, only the target."""
-        name, options, draft = checked(options, draft)
-        way = chosen(options, draft)  # which refuses flags that exclude each other, also where nothing drafts
-        way = way if speculate else PLAIN
+    def load(cls, options: LoadOptions, draft: DraftOptions = NO_DRAFT_OPTIONS, speculate: bool = True) -> "Pair":
+        """Load the target, its tokenizer and what drafts for it.
+
+        Args:
+            options: The target and its drafter, and how to load them.
+            draft: The draft model or prompt lookup, in place of a drafter.
+            speculate: False loads only the target, for plain decoding.
+        """
+        name, options, draft = check_options(options, draft)
+        method = choose_method(options, draft)  # also checks the options, which plain decoding needs too
+        method = method if speculate else PLAIN
         tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
         find_template(tokenizer, name)
-        engine = load_engine(way, name, options, draft)
-        return cls(name, way, drafts_by(way, name, options, draft), tokenizer, engine)
+        engine = load_engine(method, name, options, draft)
+        return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 
     def run(
         self,
@@ -94,13 +115,20 @@ class Pair:
         streamer: StepStreamer | None,
         **arguments: Any,
     ) -> Run:
-        """Decode prompts, given as token ids, in one batch. arguments: for `generate`, over those from `options`."""
-        ids, mask = _padded(prompts, self.tokenizer)
+        """Decode prompts in one batch, and time it.
+
+        Args:
+            prompts: Token ids of each prompt.
+            options: How to generate.
+            streamer: Gets the tokens of every step.
+            arguments: Arguments of `Engine.generate`, which win over those from `options`.
+        """
+        ids, mask = _pad_left(prompts, self.tokenizer)
         arguments = self.arguments(options) | arguments
         return timed_run(self.engine, ids, mask, Stopwatch(self.engine.target.device), streamer=streamer, **arguments)
 
     def arguments(self, options: GenerationOptions) -> dict[str, Any]:
-        """For `generate`."""
+        """Return the arguments of `Engine.generate` that the options stand for."""
         sampling = options.sampling or (options.temperature is None and self.engine.do_sample is True)
         arguments: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
@@ -109,9 +137,9 @@ class Pair:
             "speculate": options.speculate,
         }
         if options.sampling:
-            each = options.temperature
-            arguments["temperature"] = list(each) if isinstance(each, tuple) else each
-        for name in ("top_k", "top_p", "min_p", *PENALTIES):
+            temperature = options.temperature
+            arguments["temperature"] = list(temperature) if isinstance(temperature, tuple) else temperature
+        for name in ("top_k", "top_p", "min_p", *PENALTY_OPTIONS):
             if getattr(options, name) is not None:
                 arguments[name] = getattr(options, name)
         if options.bad_words:
@@ -121,27 +149,31 @@ class Pair:
         if options.stop_token_ids:
             arguments["eos_token_id"] = [*end_tokens(self.engine.model), *options.stop_token_ids]
         if sampling and self.engine.model.generation_config.top_k is None:
-            arguments.setdefault("top_k", 0)  # transformers would cut to 50 where neither user nor model asked for it
+            arguments.setdefault("top_k", 0)  # or transformers would keep only the 50 likeliest tokens
         if options.stop:
             arguments |= {"stop_strings": list(options.stop), "tokenizer": self.tokenizer}
         return arguments
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text where it stands first and where it follows a space, each of them once."""
-        spelt = [
+        """Return the token ids of each text with and without a leading space, without duplicates."""
+        spellings = [
             self.tokenizer(space + word, add_special_tokens=False).input_ids for word in words for space in ("", " ")
         ]
-        return [list(ids) for ids in dict.fromkeys(map(tuple, spelt)) if ids]
+        return [list(ids) for ids in dict.fromkeys(map(tuple, spellings)) if ids]
 
     def _check_ids(self, flag: str, ids: Collection[int]) -> None:
-        """Raise `ArgumentError` for an id that the model's vocabulary has not."""
+        """Raise `ArgumentError` for a token id outside of the model's vocabulary."""
         size = self.engine.target.vocab_size
         if wrong := [token for token in ids if not 0 <= token < size]:
             raise ArgumentError(f"--{flag} {wrong[0]} is no token: the model's vocabulary has the ids 0 to {size - 1}")
 
 
-class Template:
-    """A tokenizer's chat template."""
+class ChatEncoder:
+    """Encodes chats as token ids with the chat template of a pair's tokenizer.
+
+    Attributes:
+        eos: Token ids that end an answer.
+    """
 
     def __init__(self, pair: Pair):
         self._tokenizer = pair.tokenizer
@@ -150,7 +182,7 @@ class Template:
         self.eos = end_tokens(pair.engine.model, self._tokenizer)
 
     def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a talk, up to where the answer begins."""
+        """Return the token ids of a chat, up to where the model's next answer begins."""
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
@@ -168,7 +200,7 @@ def _check_device(flag: str, device: str | None) -> None:
         raise ArgumentError(f"--{flag} {device} cannot be used: {first_line(error)}") from error
 
 
-def _padded(prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """Ids and mask `[B, P]`, padded on the left, for tokenizers without a padding token too."""
-    known = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    return padded(prompts, next(known))
+def _pad_left(prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """Return ids and attention mask `[B, P]`, padded on the left; the tokenizer need not have a padding token."""
+    candidates = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    return padded(prompts, next(candidates))

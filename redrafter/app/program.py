@@ -1,4 +1,8 @@
-"""What every command of ours does as a program: one line for an error, exit codes, no chatter."""
+"""How a command ends: its exit code, one line on stderr for an error, and no messages of other libraries.
+
+Exit codes: 0 for success, 2 for an error that the user can correct, 130 after Ctrl-C, 141 when the reader of stdout has
+closed it. A bug keeps its traceback.
+"""
 
 import logging
 import os
@@ -9,63 +13,75 @@ from typing import Any
 
 from redrafter.errors import ReDrafterError
 
-__all__ = ["guarded", "report"]
+__all__ = ["print_message", "run_command"]
 
 
-def guarded(command: Callable[[], int]) -> int:
-    """Run a command and turn the ends that are no bugs into exit codes; a bug keeps its traceback."""
+def run_command(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code; print an error of this library as one line on stderr.
+
+    Args:
+        command: Function that runs the command and returns its exit code.
+
+    Returns:
+        The exit code of `command`, or 2, 130 or 141 as in the module docstring.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
+            stream.reconfigure(errors="replace")  # for characters that the terminal cannot show
     try:
         with warnings.catch_warnings():
-            _hush()
+            _show_own_messages_only()
             code = command()
         sys.stdout.flush()
         return code
     except ReDrafterError as error:
-        report("error", error)
+        print_message("error", error)
         return 2
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "redrafter":
             raise
-        report("error", f"{error.name} is not installed; type: pip install redrafter")
+        print_message("error", f"{error.name} is not installed; type: pip install redrafter")
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left; without this the interpreter complains while it flushes at exit.
+        # The reader of stdout has closed it. Without this, the interpreter reports an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         if error.filename is None:
             raise
-        report("error", f"{error.filename}: {error.strerror}")
+        print_message("error", f"{error.filename}: {error.strerror}")
         return 2
 
 
-def report(kind: str, message: object) -> None:
-    """One line on stderr."""
+def print_message(kind: str, message: object) -> None:
+    """Print one line on stderr.
+
+    Args:
+        kind: Kind of message: "error", "warning" or "note".
+        message: The text; line breaks in it become spaces.
+    """
     print(f"redrafter: {kind}: {' '.join(str(message).split())}", file=sys.stderr)
 
 
-def _hush() -> None:
-    """Of warnings and news show this library's, each on one line; of the libraries below show nothing but errors."""
+def _show_own_messages_only() -> None:
+    """Print this library's warnings and log messages as one line each, and those of other libraries not at all."""
     import huggingface_hub
     import transformers
 
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("redrafter: %(message)s"))
-    log = logging.getLogger("redrafter")
-    log.handlers, log.propagate = [handler], False
-    log.setLevel(logging.INFO)
+    logger = logging.getLogger("redrafter")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        report("warning", message)
+        print_message("warning", message)
 
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=UserWarning, module=r"redrafter(\.|$)")

@@ -1,28 +1,38 @@
-"""Chat templates in files of their own."""
+"""Chat templates (Jinja) read from files: one that the user names, or one beside the model."""
 
 import json
 from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
 
 __all__ = ["find_template", "read_template"]
 
-# What may stand beside a model. transformers reads chat_template.jinja into the tokenizer, and not the others.
-_BESIDE = ("chat_template.j2", "chat_template.json")
+# Files beside a model that transformers does not read into the tokenizer; it reads chat_template.jinja itself.
+_EXTRA_TEMPLATE_FILES = ("chat_template.j2", "chat_template.json")
 
 
 def read_template(file: str | Path) -> str:
-    """Read a chat template. Raises `ArgumentError` for a file that is missing or is no template."""
+    """Read a chat template from a file, and check its syntax.
+
+    Args:
+        file: A Jinja template in UTF-8, or a `.json` file with the template under `chat_template`.
+
+    Returns:
+        The text of the template.
+
+    Raises:
+        ArgumentError: When the file is missing, is not UTF-8 or JSON, or is not a valid template.
+    """
     try:
         text = Path(file).read_text(encoding="utf-8")
         if str(file).endswith(".json"):
             text = json.loads(text)["chat_template"]
-        _compile_jinja_template(text)
+        render_jinja_template([], chat_template=text)  # compiles the template; there is no conversation to render
     except TemplateSyntaxError as error:
         raise ArgumentError(f"chat template {file}, line {error.lineno}: {error.message}") from error
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -32,8 +42,13 @@ def read_template(file: str | Path) -> str:
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Give a tokenizer without a chat template the one beside its model, where a file holds one."""
-    for name in _BESIDE if not tokenizer.chat_template else ():
+    """Set the tokenizer's chat template from a file beside the model, if it has none and there is such a file.
+
+    Args:
+        tokenizer: Changed in place.
+        model: Directory or hub id of the model.
+    """
+    for name in _EXTRA_TEMPLATE_FILES if not tokenizer.chat_template else ():
         file = find_model_file(model, name)
         if file is not None:
             tokenizer.chat_template = read_template(file)

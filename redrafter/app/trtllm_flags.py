@@ -1,244 +1,211 @@
-"""What flags of TensorRT-LLM's programs, and of its server llgtrt, mean in the commands here: one table for all.
+"""Flags of TensorRT-LLM's programs and of its server llgtrt, and what each means to the commands of `redrafter`.
 
 The programs are `run.py`, the scripts and clients of ReDrafter and of draft-target decoding, and `trtllm-build`. A flag
-is honoured where an option here says the same, accepted with a note where it is not needed, and else refused by a line
-that names what to type here.
+is honoured where an option here has the same meaning, accepted with a note where it is not needed, and refused with a
+line that says what to type instead in every other case. `redrafter.app.trtllm_translation` applies the table.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
-__all__ = ["FLAGS", "Meaning", "Needless", "Other", "Same", "Words", "meaning_of", "meanings", "owner", "translated"]
+__all__ = ["FLAGS", "LLGTRT_FLAGS", "Alias", "CommandParser", "FlagMeaning", "Noted", "Positional", "Refused"]
 
-MANY = 1 << 20  # words, of a flag that takes all up to the next one
+
+class CommandParser(Protocol):
+    """What a flag's meaning asks of the parser of a command."""
+
+    def has_option(self, name: str) -> bool:
+        """Return whether the command has an option."""
+
+    def has_positional(self, name: str) -> bool:
+        """Return whether the command takes words without a flag under this name."""
+
+    def takes_value(self, name: str) -> bool:
+        """Return whether an option of the command is followed by a value."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with an error message."""
 
 
 @dataclass(frozen=True)
-class Same:
-    """Honoured: it says what `option` says. value: what it stands for, of a switch. each: several words may follow it,
-    and the option takes them one by one."""
+class Alias:
+    """A flag that is honoured as an option of ours.
+
+    Attributes:
+        option: The option that has the same meaning.
+        value: The option's value, for a flag that is a switch.
+        repeated: Whether several words may follow the flag; the option is then repeated for each word.
+    """
 
     option: str
     value: str | None = None
-    each: bool = False
+    repeated: bool = False
 
-    def fits(self, parser: argparse.ArgumentParser) -> bool:
-        return _has(parser, self.option)
+    def fits(self, parser: CommandParser) -> bool:
+        """Return whether a command has the option."""
+        return parser.has_option(self.option)
 
 
 @dataclass(frozen=True)
-class Words:
-    """Honoured: the words after it are what the command takes without a flag."""
+class Positional:
+    """A flag that is honoured by taking its words as those that the command takes without a flag.
+
+    Attributes:
+        name: Name of the positional argument.
+    """
 
     name: str
 
-    def fits(self, parser: argparse.ArgumentParser) -> bool:
-        return any(action.dest == self.name and not action.option_strings for action in parser._actions)
+    def fits(self, parser: CommandParser) -> bool:
+        """Return whether a command has the positional argument."""
+        return parser.has_positional(self.name)
 
 
 @dataclass(frozen=True)
-class Needless:
-    """Accepted with a note. values: how many words follow it. having: an option of the commands that this is about."""
+class Noted:
+    """A flag that is not needed: it is accepted with a note.
 
-    why: str
-    having: str
-    values: int = 0
+    Attributes:
+        reason: Why it is not needed, for the note.
+        for_option: The meaning is for commands that have this option.
+        word_count: Words that follow the flag.
+    """
 
-    def fits(self, parser: argparse.ArgumentParser) -> bool:
-        return _has(parser, self.having)
+    reason: str
+    for_option: str
+    word_count: int = 0
+
+    def fits(self, parser: CommandParser) -> bool:
+        """Return whether the meaning is for a command."""
+        return parser.has_option(self.for_option)
 
 
 @dataclass(frozen=True)
-class Other:
-    """Refused. here: what to type in its place. having: an option of the commands that this is about."""
+class Refused:
+    """A flag that ends the program with an error.
 
-    here: str
-    having: str
+    Attributes:
+        instead: What to type in its place, for the error message.
+        for_option: The meaning is for commands that have this option.
+    """
 
-    def fits(self, parser: argparse.ArgumentParser) -> bool:
-        return _has(parser, self.having)
+    instead: str
+    for_option: str
+
+    def fits(self, parser: CommandParser) -> bool:
+        """Return whether the meaning is for a command."""
+        return parser.has_option(self.for_option)
 
 
-Meaning = Same | Words | Needless | Other
+FlagMeaning = Alias | Positional | Noted | Refused
 
-# Options by which commands are told apart.
-WRITE, PRINT, LOAD, SERVE, CONVERT = "--max-new-tokens", "--color", "--model", "--host", "--base-model-checkpoint-dir"
-RUN, DRAFT_MODEL = "--kv-cache-free-gpu-memory-fraction", "--draft-model"
+# An option that only the commands of one group have, by which a meaning finds the commands that it is for.
+GENERATING, PRINTING, LOADING, SERVING = "--max-new-tokens", "--color", "--model", "--host"
+CONVERTING, RUNNING = "--base-model-checkpoint-dir", "--kv-cache-free-gpu-memory-fraction"
+DRAFT_MODEL_FLAG = "--draft-model"
 
-_LLGTRT = ("--engine", "--tokenizer", "--lora-root", "--print-complete-config")
+LLGTRT_FLAGS = ("--engine", "--tokenizer", "--lora-root", "--print-complete-config")
 
 _NO_ENGINE = "a Hugging Face model or a merged checkpoint: no engine is built"
 _NO_BEAM_SEARCH = "nothing: beam search cannot be drafted for exactly, and --num-beams is the drafter's"
 _NO_FILES = "--json, which prints texts and counts; generate(output_logits=True) in Python returns logits"
-_OTHER_DRAFTS = "--drafter, --draft-model or --prompt-lookup: what drafts"
-_LAYOUT = "each rank holds the whole embedding table"
+_DRAFTING_FLAGS = "--drafter, --draft-model or --prompt-lookup: what drafts"
+_EMBEDDING_LAYOUT = "each rank holds the whole embedding table"
 
-# Names have dashes between their words; the first meaning that fits a command counts.
-FLAGS: dict[str, tuple[Meaning, ...]] = {
+# Names have dashes between their words. Of a flag's meanings, a command takes the first that fits its options.
+FLAGS: dict[str, tuple[FlagMeaning, ...]] = {
     # models
-    "--model": (Words("model"),),
-    "--model-dir": (Same("--model"), Same(CONVERT), Words("model")),
-    "--hf-model-dir": (Same("--model"), Same(CONVERT), Words("model")),
+    "--model": (Positional("model"),),
+    "--model-dir": (Alias("--model"), Alias(CONVERTING), Positional("model")),
+    "--hf-model-dir": (Alias("--model"), Alias(CONVERTING), Positional("model")),
     "--engine-dir": (
-        Other(f"--model DIR, {_NO_ENGINE}", LOAD),
-        Other(f"MODEL, {_NO_ENGINE}", SERVE),
-        Other("--base-model-checkpoint-dir DIR: an engine holds no weights that can be read", CONVERT),
+        Refused(f"--model DIR, {_NO_ENGINE}", LOADING),
+        Refused(f"MODEL, {_NO_ENGINE}", SERVING),
+        Refused("--base-model-checkpoint-dir DIR: an engine holds no weights that can be read", CONVERTING),
     ),
-    "--engine": (Other(f"MODEL, {_NO_ENGINE}", SERVE), Other(f"--model DIR, {_NO_ENGINE}", LOAD)),
-    "--draft-engine-dir": (Other("--draft-model DIR, a Hugging Face model with the same tokenizer", DRAFT_MODEL),),
-    "--tokenizer-dir": (Other("leave it out: the tokenizer is the one beside the model", RUN),),
-    "--tokenizer": (Other("leave it out: the tokenizer is the one beside the model", RUN),),
-    "--data-type": (Other("--dtype float16, bfloat16 or float32", "--dtype"),),
-    "--hf-data-type": (Other("--dtype float16, bfloat16 or float32", "--dtype"),),
-    "--lora-dir": (Other("leave it out: merge the adapter into the model first (peft's merge_and_unload)", RUN),),
-    "--lora-root": (Other("leave it out: merge the adapter into the model first (peft's merge_and_unload)", SERVE),),
+    "--engine": (Refused(f"MODEL, {_NO_ENGINE}", SERVING), Refused(f"--model DIR, {_NO_ENGINE}", LOADING)),
+    "--draft-engine-dir": (
+        Refused("--draft-model DIR, a Hugging Face model with the same tokenizer", DRAFT_MODEL_FLAG),
+    ),
+    "--tokenizer-dir": (Refused("leave it out: the tokenizer is the one beside the model", RUNNING),),
+    "--tokenizer": (Refused("leave it out: the tokenizer is the one beside the model", RUNNING),),
+    "--data-type": (Refused("--dtype float16, bfloat16 or float32", "--dtype"),),
+    "--hf-data-type": (Refused("--dtype float16, bfloat16 or float32", "--dtype"),),
+    "--lora-dir": (Refused("leave it out: merge the adapter into the model first (peft's merge_and_unload)", RUNNING),),
+    "--lora-root": (
+        Refused("leave it out: merge the adapter into the model first (peft's merge_and_unload)", SERVING),
+    ),
     # prompts
-    "--input-text": (Words("prompts"), Other("--prompts FILE, one prompt a line", "--prompts")),
+    "--input-text": (Positional("prompts"), Refused("--prompts FILE, one prompt a line", "--prompts")),
     "--input-file": (
-        Other("--file FILE, a text file with one prompt a line", "--file"),
-        Other("--prompts FILE, one prompt a line", "--prompts"),
+        Refused("--file FILE, a text file with one prompt a line", "--file"),
+        Refused("--prompts FILE, one prompt a line", "--prompts"),
     ),
     "--dataset": (
-        Same("--prompts"),
-        Other(
+        Alias("--prompts"),
+        Refused(
             "--file FILE, a text file with one prompt a line; `redrafter compare --dataset FILE` takes JSON", "--file"
         ),
     ),
-    "--max-input-length": (Other("--max-input-len N, which refuses longer prompts and cuts none", "--max-input-len"),),
-    "--no-prompt-template": (Needless("prompts go in as they are, but for --chat-template", "--chat-template"),),
-    # writing
-    "--max-output-len": (Same("--max-new-tokens"),),
-    "--output-len": (Same("--max-new-tokens"),),
-    "--random-seed": (Same("--seed"),),
-    "--stop-words": (Same("--stop", each=True),),
-    "--end-id": (Other("--stop-token-ids N, which ends a text beside the model's own", "--stop-token-ids"),),
-    "--length-penalty": (Other(_NO_BEAM_SEARCH, WRITE),),
-    "--early-stopping": (Other(_NO_BEAM_SEARCH, WRITE),),
-    "--beam-search-diversity-rate": (Other(_NO_BEAM_SEARCH, WRITE),),
-    "--streaming": (
-        Needless("text is printed as it is made", PRINT),
-        Other('"stream": true in a request', SERVE),
+    "--max-input-length": (
+        Refused("--max-input-len N, which refuses longer prompts and cuts none", "--max-input-len"),
     ),
-    "--streaming-interval": (Needless("each step's text is printed as it is made", PRINT, values=1),),
-    "--output-generation-logits": (Needless("drafts are accepted by logits without it", WRITE),),
-    "--output-logits-npy": (Other(_NO_FILES, PRINT),),
-    "--output-log-probs-npy": (Other(_NO_FILES, PRINT),),
-    "--output-cum-log-probs-npy": (Other(_NO_FILES, PRINT),),
-    "--output-csv": (Other(_NO_FILES, PRINT),),
-    "--output-npy": (Other(_NO_FILES, PRINT),),
+    "--no-prompt-template": (Noted("prompts go in as they are, but for --chat-template", "--chat-template"),),
+    # writing
+    "--max-output-len": (Alias("--max-new-tokens"),),
+    "--output-len": (Alias("--max-new-tokens"),),
+    "--random-seed": (Alias("--seed"),),
+    "--stop-words": (Alias("--stop", repeated=True),),
+    "--end-id": (Refused("--stop-token-ids N, which ends a text beside the model's own", "--stop-token-ids"),),
+    "--length-penalty": (Refused(_NO_BEAM_SEARCH, GENERATING),),
+    "--early-stopping": (Refused(_NO_BEAM_SEARCH, GENERATING),),
+    "--beam-search-diversity-rate": (Refused(_NO_BEAM_SEARCH, GENERATING),),
+    "--streaming": (
+        Noted("text is printed as it is made", PRINTING),
+        Refused('"stream": true in a request', SERVING),
+    ),
+    "--streaming-interval": (Noted("each step's text is printed as it is made", PRINTING, word_count=1),),
+    "--output-generation-logits": (Noted("drafts are accepted by logits without it", GENERATING),),
+    "--output-logits-npy": (Refused(_NO_FILES, PRINTING),),
+    "--output-log-probs-npy": (Refused(_NO_FILES, PRINTING),),
+    "--output-cum-log-probs-npy": (Refused(_NO_FILES, PRINTING),),
+    "--output-csv": (Refused(_NO_FILES, PRINTING),),
+    "--output-npy": (Refused(_NO_FILES, PRINTING),),
     # drafting
     "--max-draft-len": (
-        Other("--draft-len N of a draft model, or --draft-len-per-beam N of a drafter", DRAFT_MODEL),
-        Other("--draft-len-per-beam N", "--draft-len-per-beam"),
-        Other("--redrafter-draft-len-per-beam N", CONVERT),
+        Refused("--draft-len N of a draft model, or --draft-len-per-beam N of a drafter", DRAFT_MODEL_FLAG),
+        Refused("--draft-len-per-beam N", "--draft-len-per-beam"),
+        Refused("--redrafter-draft-len-per-beam N", CONVERTING),
     ),
-    "--num-draft-tokens": (Same("--draft-len"),),
-    "--use-logits": (Same("--acceptance", value="rejection"),),
-    "--use-draft-logits": (Same("--acceptance", value="rejection"),),
-    "--prompt-lookup-config": (Other("--prompt-lookup --draft-len N --ngram N", "--prompt-lookup"),),
-    "--ngram-config": (Other("--prompt-lookup --draft-len N --ngram N", "--prompt-lookup"),),
-    "--medusa-choices": (Other(_OTHER_DRAFTS, DRAFT_MODEL),),
-    "--eagle-choices": (Other(_OTHER_DRAFTS, DRAFT_MODEL),),
-    "--lookahead-config": (Other(_OTHER_DRAFTS, DRAFT_MODEL),),
-    "--speculative-decoding-mode": (Other(_OTHER_DRAFTS, DRAFT_MODEL),),
+    "--num-draft-tokens": (Alias("--draft-len"),),
+    "--use-logits": (Alias("--acceptance", value="rejection"),),
+    "--use-draft-logits": (Alias("--acceptance", value="rejection"),),
+    "--prompt-lookup-config": (Refused("--prompt-lookup --draft-len N --ngram N", "--prompt-lookup"),),
+    "--ngram-config": (Refused("--prompt-lookup --draft-len N --ngram N", "--prompt-lookup"),),
+    "--medusa-choices": (Refused(_DRAFTING_FLAGS, DRAFT_MODEL_FLAG),),
+    "--eagle-choices": (Refused(_DRAFTING_FLAGS, DRAFT_MODEL_FLAG),),
+    "--lookahead-config": (Refused(_DRAFTING_FLAGS, DRAFT_MODEL_FLAG),),
+    "--speculative-decoding-mode": (Refused(_DRAFTING_FLAGS, DRAFT_MODEL_FLAG),),
     # running
     "--kv-cache-enable-block-reuse": (
-        Needless(
-            "prompts that begin alike share keys and values; --no-kv-cache-reuse forbids it", "--no-kv-cache-reuse"
-        ),
-        Needless("on a GPU, prompts that begin alike share keys and values", RUN),
+        Noted("prompts that begin alike share keys and values; --no-kv-cache-reuse forbids it", "--no-kv-cache-reuse"),
+        Noted("on a GPU, prompts that begin alike share keys and values", RUNNING),
     ),
     "--enable-chunked-context": (
-        Needless("long prompts are read in pieces; --no-chunked-context forbids it", "--no-chunked-context"),
+        Noted("long prompts are read in pieces; --no-chunked-context forbids it", "--no-chunked-context"),
     ),
-    "--kv-cache-dtype": (Other("--dtype: keys and values have the model's number format", RUN),),
-    "--max-tokens-in-paged-kv-cache": (Other("--kv-cache-free-gpu-memory-fraction X", RUN),),
-    "--use-py-session": (Needless("there is one session, in Python", RUN),),
-    "--run-profiling": (Needless("speed is always printed; `redrafter bench` measures it", WRITE),),
-    "--log-level": (Needless("speed and tokens per step are always printed", WRITE, values=1),),
+    "--kv-cache-dtype": (Refused("--dtype: keys and values have the model's number format", RUNNING),),
+    "--max-tokens-in-paged-kv-cache": (Refused("--kv-cache-free-gpu-memory-fraction X", RUNNING),),
+    "--use-py-session": (Noted("there is one session, in Python", RUNNING),),
+    "--run-profiling": (Noted("speed is always printed; `redrafter bench` measures it", GENERATING),),
+    "--log-level": (Noted("speed and tokens per step are always printed", GENERATING, word_count=1),),
     # llgtrt
-    "--print-complete-config": (Same("--print-config"),),
+    "--print-complete-config": (Alias("--print-config"),),
     # convert_checkpoint.py
-    "--use-parallel-embedding": (Needless(_LAYOUT, CONVERT),),
-    "--embedding-sharding-dim": (Needless(_LAYOUT, CONVERT, values=1),),
-    "--load-model-on-cpu": (Needless("tensors are read from the files, a few rows at a time", CONVERT),),
-    "--storage-type": (Needless("--dtype says the number format", CONVERT, values=1),),
-    "-t": (Needless("--dtype says the number format", CONVERT, values=1),),
-    "--dense-context-fmha": (Needless("no kernels are chosen when converting", CONVERT),),
+    "--use-parallel-embedding": (Noted(_EMBEDDING_LAYOUT, CONVERTING),),
+    "--embedding-sharding-dim": (Noted(_EMBEDDING_LAYOUT, CONVERTING, word_count=1),),
+    "--load-model-on-cpu": (Noted("tensors are read from the files, a few rows at a time", CONVERTING),),
+    "--storage-type": (Noted("--dtype says the number format", CONVERTING, word_count=1),),
+    "-t": (Noted("--dtype says the number format", CONVERTING, word_count=1),),
+    "--dense-context-fmha": (Noted("no kernels are chosen when converting", CONVERTING),),
 }
-
-
-def meanings(word: str) -> tuple[Meaning, ...]:
-    """Return what a word of a command line may mean by the table: nothing, where it is no flag in it."""
-    name = word.partition("=")[0]
-    return FLAGS.get(name.replace("_", "-"), ())
-
-
-def meaning_of(word: str, parser: argparse.ArgumentParser) -> Meaning | None:
-    """Return what a flag means to a command that has no such option; None where the table says nothing."""
-    if _has(parser, word.partition("=")[0]):
-        return None
-    return next((each for each in meanings(word) if each.fits(parser)), None)
-
-
-def owner(word: str) -> str:
-    """Return whose flag in the table it is, to be named in a message."""
-    return "llgtrt's" if word.partition("=")[0].replace("_", "-") in _LLGTRT else "TensorRT-LLM's"
-
-
-def translated(args: Sequence[str], parser: argparse.ArgumentParser, note: Callable[[str], object]) -> list[str]:
-    """Return a command line in the options here. note: told what is accepted and not needed.
-
-    What is refused ends the program, by `parser.error`.
-    """
-    found, words = list[str](), list(args)
-    while words:
-        word = words.pop(0)
-        if word == "--":
-            return [*found, word, *words]
-        name, equals, value = word.partition("=")
-        meaning = meaning_of(word, parser)
-        if meaning is None:
-            found.append(word)
-            continue
-        if isinstance(meaning, Other):
-            parser.error(f"{name} is {owner(name)}; here: {meaning.here}")
-        given = [value] if equals else _following(words)
-        taken = given if equals else given[: _taken(meaning, parser)]
-        if equals and not _taken(meaning, parser):
-            parser.error(f"{name} is a switch and takes no value, got {value!r}")
-        if _taken(meaning, parser) and not taken:
-            parser.error(f"argument {name}: expected a value")
-        if not equals:
-            del words[: len(taken)]
-        if isinstance(meaning, Needless):
-            note(f"{name} is {owner(name)}; not needed here: {meaning.why}")
-        elif isinstance(meaning, Words):
-            found += taken
-        elif meaning.value is None and not taken:
-            found.append(meaning.option)
-        else:
-            found += [f"{meaning.option}={each}" for each in ([meaning.value] if meaning.value is not None else taken)]
-    return found
-
-
-def _following(words: Sequence[str]) -> list[str]:
-    """The words up to the next flag."""
-    ends = (index for index, word in enumerate(words) if word.startswith("-") and " " not in word)
-    return list(words[: next(ends, len(words))])
-
-
-def _taken(meaning: Needless | Words | Same, parser: argparse.ArgumentParser) -> int:
-    """How many of the words behind a flag are its own, at most."""
-    if isinstance(meaning, Needless):
-        return meaning.values
-    if isinstance(meaning, Words):
-        return MANY
-    if meaning.value is not None or parser._option_string_actions[meaning.option].nargs == 0:
-        return 0
-    return MANY if meaning.each else 1
-
-
-def _has(parser: argparse.ArgumentParser, option: str) -> bool:
-    return option.replace("_", "-") in parser._option_string_actions

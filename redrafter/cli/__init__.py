@@ -1,18 +1,18 @@
 """The command line `redrafter`.
 
-Only what a command needs is imported when it runs, so that `--help` does not wait for torch.
+A command imports its modules when it runs, so that `--help` does not wait for torch.
 """
 
 import importlib
 import sys
 from collections.abc import Sequence
 
-from redrafter.app.parser import build_parser
-from redrafter.app.program import guarded
+from redrafter.app.program import run_command
+from redrafter.cli.commands import build_parser
 
 __all__ = ["main"]
 
-# Commands that are programs of their own and read their own arguments.
+# Modules of the commands that parse their own arguments.
 SCRIPTS = {
     "convert": "redrafter.convert.convert_checkpoint",
     "info": "redrafter.convert.info",
@@ -24,9 +24,16 @@ SCRIPTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, 2 for what the user can mend, 130 and 141 when cut short."""
+    """Run a command.
+
+    Args:
+        argv: Words of the command line after `redrafter`; None takes those of the process.
+
+    Returns:
+        The exit code: 0, 1 of commands that compare outputs, 2 for an error of the user, 130 and 141 when interrupted.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in SCRIPTS:
-        return guarded(lambda: importlib.import_module(SCRIPTS[argv[0]]).main(argv[1:]))
+        return run_command(lambda: importlib.import_module(SCRIPTS[argv[0]]).main(argv[1:]))
     args = build_parser().parse_args(argv)
-    return guarded(lambda: importlib.import_module(f"redrafter.cli.{args.command}").run(args))
+    return run_command(lambda: importlib.import_module(f"redrafter.cli.{args.command}").run(args))

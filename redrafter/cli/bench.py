@@ -1,4 +1,4 @@
-"""`redrafter bench`: from arguments to a pair, a workload and a report."""
+"""`redrafter bench`: load a pair, measure it on a workload, and report."""
 
 import argparse
 from dataclasses import asdict, replace
@@ -6,11 +6,12 @@ from pathlib import Path
 
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
-from redrafter.app.options import BenchOptions, LoadOptions
+from redrafter.app.options import LoadOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
 from redrafter.bench.rivals import check_names
 from redrafter.bench.suite import Plan, run_suite
 from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.cli.options import BenchOptions
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError
@@ -27,7 +28,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Refuse what cannot be measured, then measure."""
+    """Run the command: check the options, load the pair, measure, print the report."""
     options, load = read_options(BenchOptions, args), read_options(LoadOptions, args)
     check_names(options.against)
     if options.pad_to is not None and options.pad_to not in SHAPES:
@@ -52,17 +53,17 @@ def run(args: argparse.Namespace) -> int:
         temperature=options.temperature,
         seed=options.seed,
     )
-    _check_heads(engine, options)
+    _check_draft_vocab_sizes(engine, options)
     note = None if options.pad_to is None else describe(options.pad_to, Path(pair.name).name)
     names = {
         "model": pair.name,
-        "drafter": pair.drafts,
+        "drafter": pair.drafting_model,
         "padded": note,
         "prompts": options.prompts or "those that ship",
     }
-    found = facts(work, names, asdict(load) | asdict(options))
-    report = Report(found, path=None if options.json is None else Path(options.json), note=note)
-    for line in head(found):
+    known = facts(work, names, asdict(load) | asdict(options))
+    report = Report(known, path=None if options.json is None else Path(options.json), note=note)
+    for line in head(known):
         report.line(line)
     run_suite(
         report,
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
-    """The pair, loaded on the CPU, at a large model's cost on the device."""
+    """Load a small pair on the CPU, and return it padded to the cost of a large model on the device."""
     assert options.pad_to is not None
     pair, shape = Pair.load(replace(load, device="cpu", tuning="none")), SHAPES[options.pad_to]
     device, small = load.device or "cpu", pair.engine
@@ -92,13 +93,13 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     model = pad_model(small.model, shape, device=device)
     with unmasked(model):
         target = Target(model)
-    asked = TreeShape(load.num_beams, load.draft_len_per_beam, load.node_budget)
-    tuning = None if load.tuning == "none" or asked != TreeShape() else find_tuning(load.tuning, target, drafter)
+    typed = TreeShape(load.num_beams, load.draft_len_per_beam, load.node_budget)
+    tuning = None if load.tuning == "none" or typed != TreeShape() else find_tuning(load.tuning, target, drafter)
     pair.engine = ReDrafter(target, drafter, small.shape, options=small.options, tuning=tuning)
     return pair
 
 
-def _check_heads(engine: ReDrafter, options: BenchOptions) -> None:
+def _check_draft_vocab_sizes(engine: ReDrafter, options: BenchOptions) -> None:
     for ids in options.draft_vocab_sizes:
         least, most = engine.shape.num_beams or 1, engine.target.vocab_size
         if not least <= ids <= most:

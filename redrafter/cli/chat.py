@@ -1,4 +1,4 @@
-"""`redrafter chat`: talk with a model."""
+"""`redrafter chat`: chat with a model on the command line."""
 
 import argparse
 import contextlib
@@ -6,9 +6,9 @@ import sys
 from dataclasses import dataclass, field
 
 from redrafter.app.flags import read_options
-from redrafter.app.loading import Pair, Template
+from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
-from redrafter.app.program import report
+from redrafter.app.program import print_message
 from redrafter.cli.printer import Printer, use_color
 from redrafter.engine.outputs import GenerateStats, Stats
 from redrafter.errors import ArgumentError, ReDrafterError
@@ -20,10 +20,10 @@ COMMANDS = ("/exit", "/reset", "/stats")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer line after line."""
+    """Run the command: answer each line of stdin until it ends or the user types /exit."""
     options = read_options(GenerationOptions, args)
     pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args), options.speculate)
-    talk = _Talk(pair, options, args.system, use_color(args.color, sys.stdout))
+    chat = _Chat(pair, options, args.system, use_color(args.color, sys.stdout))
     interactive = sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
@@ -43,34 +43,41 @@ def run(args: argparse.Namespace) -> int:
         if line == "/exit":
             return 0
         if line.startswith("/") and len(line.split()) == 1:
-            talk.command(line)
+            chat.command(line)
         elif line:
             try:
-                talk.answer(line)
+                chat.answer(line)
             except ReDrafterError as error:
-                if not interactive:  # a script should learn of it
+                if not interactive:  # end with an exit code that a script sees
                     raise
-                report("error", error)
+                print_message("error", error)
 
 
 class History:
-    """What was said, oldest turns forgotten when the context is full.
+    """The turns of a chat, of which the oldest are forgotten when the context is full.
 
-    context: tokens the target can tell apart, None for no limit. room: tokens to keep free for the answer.
+    Args:
+        encoder: Encodes the chat as token ids.
+        system: The system message; None for none.
+        context: Most tokens that the target can read; None for no limit.
+        answer_tokens: Tokens to keep free for the answer.
+
+    Attributes:
+        turns: Question and answer of each turn.
     """
 
-    def __init__(self, template: Template, system: str | None, context: int | None, room: int):
-        self._template, self._context = template, context
-        self._room = room if context is None else min(room, context // 2)
+    def __init__(self, encoder: ChatEncoder, system: str | None, context: int | None, answer_tokens: int):
+        self._encoder, self._context = encoder, context
+        self._answer_tokens = answer_tokens if context is None else min(answer_tokens, context // 2)
         self._head = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[tuple[str, str]] = []
 
     def prompt(self, question: str) -> tuple[list[int], int]:
-        """Token ids of the talk with a new question, and how many old turns had to be forgotten for it."""
+        """Return the token ids of the chat with a new question, and how many old turns were forgotten for it."""
         before = len(self.turns)
         while True:
-            ids = self._template.encode(self._messages(question))
-            if not self.turns or self._context is None or len(ids) + self._room <= self._context:
+            ids = self._encoder.encode(self._messages(question))
+            if not self.turns or self._context is None or len(ids) + self._answer_tokens <= self._context:
                 return ids, before - len(self.turns)
             del self.turns[0]
 
@@ -83,7 +90,7 @@ class History:
 
 @dataclass
 class _Totals:
-    """How the whole talk went."""
+    """Tokens, time and statistics of all answers of a chat."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -106,14 +113,17 @@ class _Totals:
         )
 
 
-class _Talk:
+class _Chat:
+    """A chat with a loaded pair: its history, its totals, and how answers are printed."""
+
     def __init__(self, pair: Pair, options: GenerationOptions, system: str | None, color: bool):
         self._pair, self._options, self._color = pair, options, color
-        self._template = Template(pair)
-        self._history = History(self._template, system, pair.engine.target.context, options.max_new_tokens)
+        self._encoder = ChatEncoder(pair)
+        self._history = History(self._encoder, system, pair.engine.target.context, options.max_new_tokens)
         self._totals = _Totals()
 
     def command(self, line: str) -> None:
+        """Run a line that begins with a slash."""
         if line == "/reset":
             self._history.turns.clear()
             print("the talk so far is forgotten", file=sys.stderr)
@@ -123,13 +133,13 @@ class _Talk:
             print(f"there is no {line}; there are {', '.join(COMMANDS)}", file=sys.stderr)
 
     def answer(self, question: str) -> None:
-        """Print the answer, and remember it: what was printed of it, when it was stopped."""
+        """Print the answer to a question, and remember as much of it as was printed before an interrupt."""
         ids, forgotten = self._history.prompt(question)
         if forgotten:
             what = "turn is" if forgotten == 1 else f"{forgotten} turns are"
             print(f"(the context is full: the oldest {what} forgotten)", file=sys.stderr)
         printer = Printer(self._pair.tokenizer, [None], sys.stdout, color=self._color)
-        ends = [*self._template.eos, *self._options.stop_token_ids]
+        ends = [*self._encoder.eos, *self._options.stop_token_ids]
         try:
             run = self._pair.run([ids], self._options, streamer=printer, eos_token_id=ends)
             self._totals.add(run)

@@ -1,4 +1,4 @@
-"""`redrafter generate`: write on from prompts."""
+"""`redrafter generate`: generate text from prompts."""
 
 import argparse
 import io
@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from redrafter.app.engines import shape
+from redrafter.app.engines import draft_shape
 from redrafter.app.flags import read_options
-from redrafter.app.loading import Pair, Template
+from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.cli.printer import Printer, use_color
 from redrafter.engine.outputs import Stats
@@ -23,12 +23,12 @@ from redrafter.measure.run import Run
 
 __all__ = ["run"]
 
-WARM_UP = 8  # new tokens of the runs before a comparison, which pay for what only a first run pays
-HEADING = 60  # characters of a prompt in the line above its text
+WARM_UP_TOKENS = 8  # new tokens of the warm-up runs before a comparison
+MAX_HEADING_CHARS = 60  # of a prompt in the line above its text
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read prompts, write on from them, say how fast."""
+    """Run the command: read prompts, generate, print the texts and the speed."""
     options = read_options(GenerationOptions, args)
     if args.num_return_sequences < 1:
         raise ArgumentError(f"--num-return-sequences must be 1 or more, got {args.num_return_sequences}")
@@ -39,43 +39,44 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(
             f"--temperature has {len(options.temperature)} values for {len(prompts)} prompts: give one, or one for each"
         )
-    job = _Job(args, options, prompts)
+    job = _GenerateJob(args, options, prompts)
     if args.compare:
-        short = replace(options, max_new_tokens=min(WARM_UP, options.max_new_tokens))
+        short = replace(options, max_new_tokens=min(WARM_UP_TOKENS, options.max_new_tokens))
         job.decode(short, None)
         job.decode(replace(short, speculate=False), None)
-    found = job.decode(options, None if args.json else job.printer(sys.stdout))
-    print(_speed(found), file=sys.stderr)
+    speculative = job.decode(options, None if args.json else job.printer(sys.stdout))
+    print(_speed(speculative), file=sys.stderr)
     comparison = None
     if args.compare:
-        # The same seeds, and the same work of printing, to nowhere.
+        # The same seeds, and the same work of formatting, so that the times compare.
         streamer = None if args.json else job.printer(io.StringIO())
-        plain = job.decode(replace(options, speculate=False), streamer, found.stats.seeds)
+        plain = job.decode(replace(options, speculate=False), streamer, speculative.stats.seeds)
         rejection_sampling = job.pair.engine.rejection_sampling and options.sampling
-        comparison = _Comparison.of(found, plain, compared=not rejection_sampling)
+        comparison = _Comparison.of(speculative, plain, compare=not rejection_sampling)
         print(comparison.line(plain), file=sys.stderr)
     if args.json:
-        print(json.dumps(job.document(found, comparison)))
+        print(json.dumps(job.document(speculative, comparison)))
     return 0
 
 
-class _Job:
-    """The prompts and the pair that writes on from them."""
+class _GenerateJob:
+    """The prompts of a command, encoded, and the pair that generates from them."""
 
     def __init__(self, args: argparse.Namespace, options: GenerationOptions, prompts: list[str]):
         self.args, self.options = args, options
         self.pair = Pair.load(read_options(LoadOptions, args), read_options(DraftOptions, args), options.speculate)
         self._extra: dict[str, Any] = {"num_return_sequences": args.num_return_sequences}
-        self.prompts = [prompt for prompt in prompts for _ in range(args.num_return_sequences)]  # of each output row
+        # The prompt of each output row.
+        self.prompts = [prompt for prompt in prompts for _ in range(args.num_return_sequences)]
         if isinstance(options.temperature, tuple):
             self._extra["temperature"] = [
-                each for each in options.temperature for _ in range(args.num_return_sequences)
+                temperature for temperature in options.temperature for _ in range(args.num_return_sequences)
             ]
         tokenizer = self.pair.tokenizer
         if args.chat_template:
-            template = Template(self.pair)
-            self._ids = [template.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
-            self._extra["eos_token_id"] = [*template.eos, *options.stop_token_ids]
+            chat = ChatEncoder(self.pair)
+            self._ids = [chat.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
+            self._extra["eos_token_id"] = [*chat.eos, *options.stop_token_ids]
         else:
             self._ids = [tokenizer(prompt).input_ids for prompt in prompts]
 
@@ -88,22 +89,22 @@ class _Job:
         headings = [_heading(row, rows, prompt) if rows > 1 else None for row, prompt in enumerate(self.prompts)]
         return Printer(self.pair.tokenizer, headings, out, color=use_color(self.args.color, out))
 
-    def document(self, found: Run, comparison: "_Comparison | None") -> dict[str, Any]:
-        """What `--json` prints. Lists have one entry per output row."""
+    def document(self, run: Run, comparison: "_Comparison | None") -> dict[str, Any]:
+        """Return the document that `--json` prints; lists have one entry per output row."""
         proposer, target = self.pair.engine.proposer_for(len(self.prompts)), self.pair.engine.target
         return {
             "prompts": self.prompts,
-            "texts": [self.pair.tokenizer.decode(row, skip_special_tokens=True) for row in found.tokens],
-            "tokens": [len(row) for row in found.tokens],
-            "seeds": found.stats.seeds,
-            "seconds": found.seconds,
-            "tokens_per_second": found.tokens_per_second,
-            "stats": _stats(found.stats) | {"rows": [_stats(row) for row in found.stats.rows]},
+            "texts": [self.pair.tokenizer.decode(row, skip_special_tokens=True) for row in run.tokens],
+            "tokens": [len(row) for row in run.tokens],
+            "seeds": run.stats.seeds,
+            "seconds": run.seconds,
+            "tokens_per_second": run.tokens_per_second,
+            "stats": _stats(run.stats) | {"rows": [_stats(row) for row in run.stats.rows]},
             "compare": None if comparison is None else asdict(comparison),
             "model": self.pair.name,
-            "drafts": self.pair.way,
-            "drafter": self.pair.drafts,
-            "shape": shape(proposer),
+            "drafts": self.pair.method,
+            "drafter": self.pair.drafting_model,
+            "shape": draft_shape(proposer),
             "options": asdict(self.options),
             "dtype": dtype_name(target.dtype),
             "device": str(target.device),
@@ -113,8 +114,15 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Speculation against plain decoding. speedup: plain seconds over seconds. equal: None where other tokens of the
-    same distribution are promised; first_difference: row and index of the first new token that differs, else None."""
+    """Speculative decoding compared with plain decoding of the same prompts.
+
+    Attributes:
+        equal: Whether the tokens are equal; None for rejection sampling, which promises the distribution only.
+        first_difference: Row and index of the first new token that differs; None if there is none.
+        plain_seconds: Time of plain decoding.
+        plain_tokens_per_second: Speed of plain decoding.
+        speedup: Time of plain decoding divided by the time of speculative decoding.
+    """
 
     equal: bool | None
     first_difference: tuple[int, int] | None
@@ -123,16 +131,16 @@ class _Comparison:
     speedup: float
 
     @classmethod
-    def of(cls, found: Run, plain: Run, *, compared: bool) -> "_Comparison":
-        pairs = zip(found.tokens, plain.tokens, strict=True) if compared else ()
-        places = ((row, first_difference(*pair)) for row, pair in enumerate(pairs))
-        differs = next(((row, index) for row, index in places if index is not None), None)
+    def of(cls, speculative: Run, plain: Run, *, compare: bool) -> "_Comparison":
+        pairs = zip(speculative.tokens, plain.tokens, strict=True) if compare else ()
+        indices = ((row, first_difference(*pair)) for row, pair in enumerate(pairs))
+        difference = next(((row, index) for row, index in indices if index is not None), None)
         return cls(
-            differs is None if compared else None,
-            differs,
-            plain.seconds,
-            plain.tokens_per_second,
-            plain.seconds / found.seconds,
+            equal=difference is None if compare else None,
+            first_difference=difference,
+            plain_seconds=plain.seconds,
+            plain_tokens_per_second=plain.tokens_per_second,
+            speedup=plain.seconds / speculative.seconds,
         )
 
     def line(self, plain: Run) -> str:
@@ -160,7 +168,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
             )
         else:
             prompts = [sys.stdin.read().removesuffix("\n")]
-        "".join(prompts).encode()  # what the shell gave need not be text
+        "".join(prompts).encode()  # fails for arguments that are not UTF-8, which the shell passes on
     except OSError as error:
         raise ArgumentError(f"cannot read {args.file or 'stdin'}: {error.strerror}") from error
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
@@ -172,7 +180,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
 
 def _heading(row: int, rows: int, prompt: str) -> str:
     line = " ".join(prompt.split())
-    return f"[{row + 1}/{rows}] " + (line if len(line) <= HEADING else line[: HEADING - 3] + "...")
+    return f"[{row + 1}/{rows}] " + (line if len(line) <= MAX_HEADING_CHARS else line[: MAX_HEADING_CHARS - 3] + "...")
 
 
 def _speed(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""A streamer that prints text as it is made."""
+"""A streamer that prints text while it is generated."""
 
 import os
 from collections.abc import Sequence
@@ -14,17 +14,31 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
 def use_color(choice: str, out: TextIO) -> bool:
-    """choice: `always`, `never`, or `auto`: a terminal that can, unless NO_COLOR (no-color.org) is set."""
+    """Return whether to print in colour.
+
+    Args:
+        choice: `always`, `never`, or `auto` for a terminal with colours, unless NO_COLOR (no-color.org) is set.
+        out: Where the text is printed.
+    """
     if choice != "auto":
         return choice == "always"
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class Printer:
-    """A `StepStreamer` that prints rows in order: one row as it is made, those after it when its turn has come.
+    """A `StepStreamer` that prints the rows of a batch one below the other.
 
-    headings: a line before each row's text, None for no line. Accepted drafts are green when `color`; a character
-    that a draft and the target's own token share has the colour of the one that completes it.
+    The first row that has not ended is printed while it is generated; later rows wait until it has. If an accepted
+    draft and a token of the target share a character, it has the colour of the token that completes it.
+
+    Args:
+        tokenizer: Decodes the tokens.
+        headings: A line to print before each row's text; None for no line.
+        out: Where to print.
+        color: Whether to print accepted drafts in green.
+
+    Attributes:
+        texts: The text of each row so far, without colours.
     """
 
     def __init__(
@@ -35,9 +49,10 @@ class Printer:
         self._waiting: list[list[str]] = [[] if line is None else [line + "\n"] for line in headings]
         self._ended = [False] * len(headings)
         self._turn = 0
-        self.texts = [""] * len(headings)  # what each row has come to, without colours
+        self.texts = [""] * len(headings)
 
     def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
+        """Print the tokens of a step, of which the first `accepted` were drafted."""
         self._add(row, self._detokenizers[row].push(tokens[:accepted]), drafted=True)
         self._add(row, self._detokenizers[row].push(tokens[accepted:]), drafted=False)
         if ended:
@@ -45,7 +60,7 @@ class Printer:
         self._print()
 
     def end(self) -> None:
-        """Close every row that is still open: its time was up, or somebody stopped it."""
+        """End every row that has not ended, after a time limit or an interrupt."""
         for row, ended in enumerate(self._ended):
             if not ended:
                 self._end(row)

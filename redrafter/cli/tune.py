@@ -1,4 +1,4 @@
-"""`redrafter tune`: measure which tree suits which batch size, and write it down for `from_pretrained`."""
+"""`redrafter tune`: find the best tree shape for each batch size, and write a tuning file for `from_pretrained`."""
 
 import argparse
 import json
@@ -15,10 +15,11 @@ import transformers
 
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
-from redrafter.app.options import LoadOptions, TuneOptions
+from redrafter.app.options import LoadOptions
 from redrafter.bench.tune import Tuner, candidates, choose, table
 from redrafter.bench.tune_plot import plot
 from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.cli.options import TuneOptions
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
@@ -36,7 +37,7 @@ GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, choose, write, and print the table."""
+    """Run the command: measure, choose shapes, write the tuning file, print the table."""
     options = read_options(TuneOptions, args)
     if options.plot is not None:
         check_picture(Path(options.plot))
@@ -44,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
         check_writable(Path(options.out), "--out")
     prompts = read_prompts(options.prompts)
     pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
-    engine, own = pair.engine, pair.engine.proposer
+    engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
-    assert isinstance(own, RecurrentProposer)
-    trees = candidates(own, options.beams, options.lengths)
+    assert isinstance(proposer, RecurrentProposer)
+    trees = candidates(proposer, options.beams, options.lengths)
     if not trees:
         raise ArgumentError(f"the drafter's vocabulary is smaller than --beams {min(options.beams)}")
     tuner = Tuner(
@@ -66,14 +67,14 @@ def run(args: argparse.Namespace) -> int:
     path = Path(options.out) if options.out is not None else tuning_path(engine.target, engine.drafter)
     tuning.write(path)
     rows = table(tuner.timings, shapes)
-    print(*_lines(rows), sep="\n", file=sys.stderr if args.json else sys.stdout)
+    print(*_format_table(rows), sep="\n", file=sys.stderr if args.json else sys.stdout)
     print(f"written to {path}", file=sys.stderr)
     if options.plot is not None:
         name = f"{Path(pair.name).name} on {tuning.device}, {tuning.dtype}"
         plot(tuner.timings, shapes, name, options.plot)
         print(f"drawn in {options.plot}", file=sys.stderr)
     if args.json:
-        names = {"model": pair.name, "drafter": pair.drafts}
+        names = {"model": pair.name, "drafter": pair.drafting_model}
         print(json.dumps(names | {"file": str(path), "table": rows, "tuning": tuning.to_dict()}))
     return 0
 
@@ -97,16 +98,16 @@ def _tuning(engine: ReDrafter, tuner: Tuner, shapes: dict[int, TreeShape | None]
     )
 
 
-def _lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+def _format_table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "batch  shape             tokens/step  step ms  tokens/s  plain tokens/s  ratio"
     for row in rows:
         yield (
-            f"{row['batch']:5d}  {_shape(row['shape']):<16s}{row['tokens_per_step']:13.2f}{row['step_ms']:9.2f}"
+            f"{row['batch']:5d}  {_format_shape(row['shape']):<16s}{row['tokens_per_step']:13.2f}{row['step_ms']:9.2f}"
             f"{row['tokens_per_second']:10.1f}{row['plain_tokens_per_second']:16.1f}{row['ratio']:7.2f}"
         )
 
 
-def _shape(shape: dict[str, int] | None) -> str:
+def _format_shape(shape: dict[str, int] | None) -> str:
     if shape is None:
         return "off"
     return f"{shape['num_beams']} x {shape['draft_len_per_beam']}, {shape['node_budget']} nodes"

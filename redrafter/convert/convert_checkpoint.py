@@ -16,7 +16,7 @@ from threading import Lock
 
 from tqdm import tqdm
 
-from redrafter.app.program import guarded, report
+from redrafter.app.program import print_message, run_command
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert import base as bases
 from redrafter.convert import drafters
@@ -129,13 +129,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             made = plan(config)
             _print_map(made)
             for note in made.notes:
-                report("note", note)
+                print_message("note", note)
             return 0
-        convert(config, log=lambda line: report("note", line), shown=True)
+        convert(config, log=lambda line: print_message("note", line), shown=True)
         print(config.output_dir)
         return 0
 
-    return guarded(run)
+    return run_command(run)
 
 
 if __name__ == "__main__":

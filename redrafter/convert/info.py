@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from redrafter.app.parser import Parser, add_json
-from redrafter.app.program import guarded
+from redrafter.app.program import run_command
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.convert import base as bases
 from redrafter.convert import drafters
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(found) if args.json else "\n".join(_lines(found)))
         return 0
 
-    return guarded(run)
+    return run_command(run)
 
 
 if __name__ == "__main__":

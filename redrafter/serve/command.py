@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from redrafter.app.engines import PLAIN, can_draft, shape
-from redrafter.app.flags import add_options, own_name, read_options
+from redrafter.app.engines import PLAIN, can_draft, draft_shape
+from redrafter.app.flags import add_options, read_options, short_name
 from redrafter.app.loading import Pair
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.parser import Parser
-from redrafter.app.program import guarded
+from redrafter.app.program import run_command
 from redrafter.app.templates import read_template
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.options import MOST_ROWS
@@ -49,7 +49,7 @@ class Server:
         engine = self.pair.engine
         if isinstance(engine, DraftTarget) and engine.adaptive:
             raise ArgumentError("a server drafts at one length: leave out --adaptive")
-        self.name = self.options.served_model_name or own_name(self.pair.name)
+        self.name = self.options.served_model_name or short_name(self.pair.name)
         limits = self.options.limits(self.load.max_seq_len)
         least = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes beside them
         rows = max(limits.max_batch_size, least)
@@ -83,8 +83,8 @@ class Server:
         target, scheduler = self.pair.engine.target, self.worker.scheduler
         proposer = self.pair.engine.proposer_for(1) if self.options.speculate else None
         drafts = "no drafts"
-        if proposer is not None and self.pair.way != PLAIN:
-            drafts = f"{self.pair.way}, {shape(proposer) or 'no drafts at one row'}"
+        if proposer is not None and self.pair.method != PLAIN:
+            drafts = f"{self.pair.method}, {draft_shape(proposer) or 'no drafts at one row'}"
         key = f' -H "Authorization: Bearer ${ENVIRONMENT}"' if self.keys else ""
         body = f'{{"model": "{self.name}", "prompt": "Once upon a time", "max_tokens": 40}}'
         return [
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _needs_extra()
         return _serve(options, load, draft)
 
-    return guarded(run)
+    return run_command(run)
 
 
 def _with_config(args: argparse.Namespace) -> argparse.Namespace:

@@ -132,4 +132,4 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
 
 def shown_command(config: TrainConfig) -> str:
     """The command line of a config."""
-    return flags.shown_command(["redrafter", "train"], config)
+    return flags.format_command(["redrafter", "train"], config)

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 
-from redrafter.app.program import report
+from redrafter.app.program import print_message
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.train.config import TrainConfig
 
@@ -71,7 +71,7 @@ def launcher_refused() -> bool:
     except UnsupportedError as error:
         state = PartialState(cpu=True)
         if state.is_main_process:
-            report("error", error)
+            print_message("error", error)
         state.wait_for_everyone()
         return True
     return False

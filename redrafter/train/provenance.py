@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 import redrafter
-from redrafter.app.flags import own_name
+from redrafter.app.flags import short_name
 from redrafter.data.windows import Windows
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import hardware, versions
@@ -77,7 +77,7 @@ def files(sources: Sequence[str]) -> list[dict[str, Any]]:
     found = []
     for source in sources:
         path = Path(source)
-        told: dict[str, Any] = {"name": own_name(source), "bytes": None, "sha256": None}
+        told: dict[str, Any] = {"name": short_name(source), "bytes": None, "sha256": None}
         if path.is_file():
             told |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         found.append(told)
@@ -106,6 +106,6 @@ def _plain(config: TrainConfig) -> dict[str, Any]:
     for each in fields(config):
         value = getattr(config, each.name)
         if each.metadata.get("path") or each.name == "model":
-            value = tuple(map(own_name, value)) if isinstance(value, tuple) else value and own_name(value)
+            value = tuple(map(short_name, value)) if isinstance(value, tuple) else value and short_name(value)
         found[each.name] = value
     return found

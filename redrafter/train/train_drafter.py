@@ -18,9 +18,9 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.app.flags import flag, own_name
+from redrafter.app.flags import flag, short_name
 from redrafter.app.loading import limit_threads
-from redrafter.app.program import guarded
+from redrafter.app.program import run_command
 from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
@@ -90,7 +90,7 @@ class _Session:
         self.windows = _windows(config, tokenizer)
         self.target = _target(config, accelerator)  # refuses a base that could not be served
         self.windows.check(self.target.vocab_size, self.target.steady_context)
-        self.base = own_name(self.target.model.config._name_or_path)
+        self.base = short_name(self.target.model.config._name_or_path)
         self.checkpoints, self.resumed = self._checkpoints()
         self.drafter = self._drafter()
         console.say(
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(config, log=lambda line: print(line, flush=True))
         return 0
 
-    return guarded(command)
+    return run_command(command)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import torch
 from helpers.command_line import TEXT, byte_tokenizer, fails
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, CheckpointError, ReDrafterError, UnsupportedError
-from redrafter.app.options import BenchOptions
 from redrafter.bench.padded_model import SHAPES, PadShape
 from redrafter.bench.rivals import measure_rivals
 from redrafter.bench.standing_batch import long_texts, staged
@@ -21,6 +20,7 @@ from redrafter.cli import bench as bench_module
 from redrafter.cli import compare as compare_module
 from redrafter.cli import main
 from redrafter.cli import tune as tune_module
+from redrafter.cli.options import BenchOptions
 from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -265,7 +265,7 @@ def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, fo
 
     monkeypatch.setattr(bench_module.Workload, "of", stop)
     monkeypatch.setattr(tune_module, "Tuner", lambda engine, prompts, **_: stop(prompts=prompts))
-    monkeypatch.setattr(compare_module, "_fitting", lambda prompts, *_: stop(prompts=prompts))
+    monkeypatch.setattr(compare_module, "select_prompts", lambda prompts, *_: stop(prompts=prompts))
     monkeypatch.setattr(evaluate_module, "written", lambda target, prompts, *_, **__: stop(prompts=prompts))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in ROWS))
     names = ["--model", str(folder / "merged"), "--prompts", str(tmp_path / "rows.jsonl"), *cut]

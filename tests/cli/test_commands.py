@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 import redrafter
 from helpers.command_line import CONTEXT, NEW, SPECIAL, TEXT, byte_fallback_tokenizer, byte_tokenizer, fails
 from redrafter import ArgumentError, DrafterConfig, RecurrentDrafter, ReDrafter
-from redrafter.app.engines import with_config
-from redrafter.app.loading import Pair, Template
+from redrafter.app.engines import apply_draft_target_config
+from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.app.program import report
+from redrafter.app.program import print_message
 from redrafter.cli import main
 from redrafter.cli.chat import History
 from redrafter.cli.printer import GREEN, RESET, Printer, use_color
@@ -166,7 +166,7 @@ def test_chat_template_makes_a_turn(generate, expected):
 def test_a_turn_also_ends_with_the_tokenizers_own_end(config, ends):
     model = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=config))
     pair = types.SimpleNamespace(tokenizer=byte_tokenizer(), engine=types.SimpleNamespace(model=model), name="m")
-    assert Template(pair).eos == ends
+    assert ChatEncoder(pair).eos == ends
 
 
 def test_underscores_are_dashes(generate):
@@ -246,7 +246,7 @@ def test_a_drafter_of_another_target_is_an_error(folder, capsys, tmp_path):
 
 
 def test_a_report_of_several_lines_is_one_line(capsys):
-    report("error", ArgumentError("two\n  lines"))
+    print_message("error", ArgumentError("two\n  lines"))
     assert capsys.readouterr().err == "redrafter: error: two lines\n"
 
 
@@ -296,11 +296,11 @@ def test_history_keeps_room_for_the_answer_and_the_system_message():
         def encode(self, messages):
             return [word for message in messages for word in message["content"].split()]
 
-    history = History(Words(), "be brief", context=10, room=3)
+    history = History(Words(), "be brief", context=10, answer_tokens=3)
     history.turns = [("a b", "c"), ("d", "e")]
     assert history.prompt("f") == (["be", "brief", "d", "e", "f"], 1)
     assert history.turns == [("d", "e")]
-    assert History(Words(), None, context=None, room=3).prompt("x " * 99)[1] == 0
+    assert History(Words(), None, context=None, answer_tokens=3).prompt("x " * 99)[1] == 0
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_talk(folder, expected, monkeypatch, capsys):
@@ -447,8 +447,8 @@ def test_more_words_to_look_up_than_there_are(folder, generate, expected):
 def test_the_config_in_one_stands_for_four_flags(text, draft_device, device, acceptance):
     draft = DraftOptions(draft_model="d", adaptive=True, draft_target_model_config=text)
     four = DraftOptions("d", draft_len=4, acceptance=acceptance, adaptive=True, draft_device=draft_device)
-    assert with_config(LoadOptions(num_beams=2), draft) == (LoadOptions(num_beams=2, device=device), four)
-    assert with_config(LoadOptions(device="cpu"), four) == (LoadOptions(device="cpu"), four)
+    assert apply_draft_target_config(LoadOptions(num_beams=2), draft) == (LoadOptions(num_beams=2, device=device), four)
+    assert apply_draft_target_config(LoadOptions(device="cpu"), four) == (LoadOptions(device="cpu"), four)
 
 
 CONFIGS = [
@@ -482,7 +482,7 @@ def test_a_malformed_config_is_told_what_one_looks_like(folder, capsys, text):
 @pytest.mark.parametrize("text", ["[4,{0},[1],False]", "[4,[0],{5: 1},False]"])
 def test_devices_are_a_list(text):
     with pytest.raises(ArgumentError, match="must look like"):
-        with_config(LoadOptions(), DraftOptions(draft_model="d", draft_target_model_config=text))
+        apply_draft_target_config(LoadOptions(), DraftOptions(draft_model="d", draft_target_model_config=text))
 
 
 @pytest.mark.parametrize(
@@ -618,7 +618,7 @@ def test_help_does_not_wait_for_torch():
 
 def test_a_reader_that_has_left_is_no_error():
     code = "import sys; import redrafter.app.program as program; program._hush = lambda: None; "
-    code += "sys.exit(program.guarded(lambda: print('x') or 0))"
+    code += "sys.exit(program.run_command(lambda: print('x') or 0))"
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)

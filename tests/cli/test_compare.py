@@ -52,13 +52,13 @@ def compare(folder, prompts, capsys):
 def runs(monkeypatch):
     """Every run but the first, short ones: the way, the seed and the run. `patch(way, run)` may give another run."""
     kept, honest = [], Pair.run
-    monkeypatch.setattr(compare_module, "WARM_UP", 1)
+    monkeypatch.setattr(compare_module, "WARM_UP_TOKENS", 1)
 
     def run(self, prompts, options, **arguments):
         found = honest(self, prompts, options, **arguments)
         if options.max_new_tokens > 1:
-            found = kept.patch(self.way, found)
-            kept.append((self.way, options.seed, found))
+            found = kept.patch(self.method, found)
+            kept.append((self.method, options.seed, found))
         return found
 
     class Runs(list):
@@ -179,7 +179,7 @@ def test_outputs_are_not_compared_where_that_was_not_asked(compare):
 def test_rejection_promises_a_distribution_and_no_tokens(compare, runs, monkeypatch, in_one):
     args = ("--acceptance", "rejection")
     if in_one:
-        monkeypatch.setattr(engines, "_read_config", lambda text: (4, "cpu", "cpu", True))
+        monkeypatch.setattr(engines, "parse_draft_target_config", lambda text: (4, "cpu", "cpu", True))
         args = ("--draft-target-model-config", "[4,[0],[0],True]")
     code, _, document = compare(*args, "--temperature", "1")
     assert code == 0 and [way["same"] for way in document["ways"]] == [None, 5, None, 5]
@@ -348,7 +348,7 @@ def test_a_run_that_is_cut_short_leaves_the_file_as_it_was(folder, prompts, monk
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare_module, "_decode", stop)
+    monkeypatch.setattr(compare_module, "decode_batches", stop)
     args = ("--model", str(folder / "merged"), "--prompts", prompts, "--output", str(file))
     assert main(["compare", *args]) == 130
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from helpers.command_line import byte_tokenizer, fails
-from redrafter.app.parser import build_parser
-from redrafter.app.trtllm_flags import FLAGS, meaning_of
+from redrafter.app.trtllm_flags import FLAGS
+from redrafter.app.trtllm_translation import find_meaning
 from redrafter.cli import main
+from redrafter.cli.commands import build_parser
 from redrafter.convert import config as convert_config
 from redrafter.convert.convert_checkpoint import main as convert
 from redrafter.serve import command as serve_command
@@ -153,11 +154,11 @@ def test_what_has_another_name_or_meaning_here_is_told_it(capsys, command, typed
 
 
 def test_every_meaning_of_the_table_is_that_of_some_command():
-    commands = build_parser()._subparsers._group_actions[0].choices
+    commands = build_parser().commands
     parsers = [commands[name] for name in ("generate", "chat", "compare", "tune", "bench")]
     parsers += [serve_command._parser(), convert_config.parser("redrafter convert")]
     for name, known in FLAGS.items():
-        reached = {meaning_of(name, parser) for parser in parsers}
+        reached = {find_meaning(name, parser) for parser in parsers}
         assert set(known) <= reached, name
 
 

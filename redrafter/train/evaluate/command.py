@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from redrafter.app.flags import add_options, flag, floats, integers, option, read_options, shown
+from redrafter.app.flags import add_options, flag, floats, format_value, integers, option, read_options
 from redrafter.app.loading import Pair
-from redrafter.app.options import PROMPTS, LoadOptions, PromptOptions
+from redrafter.app.options import PROMPTS_HELP, LoadOptions, PromptOptions
 from redrafter.app.parser import Parser
-from redrafter.app.program import guarded
+from redrafter.app.program import run_command
 from redrafter.checkpoints.drafters import check_beams
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
@@ -61,7 +61,7 @@ def searches(text: str) -> tuple[Search, ...]:
 class EvaluateOptions(PromptOptions):
     """On what a drafter is measured, and as which trees."""
 
-    prompts: tuple[str, ...] = option((), PROMPTS, path=True)
+    prompts: tuple[str, ...] = option((), PROMPTS_HELP, path=True)
     num_prompts: int | None = option(None, "of each category, so many, chosen by the seed (default: all)")
     new_tokens: int = option(128, "tokens that the model writes on from a prompt, at most")
     shapes: tuple[Search, ...] = option(
@@ -83,14 +83,16 @@ class EvaluateOptions(PromptOptions):
             value = getattr(self, name)
             several = value if isinstance(value, tuple) else (value,)
             if not all(each is None or least <= each < math.inf for each in several):
-                raise ArgumentError(f"{flag(name)} must be {least} or more, got {shown(value)}")
+                raise ArgumentError(f"{flag(name)} must be {least} or more, got {format_value(value)}")
         if max(self.temperatures) > HOTTEST:
-            raise ArgumentError(f"--temperatures must be at most {HOTTEST:g}, got {shown(max(self.temperatures))}")
+            raise ArgumentError(
+                f"--temperatures must be at most {HOTTEST:g}, got {format_value(max(self.temperatures))}"
+            )
         if self.seed >= 1 << 62:
             raise ArgumentError(f"--seed must be less than 2**62, got {self.seed}")
         if not all(each.beams > 0 and each.depth > 0 for each in self.shapes):
             raise ArgumentError(
-                f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {shown(self.shapes)}"
+                f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {format_value(self.shapes)}"
             )
 
     def trees(self, own: Search) -> list[Shape]:
@@ -171,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             plot(document, Path(options.plot))
         return 0
 
-    return guarded(run)
+    return run_command(run)
 
 
 def _report_texts(temperature: float, count: int, done: int) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from redrafter.app.flags import own_name
+from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import hardware, versions
@@ -35,8 +35,8 @@ def report(
     """The document. categories: how many of the texts, which stand in their order, belong to each."""
     target = pair.engine.target
     return {
-        "model": own_name(pair.name),
-        "drafter": own_name(str(pair.drafts)),
+        "model": short_name(pair.name),
+        "drafter": short_name(str(pair.drafting_model)),
         "hardware": hardware(target.device),
         "device": str(target.device),
         "dtype": dtype_name(target.dtype),
@@ -47,7 +47,7 @@ def report(
         "new_tokens": options.new_tokens,
         "batch_size": options.batch_size,
         "prompts": {
-            "files": [own_name(file) for file in options.prompts],
+            "files": [short_name(file) for file in options.prompts],
             "categories": categories,
             "share_of_a_text": options.prompt_share,
             "most_tokens_of_a_text": options.prompt_tokens,

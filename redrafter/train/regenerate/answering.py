@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.app.flags import own_name
+from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.app.options import GenerationOptions
 from redrafter.data.rows import Row, fingerprint
@@ -196,4 +196,4 @@ def _limits(pair: Pair, config: RegenerateConfig) -> Limits:
 
 def base_name(engine: Engine) -> str:
     """What a base is called: its hub id, or its directory without what is above it."""
-    return own_name(str(engine.model.config._name_or_path or engine.target.name))
+    return short_name(str(engine.model.config._name_or_path or engine.target.name))

@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.app.loading import Pair, checked
+from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.app.program import guarded
+from redrafter.app.program import run_command
 from redrafter.checkpoints.merged import holds_drafter
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
@@ -124,7 +124,7 @@ def load(config: RegenerateConfig) -> tuple[Engine, PreTrainedTokenizerBase]:
         device=config.device,
         trust_remote_code=config.trust_remote_code,
     )
-    name, options, _ = checked(options, DraftOptions())
+    name, options, _ = check_options(options, DraftOptions())
     if options.drafter is not None or holds_drafter(name):
         pair = Pair.load(options)
         return pair.engine, pair.tokenizer
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 0
 
-    return guarded(command)
+    return run_command(command)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
-from redrafter.app.flags import shown
+from redrafter.app.flags import format_value
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.atomic_file import write_atomically
 
@@ -139,4 +139,4 @@ class Journal:
 
 
 def _typed(value: Any) -> str:
-    return shown(tuple(value) if isinstance(value, list) else value)
+    return format_value(tuple(value) if isinstance(value, list) else value)

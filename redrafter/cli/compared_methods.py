@@ -1,0 +1,214 @@
+"""The drafting methods that `redrafter compare` measures, each with its timed runs and its result."""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import torch
+
+from redrafter.app.engines import (
+    DRAFT_MODEL,
+    DRAFTER,
+    DRAFTING_METHODS,
+    PROMPT_LOOKUP,
+    check_method_options,
+    draft_shape,
+    drafting_model_name,
+    load_engine,
+)
+from redrafter.app.loading import Pair
+from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.checkpoints.merged import holds_drafter
+from redrafter.checkpoints.tokenizers import load_tokenizer
+from redrafter.cli.differences import Difference, find_differences
+from redrafter.engine.outputs import GenerateStats, Stats
+from redrafter.measure.run import Run
+from redrafter.measure.stopwatch import Stopwatch
+
+__all__ = ["ASSISTED", "AssistedMethod", "Method", "MethodResult", "load_pairs", "measure_result"]
+
+ASSISTED = "HF assisted"
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What was measured of one method; `asdict` of it is an entry of `ways` in the JSON document.
+
+    Attributes:
+        way: Name of the method.
+        name: Directory or hub id of the drafter or draft model; None if the method has neither.
+        shape: Sizes of what is drafted per step; None for plain decoding.
+        tokens: New tokens of all prompts.
+        seconds: Time for all prompts, the median over repeats.
+        tokens_per_second: The median over repeats.
+        speedup: Ratio of tokens per second to plain decoding, the median of the repeats' own ratios.
+        steps: Steps of all prompts.
+        drafted: Drafted tokens of all prompts.
+        accepted: Accepted drafts of all prompts.
+        tokens_per_step: New tokens per step.
+        accepted_by_depth: Steps that accepted at least 1, 2, ... drafts.
+        same: Outputs that are equal to those of plain decoding; None if the method does not promise that, or the
+            outputs are not compared.
+        near_ties: Outputs that differ from those of plain decoding at a near-tie; None as for `same`.
+        first_difference: Prompt and new token of the first difference that is no near-tie; None if there is none.
+        differences: The worst difference of each output that differs.
+    """
+
+    way: str
+    name: str | None
+    shape: dict[str, int] | None
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    speedup: float
+    steps: int
+    drafted: int
+    accepted: int
+    tokens_per_step: float
+    accepted_by_depth: list[int]
+    same: int | None
+    near_ties: int | None
+    first_difference: tuple[int, int] | None
+    differences: list[Difference]
+
+
+@dataclass
+class Method:
+    """A method of decoding and its runs.
+
+    Attributes:
+        pair: The target with the engine of this method.
+        generation: How to generate.
+        repeats: The runs of each repeat, one per batch.
+    """
+
+    pair: Pair
+    generation: GenerationOptions
+    repeats: list[list[Run]] = field(default_factory=list)
+
+    def seconds(self, repeat: int) -> float:
+        """Return the time of a repeat."""
+        return sum(run.seconds for run in self.repeats[repeat])
+
+    def tokens_per_second(self, repeat: int) -> float:
+        """Return the new tokens per second of a repeat."""
+        return sum(run.count for run in self.repeats[repeat]) / self.seconds(repeat)
+
+    def texts(self, repeat: int = 0) -> list[list[int]]:
+        """Return the new token ids of each prompt in a repeat."""
+        return [row for run in self.repeats[repeat] for row in run.tokens]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the method promises the tokens of plain decoding."""
+        return not (self.pair.engine.rejection_sampling and self.generation.sampling)
+
+    def run(self, batch: Sequence[Sequence[int]], generation: GenerationOptions) -> Run:
+        """Decode a batch of prompts, given as token ids, and time it."""
+        self.pair.engine.forget_prefixes()
+        return self.pair.run(batch, generation, streamer=None)
+
+
+class AssistedMethod(Method):
+    """Assisted generation of transformers with the pair's draft model and transformers' own settings.
+
+    A step is a forward pass of the target; the first one reads the prompt too.
+    """
+
+    @property
+    def exact(self) -> bool:
+        """Whether the tokens are those of plain decoding: not when sampling, since transformers draws other noise."""
+        return not self.generation.sampling
+
+    def run(self, batch: Sequence[Sequence[int]], generation: GenerationOptions) -> Run:
+        """Decode prompts, given as token ids, one after the other, and time that."""
+        model, draft = self.pair.engine.model, self.pair.engine.draft_model
+        assert draft is not None
+        arguments = self.pair.arguments(generation)
+        seed = arguments.pop("seed") or 0
+        del arguments["speculate"]
+        texts, stats = [], []
+        with Stopwatch(model.device) as watch:
+            for row, prompt in enumerate(batch):
+                ids = torch.tensor([prompt], device=model.device)  # [1, P]
+                torch.manual_seed(seed + row)
+                forwards = Counter[str]()
+                hook = model.register_forward_hook(lambda *_, forwards=forwards: forwards.update(["target"]))
+                mask = torch.ones_like(ids)
+                try:
+                    out = model.generate(ids, attention_mask=mask, assistant_model=draft.model, **arguments)
+                finally:
+                    hook.remove()
+                texts.append(out[0, len(prompt) :].tolist())
+                stats.append(Stats(steps=forwards["target"], emitted=len(texts[-1])))
+        return Run(texts, GenerateStats.of(stats, None), watch.seconds)
+
+
+def load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
+    """Load one pair for each drafting method that can be used, all on one target.
+
+    Args:
+        name: Directory or hub id of the target.
+        load: How to load it; a drafter in it, or in a merged checkpoint, is one method.
+        draft: A draft model in it is another method. Prompt lookup needs nothing.
+    """
+    has_drafter = load.drafter is not None or holds_drafter(name)
+    usable = {DRAFTER: has_drafter, DRAFT_MODEL: draft.draft_model is not None, PROMPT_LOOKUP: True}
+    methods = [method for method in DRAFTING_METHODS if usable[method]]
+    check_method_options(load, draft, set(methods))
+    tokenizer = load_tokenizer(name, trust_remote_code=load.trust_remote_code)
+    pairs: list[Pair] = []
+    for method in methods:
+        engine = load_engine(method, pairs[0].engine.target if pairs else name, load, draft)
+        pairs.append(Pair(name, method, drafting_model_name(method, name, load, draft), tokenizer, engine))
+    engines = [pair.engine for pair in pairs]
+    lender = next((engine for engine in engines if engine.draft_model is not None), engines[0])
+    for engine in engines:
+        lender.lend_to(engine)
+    return pairs
+
+
+def measure_result(method: Method, plain: Method, prompts: Sequence[Sequence[int]], *, compare: bool) -> MethodResult:
+    """Summarise the runs of a method, and compare its outputs with those of plain decoding.
+
+    Args:
+        method: The method, after its runs.
+        plain: Plain decoding, after as many repeats.
+        prompts: Token ids of each prompt.
+        compare: Whether to compare the outputs, if the method promises those of plain decoding.
+    """
+    stats = [run.stats for run in method.repeats[0]]
+    rows = max(len(run.tokens) for run in method.repeats[0])
+    steps, emitted = sum(run.steps for run in stats), sum(run.emitted for run in stats)
+    same = near_ties = None
+    differences: list[Difference] = []
+    repeats = range(len(method.repeats))
+    if method is not plain and method.exact and compare:
+        outputs = [method.texts(repeat) for repeat in repeats]
+        differences = find_differences(plain.pair, plain.generation, prompts, plain.texts(), outputs)
+        same, near_ties = len(prompts) - len(differences), sum(difference.near_tie for difference in differences)
+    pair = method.pair
+    true_differences = (difference for difference in differences if not difference.near_tie)
+    first = next(true_differences, None)
+    return MethodResult(
+        way=pair.method,
+        name=pair.drafting_model,
+        shape=draft_shape(pair.engine.proposer_for(rows)) if pair.method in DRAFTING_METHODS else None,
+        tokens=sum(map(len, method.texts())),
+        seconds=statistics.median(map(method.seconds, repeats)),
+        tokens_per_second=statistics.median(map(method.tokens_per_second, repeats)),
+        speedup=statistics.median(
+            method.tokens_per_second(repeat) / plain.tokens_per_second(repeat) for repeat in repeats
+        ),
+        steps=steps,
+        drafted=sum(run.drafted for run in stats),
+        accepted=sum(run.accepted for run in stats),
+        tokens_per_step=emitted / steps if steps else 0.0,
+        accepted_by_depth=[sum(depth) for depth in zip_longest(*(run.accepted_by_depth for run in stats), fillvalue=0)],
+        same=same,
+        near_ties=near_ties,
+        first_difference=None if first is None else (first.prompt, first.token),
+        differences=differences,
+    )

@@ -1,0 +1,134 @@
+"""Options of `redrafter compare`, `tune` and `bench` that no other command has."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redrafter.app.flags import integers, names, option
+from redrafter.app.options import PROMPTS_HELP, PromptOptions, check_counts
+from redrafter.errors import ArgumentError
+
+__all__ = ["NOT_IN_COMPARE", "BenchOptions", "CompareOptions", "TuneOptions"]
+
+# Generation options that `redrafter compare` does not have, since transformers' assisted generation has none such.
+NOT_IN_COMPARE = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "stop_token_ids")
+
+
+@dataclass(frozen=True)
+class CompareOptions(PromptOptions):
+    """The prompts of `redrafter compare`, and how it measures."""
+
+    prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
+    num_prompts: int | None = option(None, "use the first N prompts (default: all)")
+    max_input_len: int | None = option(None, "leave out prompts of more than N tokens (default: none)")
+    batch_size: int = option(1, "prompts decoded at once")
+    repeats: int = option(1, "runs of each method, in turn; the median counts")
+    assisted: bool = option(
+        False, "also measure Hugging Face's assisted generation with the same draft model, one prompt at a time"
+    )
+    disable_output_comparison: bool = option(False, "do not compare the outputs, and do not fail when they differ")
+    output: str | None = option(
+        None, "also write the JSON document, with all texts and their differences, to a file", metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_prompts", "max_input_len", "batch_size", "repeats"):
+            if getattr(self, name) is not None:
+                check_counts(self, name)
+        if self.output == "":
+            raise ArgumentError("--output needs a name, got an empty one")
+
+
+@dataclass(frozen=True)
+class TuneOptions(PromptOptions):
+    """The tree shapes and batch sizes that `redrafter tune` measures, on which prompts and for how long."""
+
+    prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
+    max_new_tokens: int = option(64, "new tokens for each prompt and tree shape")
+    batch_sizes: Sequence[int] | None = option(
+        None, "rows decoded at once (default: 1,2,4,8,16,32,64; on a CPU 1,2,4)", type=integers, metavar="N,..."
+    )
+    beams: Sequence[int] = option((1, 3, 5, 10), "beams to try", type=integers, metavar="N,...")
+    lengths: Sequence[int] = option((3, 5), "draft lengths per beam to try", type=integers, metavar="N,...")
+    temperature: float = option(0.0, "0 is greedy, a higher value samples")
+    seed: int = option(0, "seed of the sampling")
+    seconds: float = option(300.0, "measure for at most this long; what was measured by then counts")
+    out: str | None = option(None, "file to write (default: where from_pretrained looks)", metavar="FILE")
+    plot: str | None = option(None, "also draw a figure; needs matplotlib", metavar="FILE.png")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("beams", "lengths", "batch_sizes"):
+            if getattr(self, name) is not None:
+                check_counts(self, name)
+        if not 0 <= self.seconds < math.inf:
+            raise ArgumentError(f"--seconds must be 0 or more, got {self.seconds:g}")
+        _check_writing(self)
+
+
+@dataclass(frozen=True)
+class BenchOptions(PromptOptions):
+    """What `redrafter bench` measures, and what it compares with."""
+
+    prompts: str | None = option(None, PROMPTS_HELP, metavar="FILE")
+    num_prompts: int = option(8, "least number of rows to measure each batch size on")
+    max_new_tokens: int = option(128, "new tokens of each row; no token ends a text early")
+    batch_sizes: Sequence[int] = option((1,), "rows decoded at once", type=integers, metavar="N,...")
+    temperature: float = option(0.0, "0 is greedy, a higher value samples")
+    seed: int = option(0, "seed of the sampling")
+    repeats: int = option(3, "runs of each measurement; the median counts")
+    context: Sequence[int] = option(
+        (),
+        "also time the parts of a step after N tokens of context; beyond the model's own context, only the times mean "
+        "anything (default: only after the prompts)",
+        type=integers,
+        metavar="N,...",
+    )
+    against: Sequence[str] = option(
+        (),
+        "also measure Hugging Face's generate on the same prompts: eager, static (compiled), assisted (default: none)",
+        type=names,
+        metavar="WHICH,...",
+    )
+    assistant_model: str | None = option(None, "draft model of assisted (default: prompt lookup)", metavar="M")
+    pad_to: str | None = option(
+        None, "measure a small Llama padded to the cost of a large one, such as llama-3.1-8b", metavar="SHAPE"
+    )
+    pad_head_rank: int | None = option(
+        None, "with --pad-to: rank of the drafter's head, if it has one (default: grown like the hidden size)"
+    )
+    draft_vocab_sizes: Sequence[int] = option(
+        (), "also time drafting with random heads of N ids (default: none)", type=integers, metavar="N,..."
+    )
+    plots: str | None = option(None, "also draw figures into this directory; needs matplotlib", metavar="DIR")
+    json: str | None = option(
+        None, "also write the JSON document to a file, and update it after each measurement", metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats"):
+            check_counts(self, name)
+        if self.pad_head_rank is not None:
+            check_counts(self, "pad_head_rank")
+            if self.pad_to is None:
+                raise ArgumentError("--pad-head-rank is for --pad-to: give that too")
+        object.__setattr__(self, "against", tuple(dict.fromkeys(self.against)))
+        if self.assistant_model is not None and "assisted" not in self.against:
+            raise ArgumentError("--assistant-model is for --against assisted: add that")
+        for name in ("plots", "json"):
+            if getattr(self, name) == "":
+                raise ArgumentError(f"--{name} needs a name, got an empty one")
+        _check_writing(self)
+
+
+def _check_writing(options: Any) -> None:
+    """Raise `ArgumentError` for generation options that `tune` and `bench` cannot measure with."""
+    if options.max_new_tokens < 2:
+        raise ArgumentError(f"--max-new-tokens must be 2 or more, got {options.max_new_tokens}")
+    if not 0 <= options.temperature < math.inf:
+        raise ArgumentError(f"--temperature must be 0 (greedy) or more, got {options.temperature}")
+    if not 0 <= options.seed < 1 << 62:
+        raise ArgumentError(f"--seed must be from 0 to 2**62 - 1, got {options.seed}")
