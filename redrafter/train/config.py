@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from redrafter.app import flags
+from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, flag, integers, names, option, read_options
-from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError
 
 __all__ = ["LENGTH", "TRACKERS", "TrainConfig", "parse", "shown_command"]
@@ -125,7 +125,11 @@ class TrainConfig:
 
 def parse(argv: Sequence[str] | None) -> TrainConfig:
     """The config that a command line asks for: one flag for each field of `TrainConfig`."""
-    parser = Parser(prog="redrafter train", description="Train a recurrent drafter for a Hugging Face causal LM.")
+    parser = ConfigParser(
+        prog="redrafter train",
+        description="Train a recurrent drafter for a Hugging Face causal LM.",
+        options=(TrainConfig,),
+    )
     add_options(parser, TrainConfig, "training")
     return read_options(TrainConfig, parser.parse_args(argv))
 

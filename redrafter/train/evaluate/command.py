@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, flag, floats, format_value, integers, option, read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import PROMPTS_HELP, LoadOptions, PromptOptions
-from redrafter.app.parser import Parser
 from redrafter.app.program import run_command
 from redrafter.checkpoints.drafters import check_beams
 from redrafter.drafting.recurrent import RecurrentProposer
@@ -146,13 +146,14 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = Parser(
+    parser = ConfigParser(
         prog="redrafter evaluate",
         description="What a drafter is worth: tokens per step and how often each further draft is accepted, for many\n"
         "shapes of tree at once, counted along texts that the model writes once. A table on stdout.",
         epilog="examples:\n"
         "  redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20\n"
         "  redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.json",
+        options=(EvaluateOptions, LoadOptions),
     )
     add_options(parser, EvaluateOptions, "measuring")
     add_options(parser, LoadOptions, "loading", without=NOT_LOADED)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, flag, floats, option, read_options
-from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError
 
 __all__ = ["RegenerateConfig", "parse"]
@@ -66,9 +66,10 @@ class RegenerateConfig:
 
 def parse(argv: Sequence[str] | None) -> RegenerateConfig:
     """The config that a command line asks for."""
-    parser = Parser(
+    parser = ConfigParser(
         prog="redrafter regenerate",
         description="Let a model answer the prompts of a data set itself, to train its drafter on what it writes.",
+        options=(RegenerateConfig,),
     )
     add_options(parser, RegenerateConfig, "answering")
     return read_options(RegenerateConfig, parser.parse_args(argv))

@@ -1,0 +1,217 @@
+"""Options of a command from JSON files, which `--config FILE` names.
+
+A file holds one object. Its keys are the options' names with dashes or underscores, its values what the options take:
+
+    {"model": "my-base", "batch-size": 8, "target-layers": [8, 16, 24], "compile": true}
+
+What is typed on the command line wins over every file, and a later file over an earlier one.
+"""
+
+import argparse
+import json
+import types
+from collections.abc import Iterable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from redrafter.app.flags import flag
+from redrafter.app.parser import Parser
+from redrafter.errors import ArgumentError
+from redrafter.spelling import nearest
+
+__all__ = ["ConfigParser", "read_config_file"]
+
+# What a value must be, in a message, by the type of the option.
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+class _Option(NamedTuple):
+    """A field of a dataclass of options, and its resolved type."""
+
+    field: Field[Any]
+    hint: Any
+
+
+class ConfigParser(Parser):
+    """A parser that also reads options from the JSON files that `--config` names; what is typed wins over them.
+
+    Args:
+        options: Dataclasses of the command's options, whose flags `add_options` adds.
+    """
+
+    def __init__(self, *, options: Iterable[type], **kwargs: Any):
+        super().__init__(**kwargs)
+        self._options = _options_by_name(options)
+        self._config: dict[str, Any] = {}
+        self.add_argument(
+            "--config",
+            action=_ReadConfig,
+            default=argparse.SUPPRESS,
+            metavar="FILE",
+            help="read options from a JSON object with the names of the options below as keys; flags win over the "
+            "file, later files over earlier ones",
+        )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a command line, then fill in from the files what it leaves out."""
+        self._config = {}
+        parsed, unknown = super().parse_known_args(args, namespace)
+        for name, value in self._config.items():
+            if not hasattr(parsed, name):
+                setattr(parsed, name, value)
+        return parsed, unknown
+
+    def load_config(self, path: str) -> None:
+        """Remember the options of a file, which need not be typed any more. A mistake in it ends the program."""
+        flags = {action.dest: action for action in self._actions}
+        known = {name: option for name, option in self._options.items() if name in flags}
+        try:
+            self._config |= _read(path, known)
+        except ArgumentError as error:
+            self.error(" ".join(str(error).split()))
+        for name in self._config:
+            flags[name].required = False
+
+
+class _ReadConfig(argparse.Action):
+    """What `--config FILE` does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        assert isinstance(parser, ConfigParser)
+        parser.load_config(values)
+
+
+def read_config_file(path: str | Path, options: Iterable[type]) -> dict[str, Any]:
+    """Read options by field name from a JSON file.
+
+    Args:
+        path: File with one JSON object.
+        options: Dataclasses that the options belong to.
+
+    Raises:
+        ArgumentError: The file cannot be read, is not a JSON object, or holds a key or a value that is not an option's.
+    """
+    return _read(path, _options_by_name(options))
+
+
+def _options_by_name(options: Iterable[type]) -> dict[str, _Option]:
+    return {
+        field.name: _Option(field, get_type_hints(dataclass)[field.name])
+        for dataclass in options
+        for field in fields(dataclass)
+    }
+
+
+def _read(path: str | Path, known: dict[str, _Option]) -> dict[str, Any]:
+    """Read the options of a file, where `known` are those that the command takes."""
+    config: dict[str, Any] = {}
+    for key, value in _load_object(path).items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ArgumentError(f"{path}: {key} is not an option of this command{_suggestion(name, known)}")
+        if name in config:
+            raise ArgumentError(f"{path}: {key} is given twice")
+        try:
+            config[name] = _typed(value, known[name])
+        except (ValueError, OverflowError, argparse.ArgumentTypeError):
+            expected = _expected(known[name])
+            raise ArgumentError(f"{path}: {key} must be {expected}, got {json.dumps(value)}") from None
+    return config
+
+
+def _load_object(path: str | Path) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"{path} (--config) cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # no UTF-8, or a path with a null character
+        raise ArgumentError(f"{path!s} (--config) cannot be read: {error}") from error
+    if not text.strip():
+        raise ArgumentError(f"{path} (--config) is empty; it must hold a JSON object, such as {{}}")
+    try:
+        document = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{path} (--config) is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ArgumentError(f"{path} (--config) must hold a JSON object, got a {_JSON_NAMES[type(document)]}")
+    return document
+
+
+_JSON_NAMES = {list: "list", str: "text", int: "number", float: "number", bool: "truth value", type(None): "null"}
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the dict of a JSON object. Raises `ValueError` for a key that it gives twice."""
+    for index, (key, _) in enumerate(pairs):
+        if any(key == other for other, _ in pairs[:index]):
+            raise ValueError(f"{key} is given twice")
+    return dict(pairs)
+
+
+def _suggestion(name: str, known: dict[str, _Option]) -> str:
+    """Return what to write in place of an unknown key, as the end of a message."""
+    positive = name.removeprefix("no_")
+    if name != positive and positive in known and known[positive].hint is bool:
+        return f'; write "{positive}": false'
+    near = nearest(name, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def _typed(value: Any, option: _Option) -> Any:
+    """Convert a JSON value to what its option holds. Raises `ValueError` where it is of another type."""
+    arms = _arms(option.hint)
+    if option.field.metadata.get("required") and value in (None, []):
+        raise ValueError
+    if value is None and type(None) in arms:
+        return None
+    choices = option.field.metadata.get("choices")
+    if choices and value not in choices:
+        raise ValueError
+    if any(get_origin(arm) is tuple for arm in arms):
+        return _typed_tuple(value, option)
+    return _typed_scalar(value, arms)
+
+
+def _typed_scalar(value: Any, arms: tuple[Any, ...]) -> Any:
+    if type(value) in arms:
+        return value
+    if float in arms and type(value) is int:
+        return float(value)
+    raise ValueError
+
+
+def _typed_tuple(value: Any, option: _Option) -> tuple[Any, ...]:
+    """Convert a list. Where a flag takes all of it as one word, such as 8,16,24, that word is taken too."""
+    read = option.field.metadata.get("type")
+    if read is not None and isinstance(value, str):
+        return tuple(read(value))
+    if not isinstance(value, list):
+        raise ValueError
+    element = _element(option.hint)
+    if element in _EXPECTED:
+        return tuple(_typed_scalar(item, (element,)) for item in value)
+    assert read is not None, "a tuple of a class of ours has a function that reads it"
+    return tuple(read(",".join(_typed_scalar(item, (str,)) for item in value))) if value else ()
+
+
+def _expected(option: _Option) -> str:
+    """Describe the values that an option takes, for a message."""
+    choices = option.field.metadata.get("choices")
+    if choices:
+        return f"one of {', '.join(choices)}"
+    if any(get_origin(arm) is tuple for arm in _arms(option.hint)):
+        plural = {int: "whole numbers", float: "numbers"}.get(_element(option.hint), "texts")
+        example = option.field.metadata.get("metavar") if option.field.metadata.get("type") else None
+        return f"a list of {plural}" + (f", as for {flag(option.field.name)} {example}" if example else "")
+    return " or ".join(_EXPECTED[arm] for arm in _arms(option.hint) if arm in _EXPECTED)
+
+
+def _arms(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union; of another type, that alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _element(hint: Any) -> Any:
+    """Return the type of the elements of a tuple, also of an optional one."""
+    return next(get_args(arm)[0] for arm in _arms(hint) if get_origin(arm) is tuple)
