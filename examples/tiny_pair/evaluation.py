@@ -76,7 +76,8 @@ class Measure:
         starts = iter(self.starts)
         plain = self.outputs(proposer, temperature=temperature, speculate=False, logits=True)
         for ours, theirs in zip(self.outputs(proposer, temperature=temperature), plain, strict=True):
-            assert theirs.logits is not None and theirs.stats is not None
+            assert theirs.logits is not None
+            assert theirs.stats is not None
             width = theirs.sequences.shape[1] - len(theirs.logits)
             for row, (a, b) in enumerate(zip(ours.sequences.tolist(), theirs.sequences.tolist(), strict=True)):
                 position = len(next(starts)["ids"])  # of the first new token

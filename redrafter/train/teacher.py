@@ -91,7 +91,8 @@ class Teacher:
             logits = self.model(input_ids=tokens, past_key_values=_NoCache(), use_cache=True, **packed).logits
         finally:
             self._seen = None
-        assert seen.last is not None and seen.embedding is not None, "the model's head and embedding were not called"
+        assert seen.last is not None, "the model did not call its head"
+        assert seen.embedding is not None, "the model did not call its embedding"
         return TeacherOutput(join(seen.last, seen.outputs), seen.embedding, logits)
 
     def _packed(self, segment: Tensor) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def test_a_file_may_say_all_that_must_be_said(tmp_path):
     )
     config = parse(["--config", whole])
     assert (config.data, config.target_layers, config.report_to) == (("x.jsonl",), (1, 3), ("wandb",))
-    assert isinstance(config.lr, float) and parse(TYPED).lr == TrainConfig.lr
+    assert isinstance(config.lr, float)
+    assert parse(TYPED).lr == TrainConfig.lr
     rows = write(tmp_path / "rows.json", {"model": "m", "data": ["x"], "output": "o", "temperatures": [0, 0.5]})
     assert parse_regenerate(["--config", rows, "--top-k", "9"]) == RegenerateConfig(
         model="m", data=("x",), output="o", temperatures=(0.0, 0.5), top_k=9
@@ -143,5 +144,8 @@ def assert_refused(capsys, words: list[str], reason: str) -> None:
     except SystemExit as end:
         code = end.code
     out, err = capsys.readouterr()
-    assert code == 2 and out == "" and err.count("\n") == 1 and err.startswith("redrafter: error: "), err
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("redrafter: error: ")
     assert reason in err

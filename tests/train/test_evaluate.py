@@ -134,10 +134,12 @@ def test_walking_ends_with_the_text(monkeypatch):
     found = walked(drafter, model, [5] + [0] * 7, [5, 0, 0], [5, 0])
     # The first: three drafts and one more, then the two that are left. The second: the one that is left.
     assert (found.steps, found.emitted, found.accepted_by_depth) == (3, 7, [3, 2, 1])
-    assert found.tried == [3, 2, 1] and found.acceptance == [1, 1, 1]
+    assert found.tried == [3, 2, 1]
+    assert found.acceptance == [1, 1, 1]
     missing = walked(drafter, model, [5, 0, 7, 0, 0, 0])
     # Nothing of the first step, two of the second; the third draft had no room.
-    assert missing.tried == [2, 1, 1] and missing.accepted_by_depth == [1, 1, 1]
+    assert missing.tried == [2, 1, 1]
+    assert missing.accepted_by_depth == [1, 1, 1]
     assert Walk.of(Shape(1, 3, 4)).acceptance == [None] * 3
 
 
@@ -167,7 +169,9 @@ def test_final_beams_keep_the_prefixes_of_the_beams_that_survive():
                       for beam in beams]  # fmt: skip
             prefixes = {tuple(beam[:length]) for beam in beams for length in range(1, depth + 1)}
             assert (accepted[row, column], drafted[row, column]) == (max(common), len(prefixes))
-    assert (accepted[:, 0] < accepted[:, 2]).any() and (drafted[:, 0] < 20).any() and accepted[:, 0].max() == 5
+    assert (accepted[:, 0] < accepted[:, 2]).any()
+    assert (drafted[:, 0] < 20).any()
+    assert accepted[:, 0].max() == 5
 
 
 def _path(tree, row: int, node: int) -> list[int]:
@@ -256,7 +260,8 @@ def test_held_out_texts_are_written_once_and_walked_by_any_drafter(patterned, mo
     assert held_out.texts == written(Target(model), random_prompts(), 12)
     monkeypatch.setattr(texts_module, "Engine", None)  # from here on nothing may be written
     first = held_out.walk(drafter.train(), shape)
-    assert drafter.training and held_out.walk(drafter.eval(), shape) == first
+    assert drafter.training
+    assert held_out.walk(drafter.eval(), shape) == first
     assert first == Walk.of(shape, walk(drafter, held_out.target, held_out.texts, [shape])[0])
     assert held_out.count == sum(len(own) > 1 for own in held_out.texts.own) > 0
     assert held_out.walk(tiny_drafter(), shape).accepted < first.accepted
@@ -269,14 +274,18 @@ def test_texts_say_how_they_ended_and_do_not_depend_on_their_batch():
     model, _ = random_pair()
     target, prompts = Target(model), random_prompts()
     alone, together = (written(target, prompts, 20, 1.0, seed=9, rows=rows) for rows in (1, 5))
-    assert alone == together and alone.starts == [1, 9, 4, 17, 6] and alone.seeds == [9, 10, 11, 12, 13]
+    assert alone == together
+    assert alone.starts == [1, 9, 4, 17, 6]
+    assert alone.seeds == [9, 10, 11, 12, 13]
     assert [text[:start] for text, start in zip(alone.tokens, alone.starts, strict=True)] == prompts
     ends = {2, 11, 12, 13, 14}
-    assert alone.ended == [own[-1] in ends for own in alone.own] and any(alone.ended)
+    assert alone.ended == [own[-1] in ends for own in alone.own]
+    assert any(alone.ended)
     assert not any(set(own[:-1]) & ends for own in alone.own)
     said = []
     other = written(target, prompts, 20, 1.0, seed=9, ends=[3], rows=2, report=said.append)
-    assert other.ended == [own[-1] == 3 for own in other.own] and said == [2, 4, 5]
+    assert other.ended == [own[-1] == 3 for own in other.own]
+    assert said == [2, 4, 5]
     assert all(len(own) == 20 or own[-1] == 3 for own in other.own)
 
 
@@ -289,14 +298,16 @@ def test_only_a_temperature_stands_between_model_and_text():
 
 def test_repetition_is_of_runs_that_occurred_before_in_the_same_text():
     assert repeated([[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 5], [7]], 4) == pytest.approx(1 / 7)
-    assert repeated([[5] * 10], 4) == pytest.approx(6 / 7) and repeated([[1, 2, 3]], 4) is None
+    assert repeated([[5] * 10], 4) == pytest.approx(6 / 7)
+    assert repeated([[1, 2, 3]], 4) is None
 
 
 def test_a_tokenizer_may_know_another_end_than_its_model():
     model, _ = random_pair()
     tokenizer = load_tokenizer(boxed_pair())
     tokenizer.eos_token = "<|pad|>"
-    assert end_tokens(model) == [2, 11, 12, 13, 14] and end_tokens(model, tokenizer) == [0, 2, 11, 12, 13, 14]
+    assert end_tokens(model) == [2, 11, 12, 13, 14]
+    assert end_tokens(model, tokenizer) == [0, 2, 11, 12, 13, 14]
     model.generation_config.eos_token_id = None
     assert end_tokens(model) == []
 
@@ -343,9 +354,11 @@ def test_prompts_come_by_category_from_rows_of_every_kind(tmp_path):
     few = categories([str(tmp_path / "rows.jsonl"), str(lines)], tokenizer, 1, 100, 0)
     assert {name: len(some) for name, some in few.items()} == dict.fromkeys(("plays", "chat", "rows", "lines"), 1)
     shipped = categories([], tokenizer, None, 500, 0)
-    assert set(shipped) == {"classic_books", "peps", "eips"} and sum(map(len, shipped.values())) == 16
+    assert set(shipped) == {"classic_books", "peps", "eips"}
+    assert sum(map(len, shipped.values())) == 16
     picked = [categories([], tokenizer, 2, 500, seed) for seed in range(4)]
-    assert picked[0] == categories([], tokenizer, 2, 500, 0) and any(one != picked[0] for one in picked)
+    assert picked[0] == categories([], tokenizer, 2, 500, 0)
+    assert any(one != picked[0] for one in picked)
 
 
 # The command
@@ -375,7 +388,8 @@ def test_the_document_is_complete(measured):
     assert document["command"].startswith("redrafter evaluate --prompts rows.jsonl --new-tokens 24")
     assert document["versions"].keys() >= {"redrafter", "torch", "transformers", "python"}
     facts = {"model": "boxed", "drafter": "drafter", "dtype": "float32", "device": "cpu", "seed": 4, "new_tokens": 24}
-    assert {name: document[name] for name in facts} == facts and document["batch_size"] == 2
+    assert {name: document[name] for name in facts} == facts
+    assert document["batch_size"] == 2
     assert document["prompts"] == {
         "files": ["rows.jsonl"],
         "categories": {"kind 0": 2, "kind 1": 1},
@@ -386,7 +400,8 @@ def test_the_document_is_complete(measured):
     names = ["3x2, 5 nodes", "3x2, 2 nodes", "3x2, 7 nodes", "3x2, final beams", "1x2, 3 nodes", "1x2, 2 nodes"]
     for one in document["temperatures"]:
         assert [tree["tree"] for tree in one["trees"]] == names
-        assert one["all_texts"]["texts"] == 3 and one["all_texts"]["tokens"] <= 72
+        assert one["all_texts"]["texts"] == 3
+        assert one["all_texts"]["tokens"] <= 72
 
 
 def test_categories_add_up(measured):
@@ -445,7 +460,8 @@ def test_the_table_shows_every_number(measured):
     folder, out = measured
     document = json.loads((folder / "out.json").read_text())
     lines = out.splitlines()
-    assert lines[0] == document["command"] and "3 prompts in 2 categories from rows.jsonl" in out
+    assert lines[0] == document["command"]
+    assert "3 prompts in 2 categories from rows.jsonl" in out
     for one in document["temperatures"]:
         for tree in one["trees"]:
             rows = {**tree["categories"], "mean of categories": tree["mean_of_categories"], "all": tree["all_steps"]}
@@ -488,7 +504,10 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys, monkey
     more = [] if "--json" in words else ["--json", "out.json"]
     assert main(["evaluate", *words.split(), *more]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and err.startswith("redrafter: error: ") and said in err
+    assert not out
+    assert err.count("\n") == 1
+    assert err.startswith("redrafter: error: ")
+    assert said in err
     assert sorted(tmp_path.iterdir()) == there
 
 
@@ -496,8 +515,12 @@ def test_help_says_what_is_done_without_options(capsys):
     with pytest.raises(SystemExit) as end:
         main(["evaluate", "--help"])
     out = capsys.readouterr().out
-    assert end.value.code == 0 and out.startswith("usage: redrafter evaluate ") and "examples:" in out
-    assert "(default: 0,1)" in out and "--num-beams" not in out and "--dtype" in out
+    assert end.value.code == 0
+    assert out.startswith("usage: redrafter evaluate ")
+    assert "examples:" in out
+    assert "(default: 0,1)" in out
+    assert "--num-beams" not in out
+    assert "--dtype" in out
 
 
 @pytest.mark.parametrize("words", ["--shapes 5", "--shapes 5x5x5", "--node-budgets many", "--tree 5x5"])
@@ -505,4 +528,6 @@ def test_what_cannot_be_read_is_refused_by_name(capsys, words):
     with pytest.raises(SystemExit) as end:
         main(["evaluate", *words.split()])
     err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and words.split()[0] in err
+    assert end.value.code == 2
+    assert err.count("\n") == 1
+    assert words.split()[0] in err

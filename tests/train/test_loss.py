@@ -96,7 +96,8 @@ def test_loss_and_gradient_are_those_of_the_plain_definition(objective, chunk):
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(head.grad.double(), exact_head.grad, rtol=1e-5, atol=1e-6)
-    assert (seen.tolist(), right.tolist()) == counts_of(logits, label, weights) and 0 < right[0] < seen[0]
+    assert (seen.tolist(), right.tolist()) == counts_of(logits, label, weights)
+    assert 0 < right[0] < seen[0]
 
 
 BASES = [("llama", form) for form in FORMS] + [("gemma2", "all"), ("gpt2", "published"), ("gpt2", "all")]
@@ -155,11 +156,13 @@ def test_targets_stay_inside_one_stretch_of_the_mask():
 def test_anchors_on_a_device_weigh_what_those_on_the_host_do():
     mask = torch.rand(3, 11, generator=torch.Generator().manual_seed(0)) < 0.7
     chosen, weights = anchors(mask, 3, 0.5, multiple=7)
-    assert len(chosen) % 7 == 0 and len(chosen) > (weights[:, 0] > 0).sum() == targets(mask, 3)[..., 0].sum()
+    assert len(chosen) % 7 == 0
+    assert len(chosen) > (weights[:, 0] > 0).sum() == targets(mask, 3)[..., 0].sum()
     spread = torch.zeros(33, 3).index_add(0, chosen, weights)
     assert torch.equal(spread, (targets(mask, 3) * torch.tensor([1, 0.5, 0.25])).flatten(0, 1))
     meta, all_weights = anchors(mask.to("meta"), 3, 0.5)
-    assert meta.shape == (33,) and all_weights.shape == (33, 3)
+    assert meta.shape == (33,)
+    assert all_weights.shape == (33, 3)
     assert weight(mask, TrainConfig(draft_len=3, decay=0.5)) == spread.sum()
 
 
@@ -187,7 +190,9 @@ def test_a_batch_without_a_target_moves_nothing():
     none = torch.zeros(1, 8, dtype=torch.bool)
     found = Unroll(drafter, TrainConfig())(tokens, none, reading_of(tiny_model("llama"), drafter, tokens))
     found.loss.backward()
-    assert found.loss == 0 and not found.seen.any() and not any(x.any() for x in grads(drafter).values())
+    assert found.loss == 0
+    assert not found.seen.any()
+    assert not any(x.any() for x in grads(drafter).values())
 
 
 def test_a_reduced_vocabulary_meets_the_teacher_on_its_own_ids():
@@ -243,9 +248,11 @@ def test_in_bfloat16_the_masters_get_gradients_close_to_those_of_float32(form):
     with torch.autocast("cpu", torch.bfloat16):
         found = unroll(tokens, mask, read).loss
     found.backward()
-    assert found.dtype == torch.float32 and 0 < abs(found.item() / expected.item() - 1) < 0.02
+    assert found.dtype == torch.float32
+    assert 0 < abs(found.item() / expected.item() - 1) < 0.02
     for name, gradient in grads(drafter).items():
-        assert gradient.dtype == torch.float32 and drafter.get_parameter(name).dtype == torch.float32
+        assert gradient.dtype == torch.float32
+        assert drafter.get_parameter(name).dtype == torch.float32
         assert (gradient - exact[name]).norm() < 0.05 * exact[name].norm(), name
 
 
@@ -295,7 +302,8 @@ def test_logits_of_more_than_a_chunk_are_never_in_memory():
     for anchor_count in (5, 10):
         config = TrainConfig(draft_len=steps, chunk=anchor_count * steps + 3)
         largest, kept = largest_of(vocabulary, config)
-        assert largest == anchor_count * steps * vocabulary < everything / 5 and kept == head
+        assert largest == anchor_count * steps * vocabulary < everything / 5
+        assert kept == head
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert CHUNK_BYTES // 2 < chunk_anchors(vocabulary, steps, gpu) * steps * vocabulary * 4 <= CHUNK_BYTES
     assert chunk_anchors(CHUNK_BYTES, steps, gpu) == 1  # however large a vocabulary
@@ -314,7 +322,9 @@ def test_compiled_all_chunks_have_one_size_and_the_loss_is_the_same(monkeypatch)
     read, mask = reading_of(tiny_model("llama"), drafter, tokens), torch.ones(2, 13, dtype=torch.bool)
     config = TrainConfig(draft_len=2, chunk=12)
     plain, padded = (Unroll(drafter, replace(config, compile=c))(tokens, mask, read) for c in (False, True))
-    assert sizes == [6] * 4 and torch.equal(plain.seen, padded.seen) and torch.equal(plain.right, padded.right)
+    assert sizes == [6] * 4
+    assert torch.equal(plain.seen, padded.seen)
+    assert torch.equal(plain.right, padded.right)
     torch.testing.assert_close(plain.loss, padded.loss)
 
 
@@ -326,15 +336,18 @@ def test_a_new_drafter_starts_simple_and_sees_its_tokens(recurrence):
     model = tiny_model("llama", initializer_range=0.01)
     config = TrainConfig(exit_dim=16, num_layers=3, seed=4, recurrence=recurrence, target_layers=(0, 2), head_rank=8)
     drafter = new_drafter(model, config)
-    assert not any(weight.any() for weight in drafter.layers.parameters()) and len(drafter.layers) == 3
+    assert not any(weight.any() for weight in drafter.layers.parameters())
+    assert len(drafter.layers) == 3
     hidden, embedding = torch.randn(50, 3 * HIDDEN), model.get_input_embeddings().weight
-    assert torch.equal(drafter.fuse_hidden(hidden), hidden[:, :HIDDEN]) and drafter.dtype == torch.float32
+    assert torch.equal(drafter.fuse_hidden(hidden), hidden[:, :HIDDEN])
+    assert drafter.dtype == torch.float32
     if recurrence == "apple":
         read, beside = drafter.rnn_w(embedding).std(), 1.0
     else:
         of_embedding, _, of_hidden = drafter.rnn_gate.weight.split(HIDDEN, dim=1)
         read, beside = (embedding @ of_embedding.T).std(), (hidden[:, :HIDDEN] @ of_hidden.T).std()
-    assert 0.7 < read / beside < 1.4 and read > 0.2
+    assert 0.7 < read / beside < 1.4
+    assert read > 0.2
     same, other = new_drafter(model, config), new_drafter(model, replace(config, seed=5))
     assert torch.equal(same.lm_head.weight, drafter.lm_head.weight)
     assert not torch.equal(other.lm_head.weight, drafter.lm_head.weight)
@@ -348,7 +361,8 @@ def test_a_new_drafter_has_the_form_that_was_asked_for(form):
     drafter = new_drafter(model, TrainConfig(draft_len=3, **asked), ids)
     shape = {name: value.shape for name, value in tiny_drafter(**FORMS[form]).state_dict().items()}
     assert {name: value.shape for name, value in drafter.state_dict().items()} == shape
-    assert drafter.config.draft_len_per_beam == 3 and (ids is None or torch.equal(drafter.draft_ids, ids))
+    assert drafter.config.draft_len_per_beam == 3
+    assert ids is None or torch.equal(drafter.draft_ids, ids)
     tokens = torch.randint(3, VOCAB, (2, 12))
     read = reading_of(model, drafter, tokens)
     found = Unroll(drafter, TrainConfig(draft_len=3))(tokens, torch.ones(2, 12, dtype=torch.bool), read)

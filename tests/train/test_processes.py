@@ -100,7 +100,8 @@ def test_processes_on_a_machine_without_a_gpu_train_together_though_nobody_said_
     arguments = command(tmp_path, "--steps", "2")
     arguments.remove("--cpu")
     codes, lines = launch(tmp_path, arguments, CUDA_VISIBLE_DEVICES="")
-    assert codes == [0, 0] and lines.count("saved ") == 1, lines
+    assert codes == [0, 0], lines
+    assert lines.count("saved ") == 1, lines
     assert found(tmp_path)[1]["processes"] == 2
 
 
@@ -136,8 +137,10 @@ def test_an_fsdp_configuration_of_accelerate_is_refused(tmp_path):
     arguments = command(tmp_path, "--steps", "2")
     arguments.remove("--cpu")
     done = subprocess.run([*launcher, *arguments], capture_output=True, text=True)
-    assert done.returncode != 0 and "(exitcode: 2)" in done.stderr, done.stderr
-    assert done.stderr.count("redrafter: error: accelerate is configured for FSDP") == 1 and not done.stdout
+    assert done.returncode != 0
+    assert "(exitcode: 2)" in done.stderr, done.stderr
+    assert done.stderr.count("redrafter: error: accelerate is configured for FSDP") == 1
+    assert not done.stdout
     assert not (tmp_path / "out").exists()
 
 

@@ -176,7 +176,9 @@ def test_a_prompt_is_answered_and_its_own_answer_left_out(engine, tokenizer, con
 def test_texts_begin_with_a_drawn_number_of_tokens_and_ids_with_what_was_not_trained_on(engine, tokenizer, config):
     texts = [Row(f"t:{n}", text="abcdefgh" * 40) for n in range(40)]
     starts = [answers(row)[0][0] for row in written(engine, tokenizer, [*texts, ROWS[2], ROWS[4]], config)]
-    assert min(starts[:40]) >= 16 and max(starts[:40]) <= 64 and len(set(starts[:40])) > 10
+    assert min(starts[:40]) >= 16
+    assert max(starts[:40]) <= 64
+    assert len(set(starts[:40])) > 10
     assert starts[40:] == [2, 3]
 
 
@@ -188,7 +190,8 @@ def test_rows_say_what_made_them_and_can_be_trained_on(engine, tokenizer, config
     assert {row["tokenizer"] for row in found} == {fingerprint(tokenizer)}
     assert {row["base"] for row in found} == {"LlamaForCausalLM"}
     for document, record in zip(encode_documents(read_rows([config.output]), tokenizer), found, strict=True):
-        assert document.ids == record["input_ids"] and document.mask == [bool(own) for own in record["loss_mask"]]
+        assert document.ids == record["input_ids"]
+        assert document.mask == [bool(own) for own in record["loss_mask"]]
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
@@ -269,7 +272,9 @@ def test_rows_that_fail_are_counted_and_stop_nothing(engine, tokenizer, config):
 def test_longest_prompt_ends_a_conversation_and_keeps_its_first_turns(engine, tokenizer, config):
     config = replace(config, max_input_len=20)
     (row,) = written(engine, tokenizer, [ROWS[1]], config)
-    assert len(answers(row)) == 1 and answers(row)[0][0] <= 20 and row["finish"] == "length"
+    assert len(answers(row)) == 1
+    assert answers(row)[0][0] <= 20
+    assert row["finish"] == "length"
 
 
 def test_a_turn_that_finds_no_room_is_told_from_an_answer_that_ended():
@@ -278,7 +283,8 @@ def test_a_turn_that_finds_no_room_is_told_from_an_answer_that_ended():
         task = Task(0, ROWS[0], 0, 0.0, [[5], [6] * 50])
         task.ask(given)
         task.take([7, EOS], given)
-        assert task.done == (finish == "length") and task.finish == finish
+        assert task.done == (finish == "length")
+        assert task.finish == finish
 
 
 def test_a_base_that_ends_at_once_leaves_nothing_to_learn(engine, tokenizer, config):
@@ -309,7 +315,8 @@ def test_short_memory_halves_the_batch_and_a_row_that_never_fits_fails(engine, t
     config = replace(config, batch_size=8, overwrite=True)
     summary = regenerate(engine, tokenizer, ROWS, config, log=said.append)
     assert lines(config.output) == [row for row in plain if row["row"] != 6]
-    assert "out of memory with" in said[0] and "--batch-size" in said[0]
+    assert "out of memory with" in said[0]
+    assert "--batch-size" in said[0]
     assert summary["errors"] == 1
     assert "out of memory" in lines(config.output + ".errors.jsonl")[0]["error"]
 
@@ -360,7 +367,8 @@ def test_what_was_answered_is_not_answered_again(engine, tokenizer, config, monk
 
     monkeypatch.setattr(answering.Writer, "_decode", watched)
     summary = regenerate(engine, tokenizer, ROWS, config, log=quiet)
-    assert settled and seen == set(range(len(ROWS))) - settled
+    assert settled
+    assert seen == set(range(len(ROWS))) - settled
     assert summary["success"] == len(ROWS)
 
 
@@ -423,7 +431,8 @@ def command(saved: Path, output: Path, *more: str) -> list[str]:
 def test_command_writes_the_same_with_and_without_a_drafter(saved, tmp_path, capsys):
     assert redrafter.cli.main(command(saved, tmp_path / "plain.jsonl", "--limit", "9")) == 0
     out, err = capsys.readouterr()
-    assert "plain.jsonl: 9 of 9 rows, 0 errors, 0 skipped" in out and "row 9/9" in err
+    assert "plain.jsonl: 9 of 9 rows, 0 errors, 0 skipped" in out
+    assert "row 9/9" in err
     drafted = command(saved, tmp_path / "drafted.jsonl", "--limit", "9", "--drafter", str(saved / "drafter"))
     assert redrafter.cli.main(drafted) == 0
     assert (tmp_path / "drafted.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
@@ -446,7 +455,9 @@ def test_command_writes_the_same_with_and_without_a_drafter(saved, tmp_path, cap
 def test_command_says_in_one_line_what_is_wrong(saved, tmp_path, capsys, more, reason):
     assert redrafter.cli.main(command(saved, tmp_path / "own.jsonl", *more)) == 2
     out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and reason in err
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert reason in err
     assert not list(tmp_path.iterdir())
 
 
@@ -472,9 +483,11 @@ def test_killed_at_any_moment_the_same_command_goes_on(saved, tmp_path):
         time.sleep(0.002)
     process.kill()
     process.join()
-    assert not own.exists() and 8 <= partial.read_bytes().count(b'"row"') < 120
+    assert not own.exists()
+    assert 8 <= partial.read_bytes().count(b'"row"') < 120
     assert redrafter.cli.main(command(saved, own)) == 0
-    assert own.read_bytes() == whole.read_bytes() and not partial.exists()
+    assert own.read_bytes() == whole.read_bytes()
+    assert not partial.exists()
     summary = json.loads(Path(f"{own}.json").read_text())
     assert (summary["input"], summary["success"], summary["errors"], summary["skipped"]) == (120, 120, 0, 0)
 

@@ -42,7 +42,8 @@ def test_rows_are_as_long_as_the_base_reads_unless_asked(tmp_path):
     for context, rows in ((256, 256), (4096, LENGTH)):
         tiny_model(max_position_embeddings=context).save_pretrained(tmp_path / str(context))
         config = TrainConfig(model=str(tmp_path / str(context)))
-        assert row_length(config) == rows and row_length(replace(config, length=9)) == 9
+        assert row_length(config) == rows
+        assert row_length(replace(config, length=9)) == 9
 
 
 def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
@@ -62,9 +63,12 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
     assert sum(weight.numel() for weight in base.parameters()) == whole
     assert f"{whole:,} parameters, float32, frozen" in said
     assert f"{own:,} trainable parameters, {100 * own / whole:.1f} % of the base's" in said
-    assert "data: 12 windows, " in said and "2 x 4 rows on each of 1 process, at most 256 tokens" in said
-    assert "an epoch: 2 steps" in said and "in all: 5 steps, at most 1,280 tokens" in said
-    assert f"drafter's weights {4 * own / 1e6:.2f} MB" in said and "AdamW's state" in said
+    assert "data: 12 windows, " in said
+    assert "2 x 4 rows on each of 1 process, at most 256 tokens" in said
+    assert "an epoch: 2 steps" in said
+    assert "in all: 5 steps, at most 1,280 tokens" in said
+    assert f"drafter's weights {4 * own / 1e6:.2f} MB" in said
+    assert "AdamW's state" in said
     assert main([*arguments, "--dry-run", "--draft-vocab-size", "9999"]) == 2
     assert main([*arguments, "--dry-run", "--drafter", str(tmp_path / "gone")]) == 2
 
@@ -103,7 +107,8 @@ def test_a_terminal_gets_a_bar_and_everything_else_lines(capsys):
         written = capsys.readouterr().err
         assert ("30%" in written and str(NUMBERS) in written) == shown
         assert lines == ["hello", *([] if shown else [str(NUMBERS)])]
-    assert "step 3/10" in lines[1] and "0:12, 0:28 left" in lines[1]
+    assert "step 3/10" in lines[1]
+    assert "0:12, 0:28 left" in lines[1]
 
 
 def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
@@ -132,10 +137,14 @@ def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
         validate=lambda: next(values),
         log=lines.append,
     )
-    assert [step for step, _ in logged] == [2, 3, 4, 4] and len(lines) == 2
-    assert logged[1][1] == {"tokens per step": 1.5} and logged[3][1] == {"tokens per step": 1.25}
+    assert [step for step, _ in logged] == [2, 3, 4, 4]
+    assert len(lines) == 2
+    assert logged[1][1] == {"tokens per step": 1.5}
+    assert logged[3][1] == {"tokens per step": 1.25}
     assert set(logged[2][1]) == {"loss", "lr", "tokens/s", "right at step 1", "right at step 2"}
-    assert logged[2][1]["loss"] == report.loss and report.walked == {3: 1.5, 4: 1.25} and report.best_step == 3
+    assert logged[2][1]["loss"] == report.loss
+    assert report.walked == {3: 1.5, 4: 1.25}
+    assert report.best_step == 3
 
 
 def test_a_tracker_that_is_not_there_is_said(tmp_path, capsys, monkeypatch):
@@ -174,17 +183,23 @@ def test_training_json_says_where_a_drafter_comes_from(tmp_path):
     found = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert str(tmp_path) not in text
     assert found["command"].startswith("redrafter train --model base --data data.jsonl --output out ")
-    assert found["config"]["lr"] == 0.002 and found["config"]["data"] == ["data.jsonl"]
+    assert found["config"]["lr"] == 0.002
+    assert found["config"]["data"] == ["data.jsonl"]
     data = (tmp_path / "data.jsonl").read_bytes()
     expected = {"name": "data.jsonl", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    assert found["data"] == [expected] and len(found["data_hash"]) == 64 and found["windows"] == 12
-    assert found["versions"]["torch"] == torch.__version__ and set(found["versions"]) >= {"redrafter", "accelerate"}
+    assert found["data"] == [expected]
+    assert len(found["data_hash"]) == 64
+    assert found["windows"] == 12
+    assert found["versions"]["torch"] == torch.__version__
+    assert set(found["versions"]) >= {"redrafter", "accelerate"}
     assert (found["base"], found["base_dtype"], found["processes"], found["steps"]) == ("base", "float32", 1, 5)
     assert found["tokens_per_second"] == pytest.approx(found["tokens"] / found["seconds"], rel=0.05)
-    assert list(found["tokens_per_step"]) == ["2", "4", "5"] and math.isfinite(found["loss"])
+    assert list(found["tokens_per_step"]) == ["2", "4", "5"]
+    assert math.isfinite(found["loss"])
     assert found["tokens_per_step"][str(found["saved_step"])] == max(found["tokens_per_step"].values())
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"(sha256 {expected['sha256'][:12]})" in card and "tokens/s on 1 x " in card
+    assert f"(sha256 {expected['sha256'][:12]})" in card
+    assert "tokens/s on 1 x " in card
     assert f"weights of step {found['saved_step']}, the best of 3 validations" in card
     RecurrentDrafter.from_pretrained(tmp_path / "out")
 

@@ -91,7 +91,8 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(
     assert main([*arguments, "--resume", "--log-every", "3", "--keep", "5"]) == 0
     said = capsys.readouterr().out
     assert (f"going on from step {2 * saves}" in said) == (saves > 0)
-    assert same(tmp_path / "out", expected) and facts(tmp_path / "out") == facts(expected)
+    assert same(tmp_path / "out", expected)
+    assert facts(tmp_path / "out") == facts(expected)
 
 
 def test_random_generators_go_on_too(tmp_path):
@@ -123,7 +124,8 @@ def test_random_generators_go_on_too(tmp_path):
 def test_checkpoints_load_as_drafters_and_the_oldest_go(whole):
     folder, told = whole.with_name("out.checkpoints"), facts(whole)
     last = told["steps"] - told["steps"] % 2
-    assert names(folder) == ["best", f"step-{last - 2:07}", f"step-{last:07}"] and last >= 12
+    assert names(folder) == ["best", f"step-{last - 2:07}", f"step-{last:07}"]
+    assert last >= 12
     assert names(folder / f"step-{last:07}") == [
         "config.json",
         "model.safetensors",
@@ -133,7 +135,9 @@ def test_checkpoints_load_as_drafters_and_the_oldest_go(whole):
     ]
     for each in folder.iterdir():
         drafter, at = RecurrentDrafter.from_pretrained(each), Checkpoint.read(each).standing
-        assert drafter.config.base_model == "base" and drafter.config.trained_draft_len == 3 and at.tokens > 0
+        assert drafter.config.base_model == "base"
+        assert drafter.config.trained_draft_len == 3
+        assert at.tokens > 0
     assert not same(folder / f"step-{last:07}", folder / f"step-{last - 2:07}")
     assert list(map(int, told["tokens_per_step"])) == [*range(3, told["steps"], 3), told["steps"]]
 
@@ -160,7 +164,8 @@ def test_what_is_saved_is_called_by_its_own_step_where_a_training_did_not_repeat
         main(arguments)
     assert main([*arguments, "--resume"]) == 0
     told, found = facts(tmp_path / "out"), weights(tmp_path / "out")
-    assert told["saved_step"] == 3 and told["tokens_per_step"] == {"1": 1.5, "2": 1.0, "3": 1.25, "4": 1.125}
+    assert told["saved_step"] == 3
+    assert told["tokens_per_step"] == {"1": 1.5, "2": 1.0, "3": 1.25, "4": 1.125}
     assert all(torch.equal(weight, seen[2][name]) for name, weight in found.items())
 
 
@@ -186,8 +191,10 @@ def test_what_changed_since_is_refused_by_name(tmp_path, capsys, monkeypatch):
         capsys.readouterr()
         assert main([*changed, "--resume"]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert said in error and "step-0000004" in error
-        assert names(tmp_path / "out.checkpoints") == kept and not (tmp_path / "out").exists()
+        assert said in error
+        assert "step-0000004" in error
+        assert names(tmp_path / "out.checkpoints") == kept
+        assert not (tmp_path / "out").exists()
 
     refused("--lr 0.001, now it is 0.01", [*arguments, "--lr", "0.01"])
     refused("--steps 8, now it is 9", [*arguments, "--steps", "9"])
@@ -202,7 +209,8 @@ def test_what_changed_since_is_refused_by_name(tmp_path, capsys, monkeypatch):
     (tmp_path / "base").rename(tmp_path / "moved")
     base_dir(tmp_path / "base", initializer_range=0.7)
     capsys.readouterr()
-    assert main([*arguments, "--resume"]) == 2 and "made for another base" in capsys.readouterr().err
+    assert main([*arguments, "--resume"]) == 2
+    assert "made for another base" in capsys.readouterr().err
     trained = json.loads((tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").read_text())
     trained["identity"]["processes"] = 2
     (tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").write_text(json.dumps(trained))
@@ -215,7 +223,8 @@ def test_checkpoints_of_before_are_in_nobodys_way_unseen(tmp_path, capsys, monke
         stop_after(patched, 3)
         main([*arguments, "--steps", "8"])
     assert names(tmp_path / "out.checkpoints") == ["step-0000004", "step-0000006"]
-    assert main(arguments) == 2 and "--resume, or begin anew with --overwrite" in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert "--resume, or begin anew with --overwrite" in capsys.readouterr().err
     assert main([*arguments, "--overwrite", "--seed", "7"]) == 0
     assert names(tmp_path / "out.checkpoints") == ["step-0000002", "step-0000004"]
     assert Checkpoint.read(tmp_path / "out.checkpoints" / "step-0000002").identity["options"]["seed"] == 7
@@ -253,7 +262,9 @@ def test_a_checkpoint_that_is_not_what_it_should_be_is_named(tmp_path, capsys):
             torch.save(content, newest / name)
         assert main(arguments) == 2
         error = capsys.readouterr().err.strip()
-        assert str(newest) in error and said in error and "\n" not in error
+        assert str(newest) in error
+        assert said in error
+        assert "\n" not in error
         (newest / name).write_bytes(kept[name])
     assert main(arguments) == 0
 
@@ -261,12 +272,14 @@ def test_a_checkpoint_that_is_not_what_it_should_be_is_named(tmp_path, capsys):
 def test_only_checkpoints_are_dropped(tmp_path, capsys):
     mine = tmp_path / "out.checkpoints" / "mine"
     mine.mkdir(parents=True)
-    assert main(command(tmp_path, "--steps", "1", "--overwrite")) == 0 and mine.is_dir()
+    assert main(command(tmp_path, "--steps", "1", "--overwrite")) == 0
+    assert mine.is_dir()
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(mine.parent)
     mine.parent.write_text("mine")
     assert main(command(tmp_path, "--steps", "1", "--save-every", "1", "--resume")) == 2
-    assert "cannot write" in capsys.readouterr().err and mine.parent.read_text() == "mine"
+    assert "cannot write" in capsys.readouterr().err
+    assert mine.parent.read_text() == "mine"
 
 
 def killed(arguments: list[str], checkpoint: Path, later: float) -> bool:
@@ -321,8 +334,10 @@ def test_a_full_disk_is_said_and_leaves_whole_checkpoints_only(tmp_path, capsys,
     with largest_file(size):
         assert main([*arguments, "--resume"]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"cannot write {tmp_path / 'out.checkpoints' / 'step-0000006'}" in error and "free some space" in error
-    assert names(tmp_path / "out.checkpoints") == kept and not (tmp_path / "out").exists()
+    assert f"cannot write {tmp_path / 'out.checkpoints' / 'step-0000006'}" in error
+    assert "free some space" in error
+    assert names(tmp_path / "out.checkpoints") == kept
+    assert not (tmp_path / "out").exists()
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert main([*arguments, "--resume"]) == 0
     with largest_file(size):
@@ -350,7 +365,8 @@ def test_a_folder_is_the_old_one_or_the_new_one_wherever_writing_stops(tmp_path,
             with suppress(KeyboardInterrupt):
                 write_folder(folder, lambda place: (place / "text").write_text("new"))
         remove_leftovers(folder)
-        assert names(tmp_path) == ["out"] and (folder / "text").read_text() == ("new" if calls == 2 else "old")
+        assert names(tmp_path) == ["out"]
+        assert (folder / "text").read_text() == ("new" if calls == 2 else "old")
 
 
 def test_one_process_writes_a_folder_at_a_time(tmp_path):
@@ -363,4 +379,5 @@ def test_one_process_writes_a_folder_at_a_time(tmp_path):
         remove_leftovers(folder)
 
     write_folder(folder, fill)
-    assert names(tmp_path) == ["out"] and (folder / "text").read_text() == "mine"
+    assert names(tmp_path) == ["out"]
+    assert (folder / "text").read_text() == "mine"

@@ -89,8 +89,10 @@ def test_accumulated_batches_are_one_large_batch():
         report = train(model, drafter, halves, config, log=lambda _: None)
         trained.append((drafter.state_dict(), report))
     (one, report), (two, other) = trained
-    assert report.steps == other.steps == 3 and report.tokens == other.tokens == 3 * 8 * 20
-    assert report.loss == pytest.approx(other.loss, rel=1e-5) and report.accuracy == other.accuracy
+    assert report.steps == other.steps == 3
+    assert report.tokens == other.tokens == 3 * 8 * 20
+    assert report.loss == pytest.approx(other.loss, rel=1e-5)
+    assert report.accuracy == other.accuracy
     before = random_drafter(model).state_dict()
     for name, found in one.items():
         assert not torch.equal(found, before[name])
@@ -103,7 +105,8 @@ def test_only_matrices_decay():
     optimizer = make_optimizer(drafter, TrainConfig(weight_decay=0.1), torch.device("cpu"))
     names = {weight: name for name, weight in drafter.named_parameters()}
     decaying, others = ({names[weight] for weight in group["params"]} for group in optimizer.param_groups)
-    assert decaying | others == set(names.values()) and all(name.endswith("bias") for name in others)
+    assert decaying | others == set(names.values())
+    assert all(name.endswith("bias") for name in others)
     assert not any(name.endswith("bias") for name in decaying)
     assert [(group["weight_decay"], group["betas"]) for group in optimizer.param_groups] == [(0.1, BETAS), (0, BETAS)]
 
@@ -118,7 +121,8 @@ def test_bf16_computes_in_half_precision_and_keeps_masters():
         trained.append((train(model, drafter, batches, config, log=lambda _: None).loss, drafter.state_dict()))
     AcceleratorState._reset_state(reset_partial_state=True)
     (loss, exact), (half_loss, half) = trained
-    assert loss != half_loss and loss == pytest.approx(half_loss, rel=0.02)
+    assert loss != half_loss
+    assert loss == pytest.approx(half_loss, rel=0.02)
     assert all(weight.dtype == torch.float32 for weight in half.values())
     assert not torch.equal(half["lm_head.weight"], half["lm_head.weight"].bfloat16().float())
     torch.testing.assert_close(half["lm_head.weight"], exact["lm_head.weight"], rtol=0.01, atol=5e-3)
@@ -164,9 +168,13 @@ def test_a_few_steps_of_training_are_worth_many_tokens(patterned):
     validate()
     frozen = {name: weight.clone() for name, weight in patterned.state_dict().items()}
     report = train(patterned, drafter, batches(), config, validate=validate, log=lambda _: None)
-    assert len(seen) == 3 and seen[0] < 1.5 < 3.5 < seen[-1]
-    assert report.walked == {40: seen[1], 80: seen[2]} and report.best_step == (80 if seen[2] >= seen[1] else 40)
-    assert report.accuracy[0] > 0.9 and report.accuracy[3] > 0.8 and not drafter.training
+    assert len(seen) == 3
+    assert seen[0] < 1.5 < 3.5 < seen[-1]
+    assert report.walked == {40: seen[1], 80: seen[2]}
+    assert report.best_step == (80 if seen[2] >= seen[1] else 40)
+    assert report.accuracy[0] > 0.9
+    assert report.accuracy[3] > 0.8
+    assert not drafter.training
     assert all(torch.equal(weight, frozen[name]) for name, weight in patterned.state_dict().items())
 
 
@@ -182,7 +190,8 @@ def test_training_stops_at_its_minutes_its_steps_or_its_batches():
             yield batch
 
     report = train(model, random_drafter(model), forever(), replace(config, minutes=0.005), **quiet)
-    assert 0.3 <= report.seconds < 3 and report.steps > 2
+    assert 0.3 <= report.seconds < 3
+    assert report.steps > 2
 
 
 def test_progress_is_of_the_steps_since_the_last_line():
@@ -204,15 +213,20 @@ def test_time_counts_on_without_what_is_beside_the_training():
     clock = Clock(TrainConfig(minutes=1.0), accelerator, Standing(step=5, tokens=7, seconds=30.0))
     with clock.noted("validating", stopped=True):
         time.sleep(0.2)
-    assert 30 <= clock.seconds < 30.1 and 0.5 <= clock.agreed() < 0.51 and 0.2 <= clock.spent["validating"] < 0.4
+    assert 30 <= clock.seconds < 30.1
+    assert 0.5 <= clock.agreed() < 0.51
+    assert 0.2 <= clock.spent["validating"] < 0.4
     shown = str(Numbers(6, 24, 0.25, 600.0, 1234.5, 2.0, [0.5, 0.25], 1e-3))
     assert shown == "step 6/24  10:00, 30:00 left  1,234 tokens/s  loss 2.0000  right 0.500 0.250  lr 1.0e-03"
 
 
 def test_the_learning_rate_rises_and_falls():
     rates = [schedule(step / 100, 0.1) for step in range(100)]
-    assert rates[0] == 0 and rates[5] == pytest.approx(0.5, rel=0.01) and max(rates) == rates[10]
-    assert sorted(rates[10:], reverse=True) == rates[10:] and rates[-1] < 0.001
+    assert rates[0] == 0
+    assert rates[5] == pytest.approx(0.5, rel=0.01)
+    assert max(rates) == rates[10]
+    assert sorted(rates[10:], reverse=True) == rates[10:]
+    assert rates[-1] < 0.001
     assert schedule(0.5, 0) == pytest.approx(0.5)
 
 
@@ -255,35 +269,46 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     drafter = RecurrentDrafter.from_pretrained(out)
     config = drafter.config
     assert (config.trained_draft_len, config.draft_len_per_beam, config.exit_dim) == (3, 3, 16)
-    assert config.base_model == "base" and len(config.base_embedding_norms) == 8 and drafter.dtype == torch.float32
+    assert config.base_model == "base"
+    assert len(config.base_embedding_norms) == 8
+    assert drafter.dtype == torch.float32
     learnt = {token for token in range(VOCAB) if token in drafter.draft_ids}
-    assert {6 + BYTES.index(letter) for letter in "tobe"} < learnt and 6 + BYTES.index("q") not in learnt
+    assert {6 + BYTES.index(letter) for letter in "tobe"} < learnt
+    assert 6 + BYTES.index("q") not in learnt
     engine = ReDrafter.from_pretrained(tmp_path / "base", out)
     ids = torch.tensor([[1, 30, 40]])
     expected = engine.model.generate(ids, max_new_tokens=12, do_sample=False)
     assert torch.equal(engine.generate(ids, max_new_tokens=12, do_sample=False), expected)
-    assert "frozen" in said and "12 windows" in said and "walked" in said
+    assert "frozen" in said
+    assert "12 windows" in said
+    assert "walked" in said
     card = (out / "README.md").read_text()
-    assert "library_name: redrafter\nbase_model: base\n" in card and "data.jsonl" in card
-    assert str(tmp_path) not in card and "--draft-vocab-size 40" in card and "tokens per step" in card
+    assert "library_name: redrafter\nbase_model: base\n" in card
+    assert "data.jsonl" in card
+    assert str(tmp_path) not in card
+    assert "--draft-vocab-size 40" in card
+    assert "tokens per step" in card
     assert "from 1 held-out prompts (5 beams x 3 tokens, 16 nodes)" in card
 
     more = ["--steps", "2", "--drafter", str(out), "--save-dtype", "bfloat16", "--validate-prompts", "0"]
     again = command(tmp_path, *more)
-    assert main(again) == 2 and "--overwrite" in capsys.readouterr().err
+    assert main(again) == 2
+    assert "--overwrite" in capsys.readouterr().err
     assert main([*again, "--overwrite"]) == 0
     assert RecurrentDrafter.from_pretrained(out).dtype == torch.bfloat16
     assert "not measured" in (out / "README.md").read_text()
     mute = base_dir(tmp_path / "mute", eos_token_id=list(range(VOCAB)))
     assert main(command(tmp_path, "--steps", "1", "--overwrite", "--model", mute)) == 0
-    assert "not measured" in (out / "README.md").read_text() and "walked 0" not in capsys.readouterr().out
+    assert "not measured" in (out / "README.md").read_text()
+    assert "walked 0" not in capsys.readouterr().out
 
 
 def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     def fails(said: str, *more: str, rows: list[object] | None = None) -> None:
         assert main(command(tmp_path, *more, rows=rows)) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("redrafter: error: ") and said in error
+        assert error.startswith("redrafter: error: ")
+        assert said in error
         assert not (tmp_path / "out").exists()
 
     fails("data.jsonl:2: not JSON", rows=[{"text": "fine enough"}, "{"])
@@ -328,7 +353,8 @@ def test_a_drafter_of_another_form_is_trained_measured_and_trained_on(tmp_path, 
     config = RecurrentDrafter.from_pretrained(tmp_path / "out").config
     assert (config.recurrence, config.head_rank, list(config.target_layers)) == ("gated", 8, [0])
     more = command(tmp_path, "--steps", "2", "--drafter", str(tmp_path / "out"), "--output", str(tmp_path / "more"))
-    assert main(more) == 0 and main([*more, *form, "--overwrite"]) == 2
+    assert main(more) == 0
+    assert main([*more, *form, "--overwrite"]) == 2
     assert "--recurrence is the drafter's own" in capsys.readouterr().err
     assert main(command(tmp_path, "--target-layers", "9", "--output", str(tmp_path / "no"))) == 2
 
@@ -336,7 +362,8 @@ def test_a_drafter_of_another_form_is_trained_measured_and_trained_on(tmp_path, 
 def test_what_is_no_drafter_is_never_overwritten(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
-    assert main(command(tmp_path, "--overwrite")) == 2 and "no drafter" in capsys.readouterr().err
+    assert main(command(tmp_path, "--overwrite")) == 2
+    assert "no drafter" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
@@ -354,10 +381,12 @@ def test_what_a_training_left_without_weights_is_replaced_and_nothing_else(tmp_p
     once = command(tmp_path, "--steps", "1", "--overwrite")
     for files in ({}, {"training": {"learning_rate": 1}}, {"training": "[1]"}, {"training": record, "thesis": {}}):
         before = left(**files)
-        assert main(once) == 2 and "holds something that is no drafter" in capsys.readouterr().err
+        assert main(once) == 2
+        assert "holds something that is no drafter" in capsys.readouterr().err
         assert sorted(file.name for file in out.iterdir()) == before
     left(training=record)
-    assert main(once[:-1]) == 2 and "pass --overwrite" in capsys.readouterr().err
+    assert main(once[:-1]) == 2
+    assert "pass --overwrite" in capsys.readouterr().err
     assert main(once) == 0
     assert RecurrentDrafter.from_pretrained(out).config.trained_draft_len == 3
 
@@ -367,7 +396,9 @@ def test_flags_and_fields_have_the_same_defaults():
     assert given == TrainConfig(model="m", data=("a/x.jsonl", "y.jsonl"), output="o")
     words = "--model m --data a/x.jsonl --output b/o --no-rnn --steps 7 --lr 0.5 --compile"
     changed = parse(words.split(" "))
-    assert not changed.rnn and changed.steps == 7 and changed.compile
+    assert not changed.rnn
+    assert changed.steps == 7
+    assert changed.compile
     shown = shown_command(changed)
     assert shown.startswith("redrafter train --model m --data x.jsonl --output o ")
     assert parse(shown.split()[2:]) == replace(changed, data=("x.jsonl",), output="o")

@@ -110,7 +110,8 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     """Measure a loaded pair, whose engine is a `ReDrafter`. Returns the report. Raises `ArgumentError` and
     `CheckpointError` for options and prompts that cannot be used."""
     engine, own = pair.engine, pair.engine.proposer
-    assert isinstance(engine, ReDrafter) and isinstance(own, RecurrentProposer)
+    assert isinstance(engine, ReDrafter)
+    assert isinstance(own, RecurrentProposer)
     trees = options.trees(Search(own.beams, own.depth))
     for tree in trees:
         check_beams(engine.drafter.config, tree.beams)

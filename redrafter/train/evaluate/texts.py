@@ -69,7 +69,8 @@ def written(
         out = engine.generate(
             ids, mask, max_new_tokens=new_tokens, seed=seeds, return_dict_in_generate=True, **settings
         )
-        assert isinstance(out, GenerateOutput) and out.stats is not None
+        assert isinstance(out, GenerateOutput)
+        assert out.stats is not None
         new = out.sequences[:, ids.shape[1] :].tolist()
         for index, text, row in zip(some, new, out.stats.rows, strict=True):
             tokens[index] += text[: 1 + row.emitted]  # the prefill's token is not counted as a step's
