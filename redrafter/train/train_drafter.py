@@ -34,7 +34,7 @@ from redrafter.target.target import Target
 from redrafter.train.bad_rows import told
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, Identity
 from redrafter.train.config import TrainConfig, parse
-from redrafter.train.evaluate.walk import HeldOut, Walk
+from redrafter.train.evaluate.replay import HeldOut, Walk
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import Report, train
 from redrafter.train.model_card import model_card, shape, sizes

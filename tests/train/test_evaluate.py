@@ -23,13 +23,13 @@ from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.stopping import end_tokens
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
+from redrafter.train.evaluate import replay as replay_module
 from redrafter.train.evaluate import texts as texts_module
-from redrafter.train.evaluate import walk as walk_module
 from redrafter.train.evaluate.command import EvaluateOptions, evaluate
 from redrafter.train.evaluate.prompts import categories
+from redrafter.train.evaluate.replay import HeldOut, Walk, walk
 from redrafter.train.evaluate.shapes import Shape, judge
 from redrafter.train.evaluate.texts import Texts, repeated, written
-from redrafter.train.evaluate.walk import HeldOut, Walk, walk
 from redrafter.train.teacher import Teacher
 
 SHAPES = [
@@ -94,8 +94,8 @@ def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreT
 @pytest.mark.parametrize("pair", ["patterned", "random", "reduced", "layered"])
 def test_a_walk_is_what_generate_reports(request, pair, temperature, monkeypatch):
     """Text by text, on unequal prompts decoded as one batch, of which some end early."""
-    monkeypatch.setattr(walk_module, "TEXTS", 2)
-    monkeypatch.setattr(walk_module, "POSITIONS", 7)
+    monkeypatch.setattr(replay_module, "TEXTS", 2)
+    monkeypatch.setattr(replay_module, "POSITIONS", 7)
     layered = {"target_layers": [0, 1], "recurrence": "gated", "head_rank": 16}
     changes = {"reduced": {"draft_vocab": 40}, "layered": layered}.get(pair, {})
     model, drafter = request.getfixturevalue("patterned") if pair == "patterned" else random_pair(**changes)
@@ -211,8 +211,8 @@ def test_memory_bounds_what_is_done_at_once_and_not_the_result(monkeypatch):
         sizes.append(len(state.length))
         return judge(drafter, target, state, *rest)
 
-    monkeypatch.setattr(walk_module, "judge", sized)
-    monkeypatch.setattr(walk_module, "BYTES", VOCAB * (16 * 5 + 32 * 4) * 3)
+    monkeypatch.setattr(replay_module, "judge", sized)
+    monkeypatch.setattr(replay_module, "BYTES", VOCAB * (16 * 5 + 32 * 4) * 3)
     assert walk(drafter, target, texts, SHAPES) == whole
     assert max(sizes) == 3
 
@@ -227,7 +227,7 @@ def test_memory_bounds_how_many_texts_the_base_reads_at_once(monkeypatch):
         return original(teacher, tokens)
 
     monkeypatch.setattr(Teacher, "read", read)
-    monkeypatch.setattr(walk_module, "BYTES", VOCAB * 4 * 50)
+    monkeypatch.setattr(replay_module, "BYTES", VOCAB * 4 * 50)
     assert walk(drafter, Target(model), texts, SHAPES[-1:]) == whole
     assert seen == [(2, 7), (2, 20), (1, 26)]
 

@@ -23,8 +23,8 @@ from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.target.target import Target
-from redrafter.train.regenerate import answering
-from redrafter.train.regenerate.answering import next_batch
+from redrafter.train.regenerate import answer_writer
+from redrafter.train.regenerate.answer_writer import next_batch
 from redrafter.train.regenerate.command import RegenerateConfig, load, parse, regenerate
 from redrafter.train.regenerate.journal import Journal
 from redrafter.train.regenerate.tasks import Limits, Task, _behind
@@ -304,14 +304,14 @@ def test_val_rows_are_answered_when_asked_for(engine, tokenizer, config):
 
 def test_short_memory_halves_the_batch_and_a_row_that_never_fits_fails(engine, tokenizer, config, monkeypatch):
     plain = written(engine, tokenizer, ROWS, config)
-    said, decode = [], answering.Writer._decode
+    said, decode = [], answer_writer.Writer._decode
 
     def short(self, batch):
         if len(batch) > 2 or any(task.number == 6 for task in batch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decode(self, batch)
 
-    monkeypatch.setattr(answering.Writer, "_decode", short)
+    monkeypatch.setattr(answer_writer.Writer, "_decode", short)
     config = replace(config, batch_size=8, overwrite=True)
     summary = regenerate(engine, tokenizer, ROWS, config, log=said.append)
     assert lines(config.output) == [row for row in plain if row["row"] != 6]
@@ -327,7 +327,7 @@ class Stop(Exception):
 
 def stopped(engine, tokenizer, config, monkeypatch, batches: int) -> Path:
     """The partial file of a run that was stopped after so many batches."""
-    settle = answering.Writer._settle
+    settle = answer_writer.Writer._settle
 
     def settle_or_stop(self, records):
         settle(self, records)
@@ -337,7 +337,7 @@ def stopped(engine, tokenizer, config, monkeypatch, batches: int) -> Path:
             raise Stop
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(answering.Writer, "_settle", settle_or_stop)
+        patch.setattr(answer_writer.Writer, "_settle", settle_or_stop)
         regenerate(engine, tokenizer, ROWS, config, log=quiet)
     return Path(config.output + ".partial")
 
@@ -359,13 +359,13 @@ def test_a_torn_last_line_is_dropped_and_its_row_answered_again(engine, tokenize
 def test_what_was_answered_is_not_answered_again(engine, tokenizer, config, monkeypatch):
     partial = stopped(engine, tokenizer, config, monkeypatch, 3)
     settled = {json.loads(line)["row"] for line in partial.read_text().splitlines() if '"row"' in line}
-    seen, decode = set[int](), answering.Writer._decode
+    seen, decode = set[int](), answer_writer.Writer._decode
 
     def watched(self, batch):
         seen.update(task.number for task in batch)
         return decode(self, batch)
 
-    monkeypatch.setattr(answering.Writer, "_decode", watched)
+    monkeypatch.setattr(answer_writer.Writer, "_decode", watched)
     summary = regenerate(engine, tokenizer, ROWS, config, log=quiet)
     assert settled
     assert seen == set(range(len(ROWS))) - settled

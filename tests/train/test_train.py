@@ -23,8 +23,8 @@ from redrafter.errors import ArgumentError
 from redrafter.target.target import Target
 from redrafter.train.bad_rows import told
 from redrafter.train.config import parse, shown_command
+from redrafter.train.evaluate.replay import HeldOut
 from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.evaluate.walk import HeldOut
 from redrafter.train.loss import Losses, Unroll, weight
 from redrafter.train.optimizer import BETAS, make_optimizer, schedule
 from redrafter.train.processes import new_accelerator

@@ -30,10 +30,10 @@ from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.picture import check_picture
 from redrafter.train.evaluate.plot import plot
 from redrafter.train.evaluate.prompts import categories
+from redrafter.train.evaluate.replay import walk
 from redrafter.train.evaluate.report import Result, lines, report
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import written
-from redrafter.train.evaluate.walk import walk
 
 __all__ = ["EvaluateOptions", "evaluate", "main"]
 

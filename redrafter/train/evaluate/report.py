@@ -8,9 +8,9 @@ from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import hardware, versions
+from redrafter.train.evaluate.replay import Walk
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts, repeated
-from redrafter.train.evaluate.walk import Walk
 
 if TYPE_CHECKING:
     from redrafter.train.evaluate.command import EvaluateOptions

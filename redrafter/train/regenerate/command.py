@@ -29,7 +29,7 @@ from redrafter.files.atomic_file import check_writable
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import versions
 from redrafter.target.target import Target
-from redrafter.train.regenerate.answering import Writer, mine
+from redrafter.train.regenerate.answer_writer import Writer, mine
 from redrafter.train.regenerate.config import RegenerateConfig, parse
 from redrafter.train.regenerate.journal import Journal
 
