@@ -57,33 +57,33 @@ class Limits:
             )
 
 
-def check(jobs: Sequence[TokenSequence], longest: int, vocabulary: int) -> None:
+def check(sequences: Sequence[TokenSequence], longest: int, vocabulary: int) -> None:
     """Raise `ArgumentError` for a text that can never be served.
 
     Args:
-        jobs: The texts.
+        sequences: The texts.
         longest: Tokens that a text may come to.
         vocabulary: Ids that there are.
     """
     checked: set[int] = set()  # several texts after one prompt share it
-    for job in jobs:
-        _check_settings(job.settings, vocabulary)
-        if id(job.prompt) in checked:
+    for sequence in sequences:
+        _check_params(sequence.params, vocabulary)
+        if id(sequence.prompt) in checked:
             continue
-        checked.add(id(job.prompt))
-        if not job.prompt:
+        checked.add(id(sequence.prompt))
+        if not sequence.prompt:
             raise ArgumentError("the prompt is empty")
-        if len(job.prompt) >= longest:
-            raise ArgumentError(f"the prompt has {len(job.prompt)} tokens, and a text may have {longest}")
-        _check_ids(job.prompt, vocabulary)
+        if len(sequence.prompt) >= longest:
+            raise ArgumentError(f"the prompt has {len(sequence.prompt)} tokens, and a text may have {longest}")
+        _check_ids(sequence.prompt, vocabulary)
 
 
-def _check_settings(settings: SamplingParams, vocabulary: int) -> None:
-    _check_ids(settings.ends, vocabulary)
-    _check_ids(settings.logit_bias, vocabulary)
+def _check_params(params: SamplingParams, vocabulary: int) -> None:
+    _check_ids(params.stop_token_ids, vocabulary)
+    _check_ids(params.logit_bias, vocabulary)
     for name in ("top_k", "min_new_tokens", "seed"):
-        if not 0 <= getattr(settings, name) < 1 << 62:
-            raise ArgumentError(f"{name} must be from 0 to 2**62 - 1, got {getattr(settings, name)}")
+        if not 0 <= getattr(params, name) < 1 << 62:
+            raise ArgumentError(f"{name} must be from 0 to 2**62 - 1, got {getattr(params, name)}")
 
 
 def _check_ids(ids: Collection[int], vocabulary: int) -> None:

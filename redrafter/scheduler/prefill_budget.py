@@ -45,18 +45,18 @@ class _Forward:
         self.shares: dict[TokenSequence, int] = {}
         self._total = self._longest = 0
 
-    def take(self, job: TokenSequence, budget: int, whole: bool) -> None:
+    def take(self, sequence: TokenSequence, budget: int, whole: bool) -> None:
         """Read as much of a prompt as a forward of `budget` tokens has room for. whole: all of it or nothing."""
-        before = self.shares.get(job, 0)
+        before = self.shares.get(sequence, 0)
         room = budget - self._total + before
         if self._padded:
-            room = budget // (len(self.shares) + (job not in self.shares))
+            room = budget // (len(self.shares) + (sequence not in self.shares))
             if self._longest > room:
                 return
-        left = job.to_read - job.read
+        left = sequence.prefill_length - sequence.prefilled
         share = min(left, room)
         if share > before and not (whole and share < left):
-            self.shares[job] = share
+            self.shares[sequence] = share
             self._total += share - before
             self._longest = max(self._longest, share)
 
@@ -71,21 +71,21 @@ def choose(reading: Sequence[TokenSequence], budget: int, padded: bool, chunked:
         reading: Texts whose prompts are not read yet, in the order of their admission; at least one.
         budget: Tokens of a forward.
         padded: Whether each text costs as many tokens as the longest one beside it.
-        chunked: Whether a prompt may be read in pieces. If not, the one that was admitted first is read whole however
+        chunked: Whether a prompt may be read in deltas. If not, the one that was admitted first is read whole however
             long it is.
 
     Returns:
         The shares of each forward: of one, or of a second one for a whole prompt that is longer than `budget`.
     """
     forward = _Forward(padded)
-    for job in sorted(reading, key=lambda job: job.to_read - job.read):
-        forward.take(job, max(budget // 2, 1), whole=not chunked)
-    for job in reading:
-        forward.take(job, budget, whole=not chunked)
+    for sequence in sorted(reading, key=lambda sequence: sequence.prefill_length - sequence.prefilled):
+        forward.take(sequence, max(budget // 2, 1), whole=not chunked)
+    for sequence in reading:
+        forward.take(sequence, budget, whole=not chunked)
     forwards = [list(forward.shares.items())] if forward.shares else []
     oldest = reading[0]
     if oldest not in forward.shares and not chunked:
-        forwards.append([(oldest, oldest.to_read - oldest.read)])
+        forwards.append([(oldest, oldest.prefill_length - oldest.prefilled)])
     return forwards
 
 

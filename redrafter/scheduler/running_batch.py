@@ -32,12 +32,12 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 from redrafter.step import StepOutput
 
-__all__ = ["RowSettings", "RunningBatch"]
+__all__ = ["RunningBatch", "SamplingTensors"]
 
 NARROW = {"cpu": 256, "cuda": 2048}  # positions that rows have room for at least; it doubles as longer ones come
 
 
-class RowSettings:
+class SamplingTensors:
     """What `Sampler` reads of each row, written row by row."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
@@ -51,23 +51,23 @@ class RowSettings:
         self.ids = torch.arange(vocabulary, device=device)
         self._wide: tuple[Tensor, Tensor] | None = None  # bias and end tokens, made when somebody needs them
 
-    def write(self, row: int, settings: SamplingParams, prompt: int, limit: int) -> None:
-        """Put one request's settings in a row's place."""
-        self.seeds[row], self.prompt[row], self.limit[row] = settings.seed, prompt, limit
-        self.greedy[row], self.temperature[row] = settings.greedy, 1.0 if settings.greedy else settings.temperature
-        self.plain[row] = not settings.speculate
-        self.repetition[row], self.minimum[row] = settings.repetition_penalty, settings.min_new_tokens
-        self.frequency[row], self.presence[row] = settings.frequency_penalty, settings.presence_penalty
-        self.top_k[row] = 0 if settings.greedy else settings.top_k
-        self.top_p[row] = 1.0 if settings.greedy else settings.top_p
-        self.min_p[row] = 0.0 if settings.greedy else settings.min_p
-        if self._wide is not None or settings.logit_bias or settings.min_new_tokens:
+    def write(self, row: int, params: SamplingParams, prompt: int, limit: int) -> None:
+        """Put one request's params in a row's place."""
+        self.seeds[row], self.prompt[row], self.limit[row] = params.seed, prompt, limit
+        self.greedy[row], self.temperature[row] = params.greedy, 1.0 if params.greedy else params.temperature
+        self.plain[row] = not params.speculate
+        self.repetition[row], self.minimum[row] = params.repetition_penalty, params.min_new_tokens
+        self.frequency[row], self.presence[row] = params.frequency_penalty, params.presence_penalty
+        self.top_k[row] = 0 if params.greedy else params.top_k
+        self.top_p[row] = 1.0 if params.greedy else params.top_p
+        self.min_p[row] = 0.0 if params.greedy else params.min_p
+        if self._wide is not None or params.logit_bias or params.min_new_tokens:
             bias, ends = self.wide
             bias[row], ends[row] = 0.0, False
-            if settings.logit_bias:
-                tokens, values = zip(*settings.logit_bias.items(), strict=True)
+            if params.logit_bias:
+                tokens, values = zip(*params.logit_bias.items(), strict=True)
                 bias[row, list(tokens)] = torch.tensor(values, dtype=bias.dtype, device=bias.device)
-            ends[row, sorted(settings.ends)] = True
+            ends[row, sorted(params.stop_token_ids)] = True
 
     @property
     def wide(self) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ class RowSettings:
         )
 
     def move(self, source: int, to: int) -> None:
-        """Put a row's settings in another place."""
+        """Put a row's params in another place."""
         own = ("seeds", "prompt", "limit", "greedy", "plain", "temperature", "top_k", "top_p", "min_p")
         penalties = ("repetition", "minimum", "frequency", "presence")
         for tensor in (*(getattr(self, name) for name in (*own, *penalties)), *(self._wide or ())):
@@ -133,9 +133,9 @@ class _Buffers:
 
 
 class RunningBatch:
-    """What steps. jobs: by place, without gaps.
+    """What steps. sequences: by place, without gaps.
 
-    depth: the deepest that any proposer may draft. room: positions past its text that a row may touch.
+    depth: the deepest that any proposer may draft. overshoot: positions past its text that a row may touch.
     """
 
     def __init__(self, engine: Engine, graphs: CUDAGraphRunner, most: int, speculate: bool = True):
@@ -145,73 +145,73 @@ class RunningBatch:
             rows: engine.proposer_for(rows) if speculate else engine.plain for rows in sizes
         }
         self.depth = max(each.depth for each in self._proposers.values())
-        self.room = max(room(each) + each.scratch_slots for each in self._proposers.values())
-        self.settings = RowSettings(max(sizes), engine.target.vocab_size, engine.target.device)
-        self.jobs: list[TokenSequence] = []
+        self.overshoot = max(room(each) + each.scratch_slots for each in self._proposers.values())
+        self.params = SamplingTensors(max(sizes), engine.target.vocab_size, engine.target.device)
+        self.sequences: list[TokenSequence] = []
         self._width = 0
         self._buffers: _Buffers | None = None
-        self._kept: dict[tuple[int, bool, bool, bool], CapturedStep] = {}
+        self.captured_steps: dict[tuple[int, bool, bool, bool], CapturedStep] = {}
         self._guides = RowGrammars([])
 
-    def add(self, job: TokenSequence, hidden: Tensor) -> None:
+    def add(self, sequence: TokenSequence, hidden: Tensor) -> None:
         """A row whose committed tokens are in its blocks. hidden: `[F]`, of the forward that drew the pending token."""
-        assert job.lease is not None
-        self._widen(job.limit + self.room)
-        job.place = place = len(self.jobs)
-        self.jobs.append(job)
+        assert sequence.block_table is not None
+        self._grow(sequence.max_length + self.overshoot)
+        sequence.row = place = len(self.sequences)
+        self.sequences.append(sequence)
         state, table = self._own.state, self._own.table
-        state.tokens[place, : len(job.text)] = torch.tensor(job.text, device=state.tokens.device)
-        state.length[place] = len(job.text) - 1
+        state.tokens[place, : len(sequence.tokens)] = torch.tensor(sequence.tokens, device=state.tokens.device)
+        state.length[place] = len(sequence.tokens) - 1
         state.hidden[place], state.active[place] = hidden, True
-        self.settings.write(place, job.settings, len(job.prompt), job.limit)
+        self.params.write(place, sequence.params, len(sequence.prompt), sequence.max_length)
         table[place] = 0
-        self.extend(job)
+        self.extend(sequence)
 
-    def extend(self, job: TokenSequence) -> None:
+    def extend(self, sequence: TokenSequence) -> None:
         """Tell the step of a row's blocks, which may have become more."""
-        assert job.lease is not None and job.place is not None
+        assert sequence.block_table is not None and sequence.row is not None
         table = self._own.table
-        blocks = job.lease.blocks[: table.shape[1]]
-        table[job.place, : len(blocks)] = torch.tensor(blocks, dtype=table.dtype, device=table.device)
+        blocks = sequence.block_table.blocks[: table.shape[1]]
+        table[sequence.row, : len(blocks)] = torch.tensor(blocks, dtype=table.dtype, device=table.device)
 
-    def remove(self, job: TokenSequence) -> None:
+    def remove(self, sequence: TokenSequence) -> None:
         """Let the last row take a row's place."""
-        place, last = job.place, len(self.jobs) - 1
+        place, last = sequence.row, len(self.sequences) - 1
         assert place is not None
         state, table = self._own.state, self._own.table
         if place != last:
             for tensor in (state.tokens, state.length, state.hidden, table):
                 tensor[place] = tensor[last]
-            self.settings.move(last, place)
-            self.jobs[place] = self.jobs[last]
-            self.jobs[place].place = place
-        self.jobs.pop()
+            self.params.move(last, place)
+            self.sequences[place] = self.sequences[last]
+            self.sequences[place].row = place
+        self.sequences.pop()
         state.active[last] = False
         state.length[last] = 0
         table[last] = 0
-        job.place = None
+        sequence.row = None
 
     def step(self) -> tuple[StepOutput, list[list[int]]]:
         """One step of all rows, without drafts where none of them takes any. The report is by place: a row's tokens
         and, last, how many drafts were accepted."""
-        rows, drafting = bucket(len(self.jobs)), any(job.settings.speculate for job in self.jobs)
-        simple = all(job.settings.simple for job in self.jobs)
-        self._guides.states[:] = [job.guide for job in self.jobs]
+        rows, drafting = bucket(len(self.sequences)), any(sequence.params.speculate for sequence in self.sequences)
+        simple = all(sequence.params.simple for sequence in self.sequences)
+        self._guides.states[:] = [sequence.guide for sequence in self.sequences]
         key = (rows, simple, any(self._guides.states), drafting)
-        if key not in self._kept:
-            self._kept[key] = self._new(*key)
-        step = self._kept[key]
+        if key not in self.captured_steps:
+            self.captured_steps[key] = self._new(*key)
+        step = self.captured_steps[key]
         step.replay()
         return step.drawn, step.read()
 
-    def sampler_of(self, jobs: Sequence[TokenSequence]) -> Sampler:
+    def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
         """For rows that are not in place yet."""
-        own = RowSettings(len(jobs), self.engine.target.vocab_size, self.engine.target.device)
-        for row, job in enumerate(jobs):
-            own.write(row, job.settings, len(job.prompt), job.limit)
-        guides = [job.guide for job in jobs]
-        simple = all(job.settings.simple for job in jobs)
-        return own.sampler(len(jobs), simple, RowGrammars(guides) if any(guides) else None)
+        own = SamplingTensors(len(sequences), self.engine.target.vocab_size, self.engine.target.device)
+        for row, sequence in enumerate(sequences):
+            own.write(row, sequence.params, len(sequence.prompt), sequence.max_length)
+        guides = [sequence.guide for sequence in sequences]
+        simple = all(sequence.params.simple for sequence in sequences)
+        return own.sampler(len(sequences), simple, RowGrammars(guides) if any(guides) else None)
 
     @property
     def sizes(self) -> list[int]:
@@ -221,7 +221,7 @@ class RunningBatch:
     @property
     def nodes(self) -> int:
         """Of each row, in the next step."""
-        return self._proposers[bucket(max(len(self.jobs), 1))].nodes
+        return self._proposers[bucket(max(len(self.sequences), 1))].nodes
 
     @property
     def _own(self) -> _Buffers:
@@ -234,7 +234,7 @@ class RunningBatch:
         cache = PagedCache(self.graphs.store, self._own.table[first])
         proposer = self._proposers[rows] if drafting else self.engine.plain
         rejection_sampling = drafting and self.engine.rejection_sampling
-        sampler = self.settings.sampler(rows, simple, self._guides if guided else None, keep_scores=rejection_sampling)
+        sampler = self.params.sampler(rows, simple, self._guides if guided else None, keep_scores=rejection_sampling)
         step = self.graphs.step_over(own, proposer, cache, sampler)
         if step.done is not None:
             active = own.active.clone()
@@ -243,11 +243,11 @@ class RunningBatch:
             own.active.copy_(active)
         return step
 
-    def _widen(self, positions: int) -> None:
+    def _grow(self, positions: int) -> None:
         """Make room for longer texts."""
         if positions <= self._width:
             return
-        target, most = self.engine.target, len(self.settings.seeds)
+        target, most = self.engine.target, len(self.params.seeds)
         self._width = max(NARROW[target.device.type], 1 << (positions - 1).bit_length())
         table = torch.zeros(most, self._width // BLOCK_SIZE, dtype=torch.int32, device=target.device)
         wider = _Buffers(new_state(target, most, self._width), table)
@@ -258,4 +258,4 @@ class RunningBatch:
             # What else a state holds is the same at every width.
             wider = replace(wider, state=replace(old.state, tokens=wider.state.tokens))
         self._buffers = wider
-        self._kept.clear()
+        self.captured_steps.clear()

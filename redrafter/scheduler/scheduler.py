@@ -54,11 +54,11 @@ class Scheduler:
         if reason:
             raise UnsupportedError(f"{engine.target.name} cannot be served on a paged cache: {reason}")
         self.engine, self.graphs, self.limits = engine, graphs, limits
-        self.rows = RunningBatch(engine, graphs, limits.max_batch_size, speculate)
+        self.batch = RunningBatch(engine, graphs, limits.max_batch_size, speculate)
         known = [
             limits.max_seq_len,
             engine.target.steady_context,
-            (graphs.store.count - 1) * BLOCK_SIZE - self.rows.room,
+            (graphs.store.count - 1) * BLOCK_SIZE - self.batch.overshoot,
         ]
         self.longest = min(each for each in known if each is not None)
         self._lock = threading.Lock()  # of who waits, and of who was cancelled
@@ -71,7 +71,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self._queue and not self._cancelled and not self._reading and not self.rows.jobs
+        return not self._queue and not self._cancelled and not self._reading and not self.batch.sequences
 
     @property
     def waiting(self) -> int:
@@ -79,47 +79,47 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return len(self._reading) + len(self.rows.jobs)
+        return len(self._reading) + len(self.batch.sequences)
 
-    def submit(self, *jobs: TokenSequence) -> None:
+    def submit(self, *sequences: TokenSequence) -> None:
         """Let the texts of one client wait for their turn, all or none of them.
 
         Raises:
             QueueFullError: As many wait as may, see `Limits.refuse_if_full`.
             ArgumentError: One of them can never be served.
         """
-        if not jobs:
+        if not sequences:
             return
-        check(jobs, self.longest, self.engine.target.vocab_size)
-        for job in jobs:
-            job.room = min(job.room, self.longest - len(job.prompt))
-            job.stats = Stats(accepted_by_depth=[0] * self.rows.depth)
+        check(sequences, self.longest, self.engine.target.vocab_size)
+        for sequence in sequences:
+            sequence.max_new_tokens = min(sequence.max_new_tokens, self.longest - len(sequence.prompt))
+            sequence.stats = Stats(accepted_by_depth=[0] * self.batch.depth)
         with self._lock:
-            self.limits.refuse_if_full(self._queue, self.running, jobs[0].client, len(jobs))
-            for job in jobs:
+            self.limits.refuse_if_full(self._queue, self.running, sequences[0].client, len(sequences))
+            for sequence in sequences:
                 self._came += 1
-                job.order = self._came
-                self._queue.add(job)
+                sequence.arrival = self._came
+                self._queue.add(sequence)
 
-    def cancel(self, *jobs: TokenSequence) -> None:
+    def cancel(self, *sequences: TokenSequence) -> None:
         """Stop texts before their next step. Those that have ended, or were never submitted, are left as they are."""
         with self._lock:
-            for job in jobs:
-                if job.ended or job.cancelled or not job.order:
+            for sequence in sequences:
+                if sequence.ended or sequence.cancelled or not sequence.arrival:
                     continue
-                job.cancelled = True
-                if job in self._queue:
-                    self._queue.remove(job)
-                    self._cancelled.append(job)
+                sequence.cancelled = True
+                if sequence in self._queue:
+                    self._queue.remove(sequence)
+                    self._cancelled.append(sequence)
                 else:
-                    self._cancelled.appendleft(job)
+                    self._cancelled.appendleft(sequence)
 
     def cancel_all(self) -> None:
         """Stop every text that waits or runs; in the thread of the rounds."""
         with self._lock:
             waiting = self._queue.clear()
-            for job in waiting:
-                job.cancelled = True
+            for sequence in waiting:
+                sequence.cancelled = True
             self._cancelled.extend(waiting)
         self.cancel(*self._placed)
 
@@ -145,64 +145,66 @@ class Scheduler:
                 part()
         except Exception as error:
             _LOG.exception("a round failed: %d requests are given up", self.running)
-            for job in self._placed:  # none of them can be trusted any more
-                self._end(job, SequenceDelta((), finish="error", error=error), keep=False)
+            for sequence in self._placed:  # none of them can be trusted any more
+                self._end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
 
     @property
     def _placed(self) -> tuple[TokenSequence, ...]:
         """The texts that hold a place, each once: one is in both where adding its row failed."""
-        return tuple(dict.fromkeys((*self.rows.jobs, *self._reading)))
+        return tuple(dict.fromkeys((*self.batch.sequences, *self._reading)))
 
     def _end_cancelled(self) -> None:
         for _ in range(min(len(self._cancelled), CANCELLED)):
-            job = self._cancelled.popleft()
-            if not job.ended:
-                self._end(job, SequenceDelta((), finish="cancelled"))
+            sequence = self._cancelled.popleft()
+            if not sequence.ended:
+                self._end(sequence, SequenceDelta((), finish="cancelled"))
 
     def _admit(self) -> None:
         """Give places and blocks to those whose turn it is, as many as there is room for."""
         while True:
             with self._lock:
-                job = self._queue.first()
-                placeless = job is not None and not self._queue.running(job.client)
-            if job is None:
+                sequence = self._queue.first()
+                placeless = sequence is not None and not self._queue.running(sequence.client)
+            if sequence is None:
                 return
             if self.running >= self.limits.max_batch_size and not (placeless and self._free_a_place()):
                 return
             with self._lock:
-                if job not in self._queue:
+                if sequence not in self._queue:
                     continue  # it was cancelled meanwhile
-                self._queue.start(job)
-                self._reading[job] = None
-            if not self._lease(job, placeless):
+                self._queue.start(sequence)
+                self._reading[sequence] = None
+            if not self._lease(sequence, placeless):
                 with self._lock:
-                    del self._reading[job]
-                    self._queue.put_back(job)
+                    del self._reading[sequence]
+                    self._queue.put_back(sequence)
                 return
 
-    def _lease(self, job: TokenSequence, placeless: bool) -> bool:
+    def _lease(self, sequence: TokenSequence, placeless: bool) -> bool:
         """Give blocks to a text that was given a place. Tells whether there were enough."""
-        turn, job.turn = job.turn, self._rounds
-        slots = (job.limit if self.limits.guaranteed_no_evict else job.to_read + 1) + self.rows.room
-        text = job.text[: job.to_read]
-        reuse = self.limits.reuse and not job.unscored  # what is found in the cache has no logits
-        while job.lease is None:
+        turn, sequence.admitted_round = sequence.admitted_round, self._rounds
+        slots = (
+            sequence.max_length if self.limits.guaranteed_no_evict else sequence.prefill_length + 1
+        ) + self.batch.overshoot
+        text = sequence.tokens[: sequence.prefill_length]
+        reuse = self.limits.reuse and not sequence.needs_scores  # what is found in the cache has no logits
+        while sequence.block_table is None:
             try:
                 with self.graphs.lock:
-                    job.lease = self.graphs.blocks.admit(text, slots, reuse, job.salt)
+                    sequence.block_table = self.graphs.blocks.admit(text, slots, reuse, sequence.cache_salt)
             except CacheFullError as error:
                 if self.running == 1:  # it would not fit into an empty cache either
-                    self._end(job, SequenceDelta((), finish="error", error=error))
+                    self._end(sequence, SequenceDelta((), finish="error", error=error))
                     return True
                 if not (placeless and self._free_a_place(slots)):
-                    job.turn = turn
+                    sequence.admitted_round = turn
                     return False
-        if job.unscored:
-            job.prompt_scores.clear()  # it may have been put back halfway
-        job.read = job.lease.reused
-        job.reused = max(job.reused, job.read)
+        if sequence.needs_scores:
+            sequence.prompt_scores.clear()  # it may have been put back halfway
+        sequence.prefilled = sequence.block_table.reused
+        sequence.reused = max(sequence.reused, sequence.prefilled)
         if turn is None:  # to read again what was put back is not the client's expense
-            self._charge(job, job.to_read - job.read)
+            self._charge(sequence, sequence.prefill_length - sequence.prefilled)
         return True
 
     def _free_a_place(self, slots: int = 0) -> bool:
@@ -217,29 +219,35 @@ class Scheduler:
         if self.limits.guaranteed_no_evict:
             return False
         texts = [
-            job
-            for job in self._placed
-            if job.lease is not None and self._rounds - (job.turn or 0) >= TURN and self._queue.running(job.client) > 1
+            sequence
+            for sequence in self._placed
+            if sequence.block_table is not None
+            and self._rounds - (sequence.admitted_round or 0) >= TURN
+            and self._queue.running(sequence.client) > 1
         ]
-        blocks = self.graphs.blocks.free + sum(len(job.lease.blocks) for job in texts if job.lease is not None)
+        blocks = self.graphs.blocks.free + sum(
+            len(sequence.block_table.blocks) for sequence in texts if sequence.block_table is not None
+        )
         if not texts or blocks * BLOCK_SIZE < slots:
             return False
         self._put_back(self._newest(texts))
         return True
 
-    def _newest(self, jobs: Sequence[TokenSequence]) -> TokenSequence:
+    def _newest(self, sequences: Sequence[TokenSequence]) -> TokenSequence:
         """Return the newest text of the client with most places. The oldest text of all is never it, unless alone."""
-        return max(jobs, key=lambda job: (self._queue.running(job.client), job.order))
+        return max(sequences, key=lambda sequence: (self._queue.running(sequence.client), sequence.arrival))
 
     def _read(self) -> None:
         """Read on in the prompts. Those that are scored are read apart from others, which need the logits of their last
         tokens alone."""
-        most = self.limits.max_num_tokens - len(self.rows.jobs) * self.rows.nodes
+        most = self.limits.max_num_tokens - len(self.batch.sequences) * self.batch.nodes
         budget = max(min(most, self.pace.tokens) if self.limits.chunked else most, BLOCK_SIZE)
-        kinds = [[job for job in self._reading if job.unscored is unscored] for unscored in (False, True)]
-        kinds = [jobs for jobs in kinds if jobs]
-        for jobs in kinds:
-            for chosen in choose(jobs, max(budget // len(kinds), BLOCK_SIZE), self._padded, self.limits.chunked):
+        kinds = [
+            [sequence for sequence in self._reading if sequence.needs_scores is unscored] for unscored in (False, True)
+        ]
+        kinds = [sequences for sequences in kinds if sequences]
+        for sequences in kinds:
+            for chosen in choose(sequences, max(budget // len(kinds), BLOCK_SIZE), self._padded, self.limits.chunked):
                 began = time.perf_counter()
                 self._forward(chosen, max(share for _, share in chosen))
                 if self.engine.target.device.type == "cuda":
@@ -248,22 +256,22 @@ class Scheduler:
 
     def _forward(self, chosen: Sequence[tuple[TokenSequence, int]], longest: int) -> None:
         target, device = self.engine.target, self.engine.target.device
-        jobs = [job for job, _ in chosen]
-        width = max(job.read + share for job, share in chosen) + 1
-        tokens = torch.zeros(len(jobs), width, dtype=torch.long)
-        for row, (job, share) in enumerate(chosen):
-            tokens[row, : job.read + share] = torch.tensor(job.text[: job.read + share])
-        start = torch.tensor([job.read for job in jobs], device=device)
+        sequences = [sequence for sequence, _ in chosen]
+        width = max(sequence.prefilled + share for sequence, share in chosen) + 1
+        tokens = torch.zeros(len(sequences), width, dtype=torch.long)
+        for row, (sequence, share) in enumerate(chosen):
+            tokens[row, : sequence.prefilled + share] = torch.tensor(sequence.tokens[: sequence.prefilled + share])
+        start = torch.tensor([sequence.prefilled for sequence in sequences], device=device)
         upto = start + torch.tensor([share for _, share in chosen], device=device)
-        leases = [job.lease for job in jobs if job.lease is not None]
+        leases = [sequence.block_table for sequence in sequences if sequence.block_table is not None]
         cache, tokens = PagedCache(self.graphs.store, table_of(leases, device)), tokens.to(device)
         draft_store = self.graphs.draft_store
 
         def show(row: int, first: int, logits: Tensor) -> None:
-            job, count = jobs[row], jobs[row].settings.prompt_logprobs
+            sequence, count = sequences[row], sequences[row].params.prompt_logprobs
             assert count is not None
-            following = list(job.prompt[first + 1 : first + 1 + len(logits)])
-            job.prompt_scores.extend(score(logits, following, count))
+            following = list(sequence.prompt[first + 1 : first + 1 + len(logits)])
+            sequence.prompt_scores.extend(score(logits, following, count))
 
         logits, hidden = read(
             tokens,
@@ -274,139 +282,147 @@ class Scheduler:
             new=longest,
             draft_model=self.engine.draft_model,
             draft_cache=None if draft_store is None else PagedCache(draft_store, cache.table),
-            show=show if jobs[0].unscored else None,
+            show=show if sequences[0].needs_scores else None,
         )
-        for job, share in chosen:
-            job.read += share
-        done = [row for row, job in enumerate(jobs) if job.read == job.to_read]
+        for sequence, share in chosen:
+            sequence.prefilled += share
+        done = [row for row, sequence in enumerate(sequences) if sequence.prefilled == sequence.prefill_length]
         for row in done:
-            self._publish(jobs[row], jobs[row].to_read)
-        self._begin([jobs[row] for row in done], tokens[done], upto[done], logits[done], hidden[done], cache.window)
+            self._publish(sequences[row], sequences[row].prefill_length)
+        self._begin(
+            [sequences[row] for row in done], tokens[done], upto[done], logits[done], hidden[done], cache.window
+        )
 
     def _begin(
-        self, jobs: Sequence[TokenSequence], tokens: Tensor, upto: Tensor, logits: Tensor, hidden: Tensor, window: int
+        self,
+        sequences: Sequence[TokenSequence],
+        tokens: Tensor,
+        upto: Tensor,
+        logits: Tensor,
+        hidden: Tensor,
+        window: int,
     ) -> None:
         """Admit the rows whose prompts are read.
 
         New ones draw their first token; a text that was begun has it, and where nothing is to follow, none is drawn.
         """
-        for job in jobs:
-            if not job.room:
-                self._end(job, SequenceDelta((), finish="length"))
-        new = [row for row, job in enumerate(jobs) if not job.written and not job.ended]
+        for sequence in sequences:
+            if not sequence.max_new_tokens:
+                self._end(sequence, SequenceDelta((), finish="length"))
+        new = [row for row, sequence in enumerate(sequences) if not sequence.written and not sequence.ended]
         if new:
-            fresh = [jobs[row] for row in new]
-            sampler = self.rows.sampler_of(fresh)
+            fresh = [sequences[row] for row in new]
+            sampler = self.batch.sampler_of(fresh)
             state, drawn = first_draw(tokens[new], upto[new], logits[new], hidden[new], window, sampler)
             pending = state.pending[:, 0].tolist()
-            for row, (job, token) in enumerate(zip(fresh, pending, strict=True)):
-                self._take(job, [token], 0, drawn.logits[row] if job.settings.logprobs is not None else None)
-        for row, job in enumerate(jobs):
-            if not job.ended:
-                self.rows.add(job, hidden[row])
-                del self._reading[job]
+            for row, (sequence, token) in enumerate(zip(fresh, pending, strict=True)):
+                self._take(sequence, [token], 0, drawn.logits[row] if sequence.params.logprobs is not None else None)
+        for row, sequence in enumerate(sequences):
+            if not sequence.ended:
+                self.batch.add(sequence, hidden[row])
+                del self._reading[sequence]
 
     def _make_room(self) -> None:
         """See that each row has blocks for its next step; where there are none, put the newest back."""
-        for job in tuple(self.rows.jobs):
-            while job.lease is not None:
-                needed = min(len(job.text), job.limit) + self.rows.room
-                if needed <= len(job.lease.blocks) * BLOCK_SIZE:
+        for sequence in tuple(self.batch.sequences):
+            while sequence.block_table is not None:
+                needed = min(len(sequence.tokens), sequence.max_length) + self.batch.overshoot
+                if needed <= len(sequence.block_table.blocks) * BLOCK_SIZE:
                     break
                 try:
                     with self.graphs.lock:
-                        self.graphs.blocks.grow(job.lease, needed)
-                    self.rows.extend(job)
+                        self.graphs.blocks.grow(sequence.block_table, needed)
+                    self.batch.extend(sequence)
                 except CacheFullError as error:
                     if self.running == 1:
-                        self._end(job, SequenceDelta((), finish="error", error=error))
+                        self._end(sequence, SequenceDelta((), finish="error", error=error))
                     else:
                         self._put_back(self._newest(self._placed))
 
-    def _put_back(self, job: TokenSequence) -> None:
+    def _put_back(self, sequence: TokenSequence) -> None:
         """Let a row wait again. What it has read may be found in the cache when its turn comes, or is read anew."""
         self.preempted += 1
-        self._leave(job, keep=True)
+        self._leave(sequence, keep=True)
         with self._lock:
-            self._queue.put_back(job)
+            self._queue.put_back(sequence)
 
     def _step(self) -> None:
-        if not self.rows.jobs:
+        if not self.batch.sequences:
             return
-        drawn, report = self.rows.step()
-        jobs = tuple(self.rows.jobs)
+        drawn, report = self.batch.step()
+        sequences = tuple(self.batch.sequences)
         wanted = {}
-        for place, (job, (*_, accepted)) in enumerate(zip(jobs, report, strict=False)):
-            if job.settings.logprobs is not None:
+        for place, (sequence, (*_, accepted)) in enumerate(zip(sequences, report, strict=False)):
+            if sequence.params.logprobs is not None:
                 wanted[place] = drawn.logits[place, drawn.path.nodes[place, : accepted + 1]]
-        for place, (job, (*tokens, accepted)) in enumerate(zip(jobs, report, strict=False)):
-            drafted = drawn.drafted if job.settings.speculate else 0
-            self._take(job, tokens[: accepted + 1], accepted, wanted.get(place), drafted)
+        for place, (sequence, (*tokens, accepted)) in enumerate(zip(sequences, report, strict=False)):
+            drafted = drawn.drafted if sequence.params.speculate else 0
+            self._take(sequence, tokens[: accepted + 1], accepted, wanted.get(place), drafted)
 
     def _take(
-        self, job: TokenSequence, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int = 0
+        self, sequence: TokenSequence, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int = 0
     ) -> None:
         """Write down what was drawn, up to where the text ends. logits: `[count, V]`. drafted: drafts verified."""
-        new, ended = cut(tokens, job.room - job.written, job.settings.ends)
+        new, ended = cut(tokens, sequence.max_new_tokens - sequence.written, sequence.params.stop_token_ids)
         finish: Finish | None = None
         if ended:
-            finish = "stop" if new[-1] in job.settings.ends else "length"
-        if job.stops is not None and (stop := job.stops(new)) is not None:
+            finish = "stop" if new[-1] in sequence.params.stop_token_ids else "length"
+        if sequence.find_stop is not None and (stop := sequence.find_stop(new)) is not None:
             new, finish = new[: stop + 1], "stop"
-        job.text += new
-        self._charge(job, len(new))
+        sequence.tokens += new
+        self._charge(sequence, len(new))
         accepted = min(accepted, len(new))
         if drafted:
-            job.stats.count(drafted, accepted, len(new))
-        if job.guide is not None and job.guide.error is not None:
-            error = ArgumentError(job.guide.error)
-            self._end(job, SequenceDelta(new, accepted, finish="error", error=error, drafted=drafted))
+            sequence.stats.count(drafted, accepted, len(new))
+        if sequence.guide is not None and sequence.guide.error is not None:
+            error = ArgumentError(sequence.guide.error)
+            self._end(sequence, SequenceDelta(new, accepted, finish="error", error=error, drafted=drafted))
             return
-        told = None if logits is None else _logprobs(logits, new, job.settings.logprobs)
-        piece = SequenceDelta(new, accepted, told, finish, drafted=drafted)
+        told = None if logits is None else _logprobs(logits, new, sequence.params.logprobs)
+        delta = SequenceDelta(new, accepted, told, finish, drafted=drafted)
         if finish is None:
-            job.sink(job, piece)
+            sequence.sink(sequence, delta)
         else:
-            self._end(job, piece)
+            self._end(sequence, delta)
 
-    def _end(self, job: TokenSequence, piece: SequenceDelta, keep: bool = True) -> None:
-        placed = job.place is not None or job in self._reading
-        self._leave(job, keep)
+    def _end(self, sequence: TokenSequence, delta: SequenceDelta, keep: bool = True) -> None:
+        placed = sequence.row is not None or sequence in self._reading
+        self._leave(sequence, keep)
         with self._lock:
             if placed:
-                self._queue.end(job)
-            elif job in self._queue:
-                self._queue.remove(job)
-            job.ended = True
-        job.sink(job, piece)
+                self._queue.end(sequence)
+            elif sequence in self._queue:
+                self._queue.remove(sequence)
+            sequence.ended = True
+        sequence.sink(sequence, delta)
 
-    def _charge(self, job: TokenSequence, tokens: int) -> None:
+    def _charge(self, sequence: TokenSequence, tokens: int) -> None:
         with self._lock:
-            self._queue.charge(job, tokens)
+            self._queue.charge(sequence, tokens)
 
-    def _leave(self, job: TokenSequence, keep: bool) -> None:
-        """Take a job's place and blocks. keep: its keys and values may be found again."""
-        if job.lease is not None:
+    def _leave(self, sequence: TokenSequence, keep: bool) -> None:
+        """Take a sequence's place and blocks. keep: its keys and values may be found again."""
+        if sequence.block_table is not None:
             if keep:
                 # The pending token is in no cache; the one before it, a draft model may have proposed and not read.
                 unread = 1 if self.graphs.draft_store is None else 2
-                written = len(job.text) - unread
-                if self.graphs.draft_store is not None and not job.settings.speculate:
-                    written = min(written, len(job.prompt))  # the draft model may have read no more
-                self._publish(job, job.read if job.place is None else written)
+                written = len(sequence.tokens) - unread
+                if self.graphs.draft_store is not None and not sequence.params.speculate:
+                    written = min(written, len(sequence.prompt))  # the draft model may have read no more
+                self._publish(sequence, sequence.prefilled if sequence.row is None else written)
             with self.graphs.lock:
-                self.graphs.blocks.release(job.lease)
-            job.lease = None
-        if job.place is not None:
-            self.rows.remove(job)
-        self._reading.pop(job, None)
-        job.read = 0
+                self.graphs.blocks.release(sequence.block_table)
+            sequence.block_table = None
+        if sequence.row is not None:
+            self.batch.remove(sequence)
+        self._reading.pop(sequence, None)
+        sequence.prefilled = 0
 
-    def _publish(self, job: TokenSequence, tokens: int) -> None:
-        assert job.lease is not None
+    def _publish(self, sequence: TokenSequence, tokens: int) -> None:
+        assert sequence.block_table is not None
         if self.limits.reuse and not (self.graphs.draft_store is not None and self.engine.draft_model is None):
             with self.graphs.lock:
-                self.graphs.blocks.publish(job.lease, job.text[:tokens])
+                self.graphs.blocks.publish(sequence.block_table, sequence.tokens[:tokens])
 
 
 def _logprobs(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[tuple[float, dict[int, float]]]:

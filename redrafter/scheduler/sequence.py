@@ -18,11 +18,26 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a row draws, in the names of `generate`. As they stand here, all but `seed` leave their processor off.
+    """How the tokens of a sequence are drawn, under the names that `generate` uses.
 
-    temperature: 0 for greedy. ends: ids that end the text. logprobs: how many of the likeliest tokens are wanted beside
-    the drawn one at each place; None for no log-probabilities. prompt_logprobs: the same of the prompt's own tokens.
-    grammar: what the text must follow. speculate: whether the row keeps drafts, where rows beside it may.
+    The defaults sample at temperature 1 and leave every other logits processor off.
+
+    Attributes:
+        temperature: Divisor of the logits; 0 for greedy decoding.
+        top_k: Sample from this many of the likeliest tokens; 0 for all.
+        top_p: Sample from the likeliest tokens whose probabilities add up to this; 1 for all.
+        min_p: Drop tokens less likely than this share of the likeliest token's probability.
+        repetition_penalty: Divide (or multiply, if negative) logits of tokens that occurred in prompt or text.
+        frequency_penalty: Subtract this times the number of occurrences in the text from a token's logit.
+        presence_penalty: Subtract this from the logits of tokens that occurred in the text.
+        logit_bias: Number to add to the logit of each token id.
+        min_new_tokens: Tokens to write before the first of `stop_token_ids` may be drawn.
+        stop_token_ids: Token ids that end the sequence.
+        seed: Key of the noise, from 0 to 2**62 - 1.
+        logprobs: How many of the likeliest tokens to report beside each new token; None for no log-probabilities.
+        prompt_logprobs: The same for the tokens of the prompt.
+        grammar: Grammar that the text must follow, or None.
+        speculate: Whether the row verifies drafts, if rows beside it may.
     """
 
     temperature: float = 1.0
@@ -34,7 +49,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_new_tokens: int = 0
-    ends: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
     seed: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -74,68 +89,68 @@ class TokenSequence:
 
     Attributes:
         prompt: Token ids.
-        room: The most tokens that may follow; 0: the prompt is only read.
-        settings: How tokens are drawn.
-        sink: Told every piece, in the thread of the engine.
-        stops: Told the tokens of a step; returns after which of them the text ends, or None.
+        max_new_tokens: The most tokens that may follow; 0: the prompt is only read.
+        params: How tokens are drawn.
+        sink: Told every delta, in the thread of the engine.
+        find_stop: Told the tokens of a step; returns after which of them the text ends, or None.
         client: Who asked for it. Clients share the server fairly.
-        salt: Only texts with the same one share blocks of the cache.
-        text: The prompt and what was written.
-        lease: Its blocks, while it has a place.
-        read: Tokens whose keys and values are in its blocks.
+        cache_salt: Only texts with the same one share blocks of the cache.
+        tokens: The prompt and what was written.
+        block_table: Its blocks, while it has a place.
+        prefilled: Tokens whose keys and values are in its blocks.
         reused: Those that were there already when it was admitted.
-        order: The number of its arrival, from 1; 0 before it was submitted.
-        turn: The round in which it was given its last place; None if it never was.
-        place: Its row.
+        arrival: The number of its arrival, from 1; 0 before it was submitted.
+        admitted_round: The round in which it was given its last place; None if it never was.
+        row: Its row.
         cancelled: Whether it shall end before its next step.
-        ended: Whether it was told its last piece.
+        ended: Whether it was told its last delta.
         stats: Of the steps that verified drafts.
-        came, first: When it came, and when its first token did.
+        arrived_at, first_token_at: When it came, and when its first token did.
         prompt_scores: Of the prompt's tokens but the first, as far as it is read, where they were asked for.
     """
 
     prompt: Sequence[int]
-    room: int
-    settings: SamplingParams
+    max_new_tokens: int
+    params: SamplingParams
     sink: Callable[["TokenSequence", SequenceDelta], object]
-    stops: Callable[[Sequence[int]], int | None] | None = None
+    find_stop: Callable[[Sequence[int]], int | None] | None = None
     client: str = ""
-    salt: str | None = None
-    text: list[int] = field(default_factory=list)
-    lease: BlockTable | None = None
-    read: int = 0
+    cache_salt: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    block_table: BlockTable | None = None
+    prefilled: int = 0
     reused: int = 0
-    order: int = 0
-    turn: int | None = None
-    place: int | None = None
+    arrival: int = 0
+    admitted_round: int | None = None
+    row: int | None = None
     cancelled: bool = False
     ended: bool = False
     stats: Stats = field(default_factory=Stats)
-    came: float = field(default_factory=time.perf_counter)
-    first: float | None = None
+    arrived_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
     prompt_scores: list[PromptScore] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.text = list(self.prompt)
-        grammar = self.settings.grammar
-        self.guide = None if grammar is None else GuidedText(grammar, self.settings.ends)
+        self.tokens = list(self.prompt)
+        grammar = self.params.grammar
+        self.guide = None if grammar is None else GuidedText(grammar, self.params.stop_token_ids)
 
     @property
     def written(self) -> int:
-        return len(self.text) - len(self.prompt)
+        return len(self.tokens) - len(self.prompt)
 
     @property
-    def unscored(self) -> bool:
+    def needs_scores(self) -> bool:
         """Whether log-probabilities of the prompt were asked for and are not all there."""
-        return self.settings.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
+        return self.params.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
 
     @property
-    def limit(self) -> int:
+    def max_length(self) -> int:
         """The most tokens that the text may come to."""
-        return len(self.prompt) + self.room
+        return len(self.prompt) + self.max_new_tokens
 
     @property
-    def to_read(self) -> int:
+    def prefill_length(self) -> int:
         """Tokens that must be in the cache before the row can step: all of a new prompt, or, of a text that was begun,
         all but the pending token."""
-        return len(self.text) - (self.written > 0)
+        return len(self.tokens) - (self.written > 0)

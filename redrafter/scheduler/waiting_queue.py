@@ -109,9 +109,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, job: TokenSequence) -> bool:
-        client = self._clients.get(job.client)
-        return client is not None and job in client.waiting
+    def __contains__(self, sequence: TokenSequence) -> bool:
+        client = self._clients.get(sequence.client)
+        return client is not None and sequence in client.waiting
 
     @property
     def clients(self) -> int:
@@ -128,69 +128,69 @@ class WaitingQueue:
         found = self._clients.get(client)
         return 0 if found is None else found.running
 
-    def add(self, job: TokenSequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """Let a new text wait behind the others of its client."""
-        client = self._clients.get(job.client)
+        client = self._clients.get(sequence.client)
         if client is None:
-            client = self._clients[job.client] = _Client(job.client, self._left.pop(job.client, 0))
+            client = self._clients[sequence.client] = _Client(sequence.client, self._left.pop(sequence.client, 0))
         if not client.waiting:
             client.used = max(client.used, self._fair)
-        self._wait(client, job)
+        self._wait(client, sequence)
 
-    def put_back(self, job: TokenSequence) -> None:
+    def put_back(self, sequence: TokenSequence) -> None:
         """Let a text that had a place wait again, before the others of its client."""
-        client = self._clients[job.client]
+        client = self._clients[sequence.client]
         client.running -= 1
-        self._wait(client, job)
-        client.waiting.move_to_end(job, last=False)
+        self._wait(client, sequence)
+        client.waiting.move_to_end(sequence, last=False)
 
-    def remove(self, job: TokenSequence) -> None:
+    def remove(self, sequence: TokenSequence) -> None:
         """Take out a text that shall not be begun."""
-        client = self._clients[job.client]
-        self._take_out(client, job)
+        client = self._clients[sequence.client]
+        self._take_out(client, sequence)
         self._forget(client)
 
     def clear(self) -> list[TokenSequence]:
         """Take out all texts that wait. Returns them."""
-        jobs = [job for client in self._clients.values() for job in client.waiting]
-        for job in jobs:
-            self.remove(job)
-        return jobs
+        sequences = [sequence for client in self._clients.values() for sequence in client.waiting]
+        for sequence in sequences:
+            self.remove(sequence)
+        return sequences
 
     def first(self) -> TokenSequence | None:
         """Return the text whose turn it is, without taking it out; None if none waits."""
         client = self._without_place.first() or self._with_place.first()
         return None if client is None else next(iter(client.waiting))
 
-    def start(self, job: TokenSequence) -> None:
+    def start(self, sequence: TokenSequence) -> None:
         """Take out a text to give it a place."""
-        client = self._clients[job.client]
+        client = self._clients[sequence.client]
         heads = (self._without_place.first(), self._with_place.first())
         self._fair = max(self._fair, min(head.used for head in heads if head is not None))
         client.running += 1
-        self._take_out(client, job)
+        self._take_out(client, sequence)
         self._list(client)
 
-    def charge(self, job: TokenSequence, tokens: int) -> None:
+    def charge(self, sequence: TokenSequence, tokens: int) -> None:
         """Put tokens that were read or written for a text with a place on its client's account."""
-        self._clients[job.client].used += tokens
+        self._clients[sequence.client].used += tokens
         self._fair += tokens / len(self._clients)
 
-    def end(self, job: TokenSequence) -> None:
+    def end(self, sequence: TokenSequence) -> None:
         """Take back the place of a text that has ended."""
-        client = self._clients[job.client]
+        client = self._clients[sequence.client]
         client.running -= 1
         self._list(client)
         self._forget(client)
 
-    def _wait(self, client: _Client, job: TokenSequence) -> None:
+    def _wait(self, client: _Client, sequence: TokenSequence) -> None:
         self._waiting_clients += not client.waiting
         self._count += 1
-        client.waiting[job] = None
+        client.waiting[sequence] = None
         self._list(client)
 
-    def _take_out(self, client: _Client, job: TokenSequence) -> None:
-        del client.waiting[job]
+    def _take_out(self, client: _Client, sequence: TokenSequence) -> None:
+        del client.waiting[sequence]
         self._count -= 1
         self._waiting_clients -= not client.waiting
 

@@ -20,7 +20,7 @@ _REASONS: dict[Finish, str] = {"stop": "stop", "length": "length", "cancelled": 
 
 
 class Metrics:
-    """`told` of every piece, in the engine's thread; `text` for who asks."""
+    """`told` of every delta, in the engine's thread; `text` for who asks."""
 
     def __init__(self, scheduler: Scheduler, model: str):
         self.registry, self._scheduler, self._model = CollectorRegistry(), scheduler, model
@@ -36,7 +36,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted, by place",
             "position",
-            {place: str(place) for place in range(scheduler.rows.depth)},
+            {place: str(place) for place in range(scheduler.batch.depth)},
         )
         self._first = self._histogram("time_to_first_token_seconds", "From coming to the first token", _FIRST)
         self._each = self._histogram(
@@ -45,26 +45,26 @@ class Metrics:
         self._whole = self._histogram("e2e_request_latency_seconds", "From coming to the end", _WHOLE)
         self.registry.register(self)
 
-    def told(self, job: TokenSequence, piece: SequenceDelta) -> None:
+    def told(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
         now = time.perf_counter()
-        self._written.inc(len(piece.tokens))
-        if job.first is None and (piece.tokens or piece.finish == "length"):
-            job.first = now
-            self._prompt.inc(len(job.prompt))
-            self._sought.inc(len(job.prompt) * self._scheduler.limits.reuse)
-            self._reused.inc(job.reused)
-            self._first.observe(now - job.came)
-        if piece.drafted:
+        self._written.inc(len(delta.tokens))
+        if sequence.first_token_at is None and (delta.tokens or delta.finish == "length"):
+            sequence.first_token_at = now
+            self._prompt.inc(len(sequence.prompt))
+            self._sought.inc(len(sequence.prompt) * self._scheduler.limits.reuse)
+            self._reused.inc(sequence.reused)
+            self._first.observe(now - sequence.arrived_at)
+        if delta.drafted:
             self._drafts.inc()
-            self._draft_tokens.inc(piece.drafted)
-            self._accepted.inc(piece.accepted)
-            for place in range(piece.accepted):
+            self._draft_tokens.inc(delta.drafted)
+            self._accepted.inc(delta.accepted)
+            for place in range(delta.accepted):
                 self._by_place[place].inc()
-        if piece.finish is not None:
-            self._ended[piece.finish].inc()
-            self._whole.observe(now - job.came)
-            if job.first is not None and job.written > 1:
-                self._each.observe((now - job.first) / (job.written - 1))
+        if delta.finish is not None:
+            self._ended[delta.finish].inc()
+            self._whole.observe(now - sequence.arrived_at)
+            if sequence.first_token_at is not None and sequence.written > 1:
+                self._each.observe((now - sequence.first_token_at) / (sequence.written - 1))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -91,22 +91,22 @@ class Service:
         count = request.logprobs
         if copies > told and count is None:
             count = 0  # the best of more are known by their log-probabilities
-        settings = self._settings(request, count, await self._grammar(_spec(request), _client(facts)))
-        settings = replace(settings, prompt_logprobs=request.prompt_count)
+        params = self._sampling_params(request, count, await self._grammar(_spec(request), _client(facts)))
+        params = replace(params, prompt_logprobs=request.prompt_count)
         every = [ids for ids in prompts for _ in range(copies)]
         before = None if echo is None else [text for text in echo for _ in range(told)]
         form = Completion(before, request.logprobs, self.tokenizer, request.prompt_logprobs)
-        room = COMPLETION if request.max_tokens is None else request.max_tokens
-        return await self._serve(request, every, room, settings, form, facts, (copies, told))
+        max_new_tokens = COMPLETION if request.max_tokens is None else request.max_tokens
+        return await self._serve(request, every, max_new_tokens, params, form, facts, (copies, told))
 
     async def chat(self, request: ChatRequest, facts: Facts) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         self.check_model(request.model)
         prompt = await asyncio.to_thread(self._prompts.talk, request)
         count = (request.top_logprobs or 0) if request.logprobs else None
         grammar = await self._grammar(_spec(request), _client(facts))
-        settings = self._settings(request, count, grammar)
-        settings = replace(settings, prompt_logprobs=request.prompt_logprobs)
-        room = request.max_completion_tokens or request.max_tokens or self.context
+        params = self._sampling_params(request, count, grammar)
+        params = replace(params, prompt_logprobs=request.prompt_logprobs)
+        max_new_tokens = request.max_completion_tokens or request.max_tokens or self.context
         thinks = self.reasoning and self._prompts.template.thinks and grammar is None  # a grammar is of the whole text
         form = Chat(
             count,
@@ -116,35 +116,37 @@ class Service:
             thinks=thinks,
             thinking=thinks and prompt.thinking,
         )
-        return await self._serve(request, [prompt.ids] * (request.n or 1), room, settings, form, facts)
+        return await self._serve(request, [prompt.ids] * (request.n or 1), max_new_tokens, params, form, facts)
 
     async def _serve(
         self,
         request: AnyRequest,
         prompts: Sequence[list[int]],
-        room: int,
-        settings: SamplingParams,
+        max_new_tokens: int,
+        params: SamplingParams,
         form: Completion | Chat,
         facts: Facts,
         best: tuple[int, int] = (1, 1),
     ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         if len(prompts) > MOST_PROMPTS:
             raise ApiError(400, f"{len(prompts)} texts in one request; at most {MOST_PROMPTS}", "n")
-        check_scores(prompts, settings.prompt_logprobs)
+        check_scores(prompts, params.prompt_logprobs)
         stops = request.stops
         make = (lambda: StopStrings(stops, self.tokenizer)) if stops else (lambda: None)
         asked = request.stream_options or StreamOptions()
         choices = [Choice(self.tokenizer, stops, asked.include_drafts) for _ in prompts]
         client = _client(facts)
-        pieces = self.worker.pieces(prompts, room, settings, make, client, self._salt(client, request.cache_salt))
+        deltas = self.worker.deltas(
+            prompts, max_new_tokens, params, make, client, self._salt(client, request.cache_salt)
+        )
         if not request.stream:
-            found = await answer(pieces, choices, form, self.model, best)
+            found = await answer(deltas, choices, form, self.model, best)
             if isinstance(request, ChatRequest) and request.prompt_logprobs is not None and choices[0].job is not None:
-                job, count = choices[0].job, request.prompt_logprobs
-                found["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, job, count, self.tokenizer)
+                sequence, count = choices[0].job, request.prompt_logprobs
+                found["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, sequence, count, self.tokenizer)
             facts |= told(choices)
             return found
-        parts = stream(pieces, choices, form, self.model, asked)
+        parts = stream(deltas, choices, form, self.model, asked)
         first = await anext(parts)  # what is refused is refused with a status, not within a stream
 
         async def every() -> AsyncIterator[dict[str, Any]]:
@@ -154,7 +156,7 @@ class Service:
                     yield part
             finally:
                 await parts.aclose()  # type: ignore[attr-defined]
-                await pieces.aclose()  # type: ignore[attr-defined]
+                await deltas.aclose()  # type: ignore[attr-defined]
                 facts.update(told(choices))
 
         return every()
@@ -164,7 +166,7 @@ class Service:
         own = client if self.apart else ""
         return json.dumps([own, asked]) if own or asked else None
 
-    def _settings(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
+    def _sampling_params(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
         """As asked for; else as the model's own generation config has it; else as OpenAI has it."""
         engine = self.worker.scheduler.engine
         own = engine.model.generation_config
@@ -189,7 +191,7 @@ class Service:
             presence_penalty=request.presence_penalty or 0.0,
             logit_bias=self._bias(request.logit_bias),
             min_new_tokens=request.min_tokens or 0,
-            ends=frozenset() if request.ignore_eos else ends | frozenset(request.stop_token_ids or ()),
+            stop_token_ids=frozenset() if request.ignore_eos else ends | frozenset(request.stop_token_ids or ()),
             seed=secrets.randbits(61) if request.seed is None else request.seed,
             logprobs=logprobs,
             grammar=grammar,

@@ -18,11 +18,11 @@ def warm_up(scheduler: Scheduler) -> None:
     """Write texts that nobody reads: prompts of all kinds of lengths, and steps of every number of rows. A text that is
     longer than those steps have room for still waits for its own. For when nobody is served."""
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
-    longest = min(scheduler.longest, NARROW[scheduler.engine.target.device.type]) - scheduler.rows.room - 2
+    longest = min(scheduler.longest, NARROW[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     lengths = [length for length in LENGTHS if length < longest]
-    for rows in scheduler.rows.sizes:
-        for settings in (PLAIN, CUT):
-            _write(scheduler, min(rows, limits.max_batch_size), 1, settings)
+    for rows in scheduler.batch.sizes:
+        for params in (PLAIN, CUT):
+            _write(scheduler, min(rows, limits.max_batch_size), 1, params)
     for length in lengths:
         _write(scheduler, 1, length, PLAIN)
         _write(scheduler, min(2, limits.max_batch_size), length, PLAIN)
@@ -31,9 +31,9 @@ def warm_up(scheduler: Scheduler) -> None:
     scheduler.pace = Pace(limits.max_num_tokens)  # nor are first times to slow what follows
 
 
-def _write(scheduler: Scheduler, rows: int, length: int, settings: SamplingParams) -> None:
+def _write(scheduler: Scheduler, rows: int, length: int, params: SamplingParams) -> None:
     """Texts of two tokens: one that follows the prompt, one of a step."""
     texts = [[1 + row % 7] * length for row in range(rows)]
-    scheduler.submit(*(TokenSequence(text, 2, settings, lambda job, piece: None) for text in texts))
+    scheduler.submit(*(TokenSequence(text, 2, params, lambda sequence, delta: None) for text in texts))
     while not scheduler.idle:
         scheduler.round()

@@ -40,13 +40,13 @@ class _Stream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
-        self.jobs: list[TokenSequence] = []
+        self.sequences: list[TokenSequence] = []
         self.error: Exception | None = None
         self.called = False  # the loop was told that there is something, and has not looked since
         self._items: deque[_Item] = deque()
         self._ready = asyncio.Event()
         self._written = self._taken = 0
-        self._since = 0.0  # when the oldest piece was written that nobody has taken
+        self._since = 0.0  # when the oldest delta was written that nobody has taken
 
     @property
     def pending(self) -> int:
@@ -58,13 +58,13 @@ class _Stream:
         """Whether too much waits to be taken, and has waited for too long."""
         return self.error is None and self.pending > PENDING and time.monotonic() - self._since > BEHIND
 
-    def write(self, number: int, piece: SequenceDelta) -> None:
-        """Add a piece, in the engine's thread; none after an error."""
+    def write(self, number: int, delta: SequenceDelta) -> None:
+        """Add a delta, in the engine's thread; none after an error."""
         if self.error is None:
             if not self._items:
                 self._since = time.monotonic()
-            self._items.append((number, piece))
-            self._written += _weight(piece)
+            self._items.append((number, delta))
+            self._written += _weight(delta)
 
     def fail(self, error: Exception) -> None:
         """Have the reader get an error instead of what it has not taken. The first one counts."""
@@ -77,7 +77,7 @@ class _Stream:
         self._ready.set()
 
     async def take(self) -> list[_Item]:
-        """Wait for pieces, and take all there are. Raises what the stream failed with."""
+        """Wait for deltas, and take all there are. Raises what the stream failed with."""
         await self._ready.wait()
         self._ready.clear()
         self.called = False  # before looking: what comes later calls again
@@ -85,7 +85,7 @@ class _Stream:
         with suppress(IndexError):  # it became empty
             while True:
                 items.append(self._items.popleft())
-        self._taken += sum(_weight(piece) for _, piece in items)
+        self._taken += sum(_weight(delta) for _, delta in items)
         if self.error is not None:
             raise self.error
         return items
@@ -95,11 +95,13 @@ class Worker:
     """Runs the rounds of a scheduler, in a thread of its own, as long as there is work."""
 
     def __init__(
-        self, scheduler: Scheduler, told: Callable[[TokenSequence, SequenceDelta], object] = lambda job, piece: None
+        self,
+        scheduler: Scheduler,
+        told: Callable[[TokenSequence, SequenceDelta], object] = lambda sequence, delta: None,
     ):
         """Args:
         scheduler: What serves; nobody else may call its rounds.
-        told: Called with every piece, in the engine's thread.
+        told: Called with every delta, in the engine's thread.
         """
         self.scheduler, self._told = scheduler, told
         self._work = threading.Event()
@@ -135,14 +137,14 @@ class Worker:
             self._thread.join(timeout=PATIENCE)
         self._fail_all()
 
-    async def pieces(
+    async def deltas(
         self,
         prompts: Sequence[Sequence[int]],
-        room: int,
-        settings: SamplingParams,
+        max_new_tokens: int,
+        params: SamplingParams,
         stops: Callable[[], Callable | None],
         client: str = "",
-        salt: str | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[tuple[int, TokenSequence, list[SequenceDelta]]]:
         """Serve some prompts, prompt i under seed + i.
 
@@ -151,19 +153,19 @@ class Worker:
 
         Args:
             prompts: Token ids.
-            room: The most tokens that may follow each.
-            settings: How tokens are drawn.
+            max_new_tokens: The most tokens that may follow each.
+            params: How tokens are drawn.
             stops: Makes what watches one text.
             client: Who asks, as far as fairness goes.
-            salt: Beginnings of texts are reused only from requests with the same one.
+            cache_salt: Beginnings of texts are reused only from requests with the same one.
 
         Yields:
-            The number of a prompt, its job, and the pieces written since it was yielded last, until all have ended.
+            The number of a prompt, its sequence, and the deltas since it was yielded last, until all have ended.
 
         Raises:
             Stopped: The server takes nothing new, or was stopped meanwhile.
             SlowConsumerError: What was written was not taken.
-            QueueFullError, ArgumentError: As `Scheduler.submit` does, before the first piece.
+            QueueFullError, ArgumentError: As `Scheduler.submit` does, before the first delta.
         """
         stream = _Stream(asyncio.get_running_loop())
         self._streams.add(stream)
@@ -171,32 +173,34 @@ class Worker:
             if not self.alive:
                 raise Stopped
             for number, prompt in enumerate(prompts):
-                own = replace(settings, seed=settings.seed + number)
-                stream.jobs.append(TokenSequence(prompt, room, own, self._sink(stream, number), stops(), client, salt))
-            self.scheduler.submit(*stream.jobs)
+                own = replace(params, seed=params.seed + number)
+                stream.sequences.append(
+                    TokenSequence(prompt, max_new_tokens, own, self._sink(stream, number), stops(), client, cache_salt)
+                )
+            self.scheduler.submit(*stream.sequences)
             if self._stopping:  # it may have come too late for anybody to see
                 raise Stopped
             self._work.set()
-            left = len(stream.jobs)
+            left = len(stream.sequences)
             while left:
                 found: defaultdict[int, list[SequenceDelta]] = defaultdict(list)
-                for number, piece in await stream.take():
-                    found[number].append(piece)
-                    left -= piece.finish is not None
+                for number, delta in await stream.take():
+                    found[number].append(delta)
+                    left -= delta.finish is not None
                 for number, each in found.items():
-                    yield number, stream.jobs[number], each
+                    yield number, stream.sequences[number], each
         finally:
             self._streams.discard(stream)
-            self.scheduler.cancel(*stream.jobs)  # to those that have ended, that does nothing
+            self.scheduler.cancel(*stream.sequences)  # to those that have ended, that does nothing
             self._work.set()
 
     def _sink(self, stream: _Stream, number: int) -> Callable[[TokenSequence, SequenceDelta], None]:
-        def tell(job: TokenSequence, piece: SequenceDelta) -> None:
-            self._told(job, piece)
-            stream.write(number, piece)
+        def tell(sequence: TokenSequence, delta: SequenceDelta) -> None:
+            self._told(sequence, delta)
+            stream.write(number, delta)
             if stream.abandoned:
                 stream.fail(SlowConsumerError(f"{stream.pending} tokens were written that nobody took: cancelled"))
-                self.scheduler.cancel(*stream.jobs)
+                self.scheduler.cancel(*stream.sequences)
             if not stream.called:
                 stream.called = True
                 self._called.append(stream)
@@ -242,7 +246,7 @@ class Worker:
     def _fail_all(self) -> None:
         """Tell everybody who still listens that nothing more will come."""
         for stream in tuple(self._streams):
-            if not all(job.ended for job in stream.jobs):
+            if not all(sequence.ended for sequence in stream.sequences):
                 stream.fail(Stopped())
                 with suppress(RuntimeError):
                     stream.loop.call_soon_threadsafe(stream.wake)
@@ -253,6 +257,6 @@ def _wake(streams: Sequence[_Stream]) -> None:
         stream.wake()
 
 
-def _weight(piece: SequenceDelta) -> int:
-    """Count what a piece holds: its tokens, and the likeliest ones that are told beside them."""
-    return len(piece.tokens) + sum(len(likeliest) for _, likeliest in piece.logprobs or ())
+def _weight(delta: SequenceDelta) -> int:
+    """Count what a delta holds: its tokens, and the likeliest ones that are told beside them."""
+    return len(delta.tokens) + sum(len(likeliest) for _, likeliest in delta.logprobs or ())

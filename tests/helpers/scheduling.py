@@ -20,8 +20,8 @@ KINDS = {
     "min_p": SamplingParams(min_p=0.05, seed=7),
     "penalised": SamplingParams(temperature=0, repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=-0.3),
     "biased": SamplingParams(seed=8, logit_bias={4: 3.0, 6: -100.0}),
-    "minimum": SamplingParams(temperature=0, min_new_tokens=9, ends=frozenset({2, 11, 30, 31, 32})),
-    "ends": SamplingParams(seed=12, ends=frozenset(range(2, 30))),
+    "minimum": SamplingParams(temperature=0, min_new_tokens=9, stop_token_ids=frozenset({2, 11, 30, 31, 32})),
+    "ends": SamplingParams(seed=12, stop_token_ids=frozenset(range(2, 30))),
 }
 
 
@@ -29,19 +29,19 @@ class Sink:
     """Remembers what it is told."""
 
     def __init__(self) -> None:
-        self.pieces: list[SequenceDelta] = []
+        self.deltas: list[SequenceDelta] = []
 
-    def __call__(self, job: TokenSequence, piece: SequenceDelta) -> None:
-        assert not self.pieces or self.pieces[-1].finish is None
-        self.pieces.append(piece)
+    def __call__(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
+        assert not self.deltas or self.deltas[-1].finish is None
+        self.deltas.append(delta)
 
     @property
     def tokens(self) -> list[int]:
-        return [token for piece in self.pieces for token in piece.tokens]
+        return [token for delta in self.deltas for token in delta.tokens]
 
 
-def job(prompt: list[int], room: int, settings: SamplingParams) -> TokenSequence:
-    return TokenSequence(prompt, room, settings, Sink())
+def make_sequence(prompt: list[int], max_new_tokens: int, params: SamplingParams) -> TokenSequence:
+    return TokenSequence(prompt, max_new_tokens, params, Sink())
 
 
 def scheduler(engine: Engine, blocks: int = 200, speculate: bool = True, **limits: object) -> Scheduler:
@@ -50,27 +50,27 @@ def scheduler(engine: Engine, blocks: int = 200, speculate: bool = True, **limit
     return Scheduler(engine, graphs, Limits(**limits), speculate)
 
 
-def alone(engine: Engine, job: TokenSequence) -> list[int]:
+def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
     """What `generate` writes for it, plainly."""
-    settings = job.settings
+    params = sequence.params
     kinds = {"do_sample": False}
-    if not settings.greedy:
-        kinds = {"do_sample": True, "seed": settings.seed}
-        kinds |= {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    kinds |= {name: getattr(settings, name) for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")}
-    if settings.min_new_tokens:
-        kinds["min_new_tokens"] = settings.min_new_tokens
-    if settings.logit_bias:
-        kinds["logit_bias"] = settings.logit_bias
-    ids = torch.tensor([list(job.prompt)])
-    ends = sorted(settings.ends) or None
-    found = engine.generate(ids, max_new_tokens=job.room, eos_token_id=ends, speculate=False, **kinds)
+    if not params.greedy:
+        kinds = {"do_sample": True, "seed": params.seed}
+        kinds |= {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    kinds |= {name: getattr(params, name) for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")}
+    if params.min_new_tokens:
+        kinds["min_new_tokens"] = params.min_new_tokens
+    if params.logit_bias:
+        kinds["logit_bias"] = params.logit_bias
+    ids = torch.tensor([list(sequence.prompt)])
+    ends = sorted(params.stop_token_ids) or None
+    found = engine.generate(ids, max_new_tokens=sequence.max_new_tokens, eos_token_id=ends, speculate=False, **kinds)
     return found[0, ids.shape[1] :].tolist()
 
 
-def run(scheduler: Scheduler, jobs: list[TokenSequence], apart: int = 0) -> None:
+def run(scheduler: Scheduler, sequences: list[TokenSequence], apart: int = 0) -> None:
     """apart: rounds between the coming of one and the next."""
-    for each in jobs:
+    for each in sequences:
         scheduler.submit(each)
         for _ in range(apart):
             scheduler.round()
@@ -79,22 +79,22 @@ def run(scheduler: Scheduler, jobs: list[TokenSequence], apart: int = 0) -> None
             break
         scheduler.round()
     assert scheduler.idle
-    for each in jobs:
-        assert each.sink.pieces[-1].error is None, each.sink.pieces[-1].error
+    for each in sequences:
+        assert each.sink.deltas[-1].error is None, each.sink.deltas[-1].error
 
 
-def random_jobs(count: int, seed: int = 0, longest: int = 40, room: int = 24) -> list[TokenSequence]:
+def random_sequences(count: int, seed: int = 0, longest: int = 40, max_new_tokens: int = 24) -> list[TokenSequence]:
     made = random.Random(seed)
     kinds = list(KINDS.values())
-    jobs = []
+    sequences = []
     for _ in range(count):
         prompt = [made.randrange(3, VOCAB) for _ in range(made.randrange(1, longest))]
-        settings = replace(made.choice(kinds), seed=made.randrange(1000))
-        jobs.append(job(prompt, made.randrange(1, room), settings))
-    return jobs
+        params = replace(made.choice(kinds), seed=made.randrange(1000))
+        sequences.append(make_sequence(prompt, made.randrange(1, max_new_tokens), params))
+    return sequences
 
 
 def nothing_is_held(scheduler: Scheduler) -> None:
     pool = scheduler.graphs.blocks
     assert pool.free == scheduler.graphs.store.count - 1 and not any(pool._rows)
-    assert not scheduler.rows._own.state.active.any()
+    assert not scheduler.batch._own.state.active.any()

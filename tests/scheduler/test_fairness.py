@@ -6,7 +6,7 @@ import random
 import pytest
 
 from helpers.models import tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import KINDS, Sink, alone, nothing_is_held, random_jobs, run, scheduler
+from helpers.scheduling import KINDS, Sink, alone, nothing_is_held, random_sequences, run, scheduler
 from redrafter import Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler import waiting_queue as waiting
@@ -19,10 +19,10 @@ from redrafter.scheduler.waiting_queue import WaitingQueue
 GREEDY = KINDS["greedy"]
 
 
-def job(
-    client: str, prompt: list[int] | None = None, room: int = 4, settings: SamplingParams = GREEDY, **more
+def make_sequence(
+    client: str, prompt: list[int] | None = None, max_new_tokens: int = 4, params: SamplingParams = GREEDY, **more
 ) -> TokenSequence:
-    return TokenSequence(prompt or [5, 6, 7], room, settings, Sink(), client=client, **more)
+    return TokenSequence(prompt or [5, 6, 7], max_new_tokens, params, Sink(), client=client, **more)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ class Slow:
     def places(self, client: str) -> int:
         return sum(each.client == client for each in self.placed)
 
-    def add(self, job: TokenSequence) -> None:
-        if all(each.client != job.client for each in self.waiting):
-            self.used[job.client] = max(self.used.get(job.client, 0), self.fair)
-        self.waiting.append(job)
+    def add(self, sequence: TokenSequence) -> None:
+        if all(each.client != sequence.client for each in self.waiting):
+            self.used[sequence.client] = max(self.used.get(sequence.client, 0), self.fair)
+        self.waiting.append(sequence)
 
     def firsts(self) -> list[TokenSequence]:
         """Of every client whose turn it may be, the first text."""
@@ -57,18 +57,18 @@ class Slow:
         rank = {each: (self.places(each.client) > 0, self.used[each.client]) for each in heads}
         return [each for each in heads if rank[each] == min(rank.values())]
 
-    def start(self, job: TokenSequence) -> None:
+    def start(self, sequence: TokenSequence) -> None:
         self.fair = max(self.fair, min(self.used[each.client] for each in self.waiting))
-        self.waiting.remove(job)
-        self.placed.append(job)
+        self.waiting.remove(sequence)
+        self.placed.append(sequence)
 
-    def charge(self, job: TokenSequence, tokens: int) -> None:
-        self.used[job.client] += tokens
+    def charge(self, sequence: TokenSequence, tokens: int) -> None:
+        self.used[sequence.client] += tokens
         self.fair += tokens / len({each.client for each in (*self.waiting, *self.placed)})
 
-    def put_back(self, job: TokenSequence) -> None:
-        self.placed.remove(job)
-        self.waiting.insert(0, job)
+    def put_back(self, sequence: TokenSequence) -> None:
+        self.placed.remove(sequence)
+        self.waiting.insert(0, sequence)
 
     def check(self, queue: WaitingQueue) -> None:
         first = queue.first()
@@ -86,7 +86,7 @@ def test_the_queue_agrees_with_a_slow_obvious_one(clients):
     for _ in range(1200):
         action = made.random()
         if action < 0.35 and len(slow.waiting) < 60:
-            new = job(f"{made.randrange(clients)}")
+            new = make_sequence(f"{made.randrange(clients)}")
             queue.add(new)
             slow.add(new)
         elif action < 0.6 and slow.waiting:
@@ -115,10 +115,10 @@ def test_the_queue_agrees_with_a_slow_obvious_one(clients):
 
 def test_a_million_clients_leave_nothing_behind():
     queue = WaitingQueue()
-    stays = job("stays")
+    stays = make_sequence("stays")
     queue.add(stays)
     for number in range(30_000):
-        each = job(f"{number}")
+        each = make_sequence(f"{number}")
         queue.add(each)
         if number % 3 == 0:
             queue.remove(each)
@@ -133,15 +133,15 @@ def test_a_million_clients_leave_nothing_behind():
 
 def test_who_comes_back_has_no_claim_to_the_past_and_no_clean_slate():
     queue = WaitingQueue()
-    greedy, modest = job("greedy"), job("modest")
+    greedy, modest = make_sequence("greedy"), make_sequence("modest")
     for each in (greedy, modest):
         queue.add(each)
         queue.start(each)
     queue.charge(greedy, 1000)  # of which 500 were its share
     for each in (greedy, modest):
         queue.end(each)
-    late = [job("late") for _ in range(3)]
-    again = [job("greedy") for _ in range(3)]
+    late = [make_sequence("late") for _ in range(3)]
+    again = [make_sequence("greedy") for _ in range(3)]
     for each in (*again, *late):
         queue.add(each)
     order = []
@@ -156,15 +156,15 @@ def test_who_comes_back_has_no_claim_to_the_past_and_no_clean_slate():
 def test_no_number_of_new_clients_keeps_an_older_one_waiting():
     queue, places = WaitingQueue(), []
     for client in ("old", "other"):
-        places.append(job(client))
+        places.append(make_sequence(client))
         queue.add(places[-1])
         queue.start(places[-1])
     queue.charge(places[0], 1000)
     queue.end(places.pop(0))
-    old, new = job("old"), []
+    old, new = make_sequence("old"), []
     queue.add(old)
     for number in range(1000):  # more clients come all the time than places become free
-        new += [job(f"{number}, once"), job(f"{number}, once more")]
+        new += [make_sequence(f"{number}, once"), make_sequence(f"{number}, once more")]
         for each in new[-2:]:
             queue.add(each)
         new = [each for each in new if each in queue]
@@ -181,31 +181,33 @@ def test_no_number_of_new_clients_keeps_an_older_one_waiting():
     assert first is old
 
 
-def used(jobs: list[TokenSequence]) -> dict[str, int]:
+def used(sequences: list[TokenSequence]) -> dict[str, int]:
     return {
-        client: sum(each.written + len(each.prompt) for each in jobs if each.client == client and each.written)
+        client: sum(each.written + len(each.prompt) for each in sequences if each.client == client and each.written)
         for client in "ab"
     }
 
 
 def test_clients_get_equally_many_tokens_however_many_texts_they_send(engine):
     served = scheduler(engine, max_batch_size=4)
-    jobs = [job("a", room=12) for _ in range(60)] + [job("b", room=6) for _ in range(60)]
-    for each in jobs:
+    sequences = [make_sequence("a", max_new_tokens=12) for _ in range(60)] + [
+        make_sequence("b", max_new_tokens=6) for _ in range(60)
+    ]
+    for each in sequences:
         served.submit(each)
     for _ in range(60):
         served.round()
-    total = used(jobs)
+    total = used(sequences)
     assert min(total.values()) > 150 and abs(total["a"] - total["b"]) < 0.2 * min(total.values()), total
 
 
 def test_one_text_does_not_wait_for_the_hundreds_of_another_client(engine):
     served = scheduler(engine, max_batch_size=4)
-    many = [job("many", [5, 6, 7 + n % 50], room=6) for n in range(300)]
+    many = [make_sequence("many", [5, 6, 7 + n % 50], max_new_tokens=6) for n in range(300)]
     served.submit(*many)
     for _ in range(5):
         served.round()
-    one = job("one", [8, 9], room=4)
+    one = make_sequence("one", [8, 9], max_new_tokens=4)
     served.submit(one)
     rounds = 0
     while not one.ended:
@@ -219,18 +221,20 @@ def test_one_text_does_not_wait_for_the_hundreds_of_another_client(engine):
 
 def test_a_client_that_holds_every_place_gives_one_up_and_writes_the_same(engine):
     served = scheduler(engine, max_batch_size=4, max_num_tokens=64, speculate=False)
-    long = [job("long", [5 + n, 9, 11], 36, kind) for n, kind in enumerate((GREEDY, *list(KINDS.values())[:4]))]
+    long = [
+        make_sequence("long", [5 + n, 9, 11], 36, kind) for n, kind in enumerate((GREEDY, *list(KINDS.values())[:4]))
+    ]
     served.submit(*long)
     for _ in range(TURN - 4):
         served.round()
-    others = [job(f"other {n}", [8, 9 + n], room=3) for n in range(3)]
+    others = [make_sequence(f"other {n}", [8, 9 + n], max_new_tokens=3) for n in range(3)]
     served.submit(*others)
     served.round()
     assert not any(each.written for each in others) and not served.preempted  # all have their places for a short while
     for _ in range(8):
         served.round()
     assert all(each.ended for each in others) and not any(each.ended for each in long)
-    assert served.preempted == 3 and long[0].turn == 1  # the newest gave way, not the oldest
+    assert served.preempted == 3 and long[0].admitted_round == 1  # the newest gave way, not the oldest
     run(served, [])
     for each in (*long, *others):
         assert each.sink.tokens == alone(engine, each)
@@ -239,11 +243,11 @@ def test_a_client_that_holds_every_place_gives_one_up_and_writes_the_same(engine
 
 def test_nobody_gives_a_place_up_twice_at_once_nor_a_last_one(engine):
     served = scheduler(engine, max_batch_size=2, speculate=False)
-    long = [job("a", [5], 80), job("b", [6], 80)]
+    long = [make_sequence("a", [5], 80), make_sequence("b", [6], 80)]
     served.submit(*long)
     for _ in range(TURN + 1):
         served.round()
-    third = job("c", [7], 3)
+    third = make_sequence("c", [7], 3)
     served.submit(third)
     for _ in range(TURN + 1):
         served.round()
@@ -251,11 +255,11 @@ def test_nobody_gives_a_place_up_twice_at_once_nor_a_last_one(engine):
     run(served, [])
 
     served = scheduler(engine, max_batch_size=2, speculate=False)
-    long = [job("a", [5], 80), job("a", [6], 80)]
+    long = [make_sequence("a", [5], 80), make_sequence("a", [6], 80)]
     served.submit(*long)
     served.round()
     for number in range(60):  # a client with one token after another
-        served.submit(job(f"one {number}", [7, 8], 1))
+        served.submit(make_sequence(f"one {number}", [7, 8], 1))
         served.round()
     assert 1 <= served.preempted <= 60 // TURN and long[0].written > 55 and long[1].written >= TURN
     served.cancel_all()
@@ -264,22 +268,22 @@ def test_nobody_gives_a_place_up_twice_at_once_nor_a_last_one(engine):
 
 def test_nobody_gives_a_place_up_where_that_is_promised(engine):
     served = scheduler(engine, max_batch_size=2, guaranteed_no_evict=True)
-    long = [job("a", [5], 60), job("a", [6], 60)]
+    long = [make_sequence("a", [5], 60), make_sequence("a", [6], 60)]
     served.submit(*long)
     for _ in range(TURN + 1):
         served.round()
-    other = job("b", [7], 3)
+    other = make_sequence("b", [7], 3)
     run(served, [other])
     assert not served.preempted
 
 
 def test_a_client_without_blocks_is_given_those_of_another(engine):
     served = scheduler(engine, blocks=16, max_batch_size=8, speculate=False, max_num_tokens=200)
-    many = [job("many", [5 + n], 40) for n in range(4)]
+    many = [make_sequence("many", [5 + n], 40) for n in range(4)]
     served.submit(*many)
     for _ in range(2 * TURN):
         served.round()
-    other = job("other", [3 + n % 60 for n in range(64)], 4)
+    other = make_sequence("other", [3 + n % 60 for n in range(64)], 4)
     served.submit(other)
     while not other.ended:
         served.round()
@@ -293,10 +297,10 @@ def test_a_client_without_blocks_is_given_those_of_another(engine):
 @pytest.mark.parametrize("limits", [{}, {"max_num_tokens": 40}, {"chunked": False}, {"reuse": False}], ids=str)
 def test_texts_of_many_clients_that_come_and_go_are_what_each_is_alone(limits, engine):
     served, made = scheduler(engine, blocks=16, max_batch_size=4, speculate=False, **limits), random.Random(3)
-    jobs = random_jobs(16, seed=9, longest=50, room=40)
-    for number, each in enumerate(jobs):
+    sequences = random_sequences(16, seed=9, longest=50, max_new_tokens=40)
+    for number, each in enumerate(sequences):
         each.client = "abcdefg"[min(made.randrange(12), 6)] if number % 4 else "a"
-        each.salt = made.choice([None, "x"])
+        each.cache_salt = made.choice([None, "x"])
         served.submit(each)
         for _ in range(made.randrange(5)):
             served.round()
@@ -304,7 +308,7 @@ def test_texts_of_many_clients_that_come_and_go_are_what_each_is_alone(limits, e
             served.cancel(each)
     run(served, [])
     assert served.preempted
-    for each in jobs:
+    for each in sequences:
         assert each.ended and (each.cancelled or each.sink.tokens == alone(engine, each))
     nothing_is_held(served)
     assert not served._queue._clients
@@ -313,40 +317,40 @@ def test_texts_of_many_clients_that_come_and_go_are_what_each_is_alone(limits, e
 def test_a_cancelled_text_costs_nothing_while_hundreds_of_others_wait(engine, monkeypatch):
     """No call looks at texts that it is not about."""
     served = scheduler(engine, max_batch_size=2, max_queue_size=0)
-    jobs = [job(f"{n % 24}", room=30) for n in range(CANCELLED + 600)]
-    served.submit(*jobs)
+    sequences = [make_sequence(f"{n % 24}", max_new_tokens=30) for n in range(CANCELLED + 600)]
+    served.submit(*sequences)
     served.round()
-    left = jobs[60:]
+    left = sequences[60:]
     touched = []
     monkeypatch.setattr(TokenSequence, "__eq__", lambda self, other: touched.append(1) or self is other)
     served.cancel(*left)
     assert served.waiting == 58 and not any(each.ended for each in left)
     served.round()
     assert sum(each.ended for each in left) == CANCELLED  # a round tells so many at most
-    running = next(each for each in jobs[:60] if each.place is not None)
+    running = next(each for each in sequences[:60] if each.row is not None)
     served.cancel(running)
     served.round()
     assert running.ended  # what holds a place is not behind them
     served.round()
-    assert all(each.ended and each.sink.pieces[-1].finish == "cancelled" for each in left)
+    assert all(each.ended and each.sink.deltas[-1].finish == "cancelled" for each in left)
     assert not touched
     served.cancel_all()
     run(served, [])
-    assert all(each.ended for each in jobs)
+    assert all(each.ended for each in sequences)
     nothing_is_held(served)
 
 
 def test_cancelling_what_was_never_submitted_does_nothing(engine):
-    served, never = scheduler(engine), job("a")
+    served, never = scheduler(engine), make_sequence("a")
     served.cancel(never)
     assert served.idle and not never.cancelled
     run(served, [never])
     served.cancel(never)
-    assert served.idle and never.sink.pieces[-1].finish == "length"
+    assert served.idle and never.sink.deltas[-1].finish == "length"
 
 
 def reading(*left: int) -> list[TokenSequence]:
-    return [job(f"{n}", [5] * tokens) for n, tokens in enumerate(left)]
+    return [make_sequence(f"{n}", [5] * tokens) for n, tokens in enumerate(left)]
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -372,14 +376,14 @@ def test_what_a_forward_reads_fits_and_everything_is_read(padded, chunked):
             for shares in choose(texts, budget, padded, chunked):
                 assert shares and len(dict(shares)) == len(shares)
                 for each, share in shares:
-                    assert 0 < share <= each.to_read - each.read
-                    assert chunked or share == each.to_read
-                    each.read += share
+                    assert 0 < share <= each.prefill_length - each.prefilled
+                    assert chunked or share == each.prefill_length
+                    each.prefilled += share
                 alone_and_whole = not chunked and len(shares) == 1
                 assert cost(shares, padded) <= budget or alone_and_whole
             oldest = texts[0]
-            assert oldest.read and (chunked or oldest.read == oldest.to_read)
-            texts = [each for each in texts if each.read < each.to_read]
+            assert oldest.prefilled and (chunked or oldest.prefilled == oldest.prefill_length)
+            texts = [each for each in texts if each.prefilled < each.prefill_length]
             forwards += 1
             assert forwards < 400
 
@@ -409,42 +413,42 @@ def test_no_round_reads_more_than_its_pace(engine, monkeypatch):
     )
     monkeypatch.setattr(Pace, "measured", lambda self, tokens, seconds: None)
     served.pace.tokens = 2 * BLOCK_SIZE
-    long = job("a", [3 + n % 50 for n in range(75)])
+    long = make_sequence("a", [3 + n % 50 for n in range(75)])
     run(served, [long])
     assert chunks == [32, 32, 11] and long.sink.tokens == alone(engine, long)
 
 
 def test_the_queue_counts_what_cannot_begin(engine):
     served = scheduler(engine, max_batch_size=3, max_queue_size=2)
-    served.submit(*(job("a") for _ in range(9)))  # nobody waits: as many as one request has
+    served.submit(*(make_sequence("a") for _ in range(9)))  # nobody waits: as many as one request has
     run(served, [])
     for _ in range(5):
-        served.submit(job("a"))  # three of them begin at once
+        served.submit(make_sequence("a"))  # three of them begin at once
     with pytest.raises(QueueFullError, match=r"5 texts are waiting, 5 of them yours.*max_queue_size is 2"):
-        served.submit(job("a"))
+        served.submit(make_sequence("a"))
     served.round()
     with pytest.raises(QueueFullError):
-        served.submit(job("a"))
+        served.submit(make_sequence("a"))
     run(served, [])
 
 
 def test_one_client_cannot_fill_the_queue_for_all(engine):
     served = scheduler(engine, max_batch_size=1, max_queue_size=8)
-    served.submit(job("hog", room=60))
+    served.submit(make_sequence("hog", max_new_tokens=60))
     served.round()
-    served.submit(*(job("hog") for _ in range(8)))
+    served.submit(*(make_sequence("hog") for _ in range(8)))
     with pytest.raises(QueueFullError):
-        served.submit(job("hog"))
+        served.submit(make_sequence("hog"))
     with pytest.raises(QueueFullError):
-        served.submit(*(job("a") for _ in range(5)))  # more than half
-    served.submit(*(job("a") for _ in range(4)))
-    served.submit(*(job("b") for _ in range(2)))
+        served.submit(*(make_sequence("a") for _ in range(5)))  # more than half
+    served.submit(*(make_sequence("a") for _ in range(4)))
+    served.submit(*(make_sequence("b") for _ in range(2)))
     with pytest.raises(QueueFullError):
-        served.submit(job("b"))
+        served.submit(make_sequence("b"))
     taken = 0
     with pytest.raises(QueueFullError):
         for number in range(99):  # nor can any number of clients
-            served.submit(job(f"{number}"))
+            served.submit(make_sequence(f"{number}"))
             taken += 1
     assert taken >= 2 and served.waiting <= 16
     served.cancel_all()
@@ -454,16 +458,16 @@ def test_one_client_cannot_fill_the_queue_for_all(engine):
 @pytest.mark.parametrize("where", ["scheduler.Scheduler._lease", "scheduler.choose", "running_batch.RunningBatch.step"])
 def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
     served = scheduler(engine, max_batch_size=2)
-    jobs = [job(f"{n % 3}", [5 + n], 5) for n in range(10)]
-    served.submit(*jobs)
+    sequences = [make_sequence(f"{n % 3}", [5 + n], 5) for n in range(10)]
+    served.submit(*sequences)
     with monkeypatch.context() as patched:
         patched.setattr(f"redrafter.scheduler.{where}", lambda *_, **__: 1 / 0)
         served.round()
-    failed = [each for each in jobs if each.ended]
+    failed = [each for each in sequences if each.ended]
     assert 1 <= len(failed) <= 2 and served.waiting == 10 - len(failed)
-    assert all(isinstance(each.sink.pieces[-1].error, ZeroDivisionError) for each in failed)
+    assert all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) for each in failed)
     run(served, [])
-    assert all(each.sink.tokens == alone(engine, each) for each in jobs if each not in failed)
+    assert all(each.sink.tokens == alone(engine, each) for each in sequences if each not in failed)
     assert not served._queue._clients
     nothing_is_held(served)
 
@@ -471,7 +475,7 @@ def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
 def test_beginnings_are_shared_only_under_the_same_salt(engine):
     served, prompt = scheduler(engine), [3 + n % 60 for n in range(40)]
     for salt, reused in ((None, 0), ("a", 0), ("a", 32), (None, 32), ("b", 0)):
-        each = job("x", prompt, salt=salt)
+        each = make_sequence("x", prompt, cache_salt=salt)
         run(served, [each])
         assert each.reused == reused and each.sink.tokens == alone(engine, each)
 
@@ -488,7 +492,7 @@ def test_a_request_is_served_for_its_client_and_under_its_salt(engine):
     from redrafter.serve.worker import Worker
 
     served, prompt, clients = scheduler(engine), [3 + n % 60 for n in range(40)], []
-    worker = Worker(served, lambda job, piece: clients.append(job.client))
+    worker = Worker(served, lambda sequence, delta: clients.append(sequence.client))
     worker.start()
     tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
 

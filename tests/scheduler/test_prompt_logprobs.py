@@ -15,7 +15,7 @@ pytest.importorskip("openai")  # test_serve needs it
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import KINDS, alone, job, nothing_is_held, random_jobs, run, scheduler
+from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
 from helpers.serving import Program
 from redrafter import DraftTarget, Engine, boxed_pair
 from redrafter.scheduler.prompt_logprobs import score
@@ -32,13 +32,15 @@ def engine() -> Engine:
     return with_tree(model, tiny_drafter(), 4, 4)
 
 
-def scored_job(length: int, room: int = 0, count: int = 3, seed: int = 0) -> TokenSequence:
+def scored_sequence(length: int, max_new_tokens: int = 0, count: int = 3, seed: int = 0) -> TokenSequence:
     made = random.Random(seed)
-    return job([made.randrange(3, VOCAB) for _ in range(length)], room, replace(GREEDY, prompt_logprobs=count))
+    return make_sequence(
+        [made.randrange(3, VOCAB) for _ in range(length)], max_new_tokens, replace(GREEDY, prompt_logprobs=count)
+    )
 
 
 def check(engine: Engine, found: TokenSequence, atol: float = 1e-4) -> None:
-    """Compare a job's scores with one forward of the model as transformers has it."""
+    """Compare a sequence's scores with one forward of the model as transformers has it."""
     with torch.no_grad():
         logits = engine.model(torch.tensor([list(found.prompt)])).logits[0].float()
     lines = logits.log_softmax(-1)
@@ -47,7 +49,7 @@ def check(engine: Engine, found: TokenSequence, atol: float = 1e-4) -> None:
         assert own.logprob == pytest.approx(float(line[token]), abs=atol)
         surely, maybe = ((line > line[token] + shift).sum() for shift in (atol, -atol))
         assert 1 + surely <= own.rank <= maybe  # which counts the token itself
-        expected = line.topk(found.settings.prompt_logprobs)
+        expected = line.topk(found.params.prompt_logprobs)
         assert list(own.likeliest) == expected.indices.tolist()
         assert list(own.likeliest.values()) == pytest.approx(expected.values.tolist(), abs=atol)
 
@@ -61,24 +63,27 @@ def test_a_prompts_scores_are_the_models_own(architecture, masked, monkeypatch):
     engine = with_tree(model, tiny_drafter(), 3, 4)
     if masked:
         monkeypatch.setattr(engine.target, "_layer_kinds", ())
-    mine = [scored_job(length, seed=length) for length in (1, 2, 17, 40)]
+    mine = [scored_sequence(length, seed=length) for length in (1, 2, 17, 40)]
     run(scheduler(engine), mine)
     for each in mine:
         check(engine, each)
-        assert each.sink.tokens == [] and each.sink.pieces[-1].finish == "length"
+        assert each.sink.tokens == [] and each.sink.deltas[-1].finish == "length"
 
 
 @pytest.mark.parametrize("limits", [{"max_num_tokens": 16}, {"max_num_tokens": 50}, {"chunked": False}], ids=str)
 @pytest.mark.parametrize("apart", [0, 2])
 def test_chunks_and_neighbours_change_nothing(limits, apart, engine):
-    scored = [scored_job(length, room, seed=length) for length, room in ((40, 0), (33, 9), (2, 5), (60, 0), (25, 1))]
-    mixed = [each for pair in zip(scored, random_jobs(5, seed=3), strict=True) for each in pair]
+    scored = [
+        scored_sequence(length, max_new_tokens, seed=length)
+        for length, max_new_tokens in ((40, 0), (33, 9), (2, 5), (60, 0), (25, 1))
+    ]
+    mixed = [each for pair in zip(scored, random_sequences(5, seed=3), strict=True) for each in pair]
     served = scheduler(engine, **limits)
     run(served, mixed, apart)
     for each in scored:
         check(engine, each)
     for each in mixed:
-        assert each.sink.tokens == (alone(engine, each) if each.room else [])
+        assert each.sink.tokens == (alone(engine, each) if each.max_new_tokens else [])
     nothing_is_held(served)
 
 
@@ -88,7 +93,7 @@ def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypat
     monkeypatch.setattr("redrafter.scheduler.prompt_logprobs.NUMBERS", 3 * VOCAB)
     seen: list[int] = []
     hook = engine.model.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))
-    mine = [scored_job(40), scored_job(31, seed=2)]
+    mine = [scored_sequence(40), scored_sequence(31, seed=2)]
     run(served, mine)
     hook.remove()
     assert sum(seen) == 71 and max(seen) <= 7
@@ -97,21 +102,21 @@ def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypat
 
 
 def test_a_prompt_that_was_read_is_read_again_to_be_scored_and_found_by_others(engine):
-    plain, served = scored_job(40, room=4), scheduler(engine)
-    first = job(plain.prompt, 4, GREEDY)
+    plain, served = scored_sequence(40, max_new_tokens=4), scheduler(engine)
+    first = make_sequence(plain.prompt, 4, GREEDY)
     run(served, [first])
     run(served, [plain])
     check(engine, plain)
     assert plain.reused == 0 and plain.sink.tokens == first.sink.tokens
-    again = job(plain.prompt, 4, GREEDY)
+    again = make_sequence(plain.prompt, 4, GREEDY)
     run(served, [again])
     assert again.reused == 32 and again.sink.tokens == first.sink.tokens
 
 
 def test_what_is_put_back_is_scored_once_and_whole(engine):
-    scored = [scored_job(20 + seed, room=40, seed=seed) for seed in range(6)]
+    scored = [scored_sequence(20 + seed, max_new_tokens=40, seed=seed) for seed in range(6)]
     served = scheduler(engine, blocks=16, max_num_tokens=24)
-    run(served, [*scored, *random_jobs(6, longest=30, room=50)])
+    run(served, [*scored, *random_sequences(6, longest=30, max_new_tokens=50)])
     assert served.preempted > 3
     for each in scored:
         check(engine, each)
@@ -123,7 +128,7 @@ def test_a_draft_models_server_scores_by_the_target():
     target, draft = tiny_model("llama"), tiny_model("qwen2", num_hidden_layers=1)
     target.generation_config.eos_token_id = None
     engine = DraftTarget(Target(target), Target(draft), draft_len=3)
-    mine = [scored_job(30, room=6), *random_jobs(3)]
+    mine = [scored_sequence(30, max_new_tokens=6), *random_sequences(3)]
     run(scheduler(engine, blocks=40, max_num_tokens=40), mine)
     check(engine, mine[0])
     assert all(each.sink.tokens == alone(engine, each) for each in mine)
@@ -133,7 +138,7 @@ def test_nobody_else_pays_for_it(engine):
     """The head is computed at every token of the prompt that is scored, and at one of the other."""
     served, seen = scheduler(engine), list[int]()
     hook = engine.model.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))
-    run(served, [scored_job(30), job([7] * 50, 1, GREEDY)])
+    run(served, [scored_sequence(30), make_sequence([7] * 50, 1, GREEDY)])
     hook.remove()
     assert sorted(seen) == [1, 30]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import KINDS, Sink, alone, job, nothing_is_held, random_jobs, run, scheduler
+from helpers.scheduling import KINDS, Sink, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
 from redrafter import DraftTarget, Engine
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -28,7 +28,7 @@ def engine() -> Engine:
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_request_writes_what_generate_does(name, speculate, engine):
-    mine = [job([5, 6, 7, 9], 20, KINDS[name]), job([8] * 30, 13, KINDS[name])]
+    mine = [make_sequence([5, 6, 7, 9], 20, KINDS[name]), make_sequence([8] * 30, 13, KINDS[name])]
     served = scheduler(engine, speculate=speculate)
     run(served, mine)
     for each in mine:
@@ -39,10 +39,10 @@ def test_a_request_writes_what_generate_does(name, speculate, engine):
 @pytest.mark.parametrize("apart", [0, 1, 3])
 @pytest.mark.parametrize("limits", [{}, {"max_batch_size": 3}, {"max_num_tokens": 60}, {"chunked": False}], ids=str)
 def test_requests_of_all_kinds_write_what_each_does_alone(apart, limits, engine):
-    jobs = random_jobs(24, seed=apart)
+    sequences = random_sequences(24, seed=apart)
     served = scheduler(engine, **limits)
-    run(served, jobs, apart)
-    for each in jobs:
+    run(served, sequences, apart)
+    for each in sequences:
         assert each.sink.tokens == alone(engine, each)
     nothing_is_held(served)
 
@@ -52,9 +52,9 @@ def test_other_architectures(model_type):
     model = tiny_model(model_type)
     model.generation_config.eos_token_id = None
     engine = with_tree(model, tiny_drafter(), 3, 4)
-    jobs = random_jobs(8)
-    run(scheduler(engine, max_num_tokens=50), jobs, 1)
-    for each in jobs:
+    sequences = random_sequences(8)
+    run(scheduler(engine, max_num_tokens=50), sequences, 1)
+    for each in sequences:
         assert each.sink.tokens == alone(engine, each)
 
 
@@ -63,10 +63,10 @@ def test_a_draft_model_serves_too(how):
     target, draft = tiny_model("llama"), tiny_model("qwen2", num_hidden_layers=1)
     target.generation_config.eos_token_id = None
     engine = DraftTarget(Target(target), Target(draft), draft_len=3, **how)
-    jobs = random_jobs(12)
+    sequences = random_sequences(12)
     served = scheduler(engine, blocks=40, max_num_tokens=60)
-    run(served, jobs, 1)
-    for each in jobs:
+    run(served, sequences, 1)
+    for each in sequences:
         assert each.sink.tokens == alone(engine, each)
     nothing_is_held(served)
 
@@ -79,42 +79,45 @@ def test_a_draft_model_elsewhere_is_refused(monkeypatch):
 
 
 def test_short_of_blocks_the_newest_waits_again_and_writes_the_same(engine):
-    jobs = random_jobs(12, longest=30, room=60)
+    sequences = random_sequences(12, longest=30, max_new_tokens=60)
     served = scheduler(engine, blocks=14)
-    run(served, jobs)
+    run(served, sequences)
     assert served.preempted > 3
-    for each in jobs:
+    for each in sequences:
         assert each.sink.tokens == alone(engine, each)
     nothing_is_held(served)
 
 
 def test_nobody_is_put_back_where_that_is_promised(engine):
-    jobs = random_jobs(12, longest=30, room=30)
+    sequences = random_sequences(12, longest=30, max_new_tokens=30)
     served = scheduler(engine, blocks=14, guaranteed_no_evict=True)
-    run(served, jobs)
+    run(served, sequences)
     assert served.preempted == 0
-    for each in jobs:
+    for each in sequences:
         assert each.sink.tokens == alone(engine, each)
 
 
 def test_a_beginning_that_was_read_is_not_read_again(engine):
     system = [3 + n % 60 for n in range(40)]
-    first, second = job([*system, 7], 9, KINDS["sampled"]), job([*system, 9], 9, KINDS["greedy"])
+    first, second = make_sequence([*system, 7], 9, KINDS["sampled"]), make_sequence([*system, 9], 9, KINDS["greedy"])
     served = scheduler(engine)
     run(served, [first])
     run(served, [second])
     assert (first.reused, second.reused) == (0, 40 // BLOCK_SIZE * BLOCK_SIZE)
     assert second.sink.tokens == alone(engine, second)
     other = scheduler(engine, reuse=False)
-    again = job(second.prompt, 9, KINDS["greedy"])
-    run(other, [job([*system, 7], 9, KINDS["sampled"])])
+    again = make_sequence(second.prompt, 9, KINDS["greedy"])
+    run(other, [make_sequence([*system, 7], 9, KINDS["sampled"])])
     run(other, [again])
     assert again.reused == 0 and again.sink.tokens == second.sink.tokens
 
 
 def test_a_long_prompt_does_not_hold_running_texts_up(engine):
     served = scheduler(engine, max_num_tokens=64)
-    short, long = job([5], 20, KINDS["greedy"]), job([5 + n % 50 for n in range(70)], 4, KINDS["greedy"])
+    short, long = (
+        make_sequence([5], 20, KINDS["greedy"]),
+        make_sequence([5 + n % 50 for n in range(70)], 4, KINDS["greedy"]),
+    )
     served.submit(short)
     served.round()
     served.submit(long)
@@ -128,31 +131,31 @@ def test_a_long_prompt_does_not_hold_running_texts_up(engine):
 
 
 def test_a_cancelled_request_is_gone_after_a_round(engine):
-    jobs = random_jobs(9, room=40)
+    sequences = random_sequences(9, max_new_tokens=40)
     served = scheduler(engine, max_batch_size=4, max_num_tokens=40)
-    for each in jobs:
+    for each in sequences:
         served.submit(each)
     served.round()
     served.round()
-    gone = [jobs[0], jobs[5], jobs[8]]  # one that runs, and two that wait
+    gone = [sequences[0], sequences[5], sequences[8]]  # one that runs, and two that wait
     for each in gone:
         served.cancel(each)
     served.round()
-    assert all(each.sink.pieces[-1].finish == "cancelled" for each in gone)
+    assert all(each.sink.deltas[-1].finish == "cancelled" for each in gone)
     run(served, [])
-    for each in jobs:
+    for each in sequences:
         if each not in gone:
             assert each.sink.tokens == alone(engine, each)
     nothing_is_held(served)
 
 
 def test_log_probabilities_are_the_models_own(engine):
-    each = job([5, 6, 7], 12, SamplingParams(temperature=0.7, seed=3, logprobs=4))
-    run(scheduler(engine), [each, job([9], 3, KINDS["greedy"])])
-    told = [line for piece in each.sink.pieces for line in piece.logprobs]
+    each = make_sequence([5, 6, 7], 12, SamplingParams(temperature=0.7, seed=3, logprobs=4))
+    run(scheduler(engine), [each, make_sequence([9], 3, KINDS["greedy"])])
+    told = [line for delta in each.sink.deltas for line in delta.logprobs]
     assert len(told) == len(each.sink.tokens) == 12
     with torch.no_grad():
-        logits = engine.model(torch.tensor([each.text])).logits[0, len(each.prompt) - 1 : -1]
+        logits = engine.model(torch.tensor([each.tokens])).logits[0, len(each.prompt) - 1 : -1]
     expected = logits.log_softmax(-1)
     for (own, likeliest), token, line in zip(told, each.sink.tokens, expected, strict=True):
         assert own == pytest.approx(float(line[token]), abs=1e-4)
@@ -164,14 +167,14 @@ def test_log_probabilities_are_the_models_own(engine):
 def test_a_log_probability_is_a_number_even_of_what_the_model_never_writes(engine, monkeypatch):
     head, never = engine.model.lm_head.forward, torch.tensor([90])
     monkeypatch.setattr(engine.model.lm_head, "forward", lambda hidden: head(hidden).index_fill(-1, never, -math.inf))
-    each = job([5, 6, 7], 6, SamplingParams(temperature=0, logprobs=VOCAB))
+    each = make_sequence([5, 6, 7], 6, SamplingParams(temperature=0, logprobs=VOCAB))
     run(scheduler(engine), [each])
-    told = [line for piece in each.sink.pieces for line in piece.logprobs]
+    told = [line for delta in each.sink.deltas for line in delta.logprobs]
     assert len(told) == 6 and all(min(likeliest.values()) == -9999 for _, likeliest in told)
 
 
 def test_a_text_ends_where_it_is_told_to(engine):
-    whole = alone(engine, job([5, 6, 7], 20, KINDS["greedy"]))
+    whole = alone(engine, make_sequence([5, 6, 7], 20, KINDS["greedy"]))
     seen: list[int] = []
 
     def stops(tokens: list[int]) -> int | None:
@@ -181,7 +184,7 @@ def test_a_text_ends_where_it_is_told_to(engine):
     each = TokenSequence([5, 6, 7], 20, KINDS["greedy"], Sink(), stops)
     run(scheduler(engine), [each])
     end = whole.index(whole[7]) + 1
-    assert each.sink.tokens == whole[:end] and each.sink.pieces[-1].finish == "stop"
+    assert each.sink.tokens == whole[:end] and each.sink.deltas[-1].finish == "stop"
 
 
 def test_what_cannot_be_served_is_refused(engine):
@@ -193,18 +196,18 @@ def test_what_cannot_be_served_is_refused(engine):
         ([-1], "out of range"),
     ):
         with pytest.raises(ArgumentError, match=says):
-            served.submit(job(prompt, 5, KINDS["greedy"]))
-    for settings in (
+            served.submit(make_sequence(prompt, 5, KINDS["greedy"]))
+    for params in (
         SamplingParams(min_new_tokens=10**20),
-        SamplingParams(ends=frozenset({VOCAB})),
+        SamplingParams(stop_token_ids=frozenset({VOCAB})),
         SamplingParams(logit_bias={-1: 1.0}),
     ):
         with pytest.raises(ArgumentError, match=r"out of range|must be from"):
-            served.submit(job([5], 5, settings))
+            served.submit(make_sequence([5], 5, params))
     for _ in range(3):  # one has a place
-        served.submit(job([5], 5, KINDS["greedy"]))
+        served.submit(make_sequence([5], 5, KINDS["greedy"]))
     with pytest.raises(QueueFullError, match="max_queue_size is 2"):
-        served.submit(job([5], 5, KINDS["greedy"]))
+        served.submit(make_sequence([5], 5, KINDS["greedy"]))
     run(served, [])
 
 
@@ -219,15 +222,15 @@ def test_what_cannot_be_served_is_refused(engine):
     ],
 )
 def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(step, engine, monkeypatch):
-    served, jobs = scheduler(engine), random_jobs(5)
+    served, sequences = scheduler(engine), random_sequences(5)
     with monkeypatch.context() as patched:
         patched.setattr(f"redrafter.scheduler.{step}", lambda *_, **__: 1 / 0)
-        for each in jobs:
+        for each in sequences:
             served.submit(each)
         for _ in range(3):
             served.round()
-    assert served.idle and all(isinstance(each.sink.pieces[-1].error, ZeroDivisionError) for each in jobs)
-    later = random_jobs(3, seed=4)
+    assert served.idle and all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) for each in sequences)
+    later = random_sequences(3, seed=4)
     run(served, later)
     assert all(each.sink.tokens == alone(engine, each) for each in later)
     nothing_is_held(served)
@@ -235,15 +238,15 @@ def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(step, engine,
 
 def test_an_error_ends_the_rows_that_were_in_it_and_no_others(engine, monkeypatch):
     served = scheduler(engine)
-    jobs = random_jobs(3, room=20)
-    for each in jobs:
+    sequences = random_sequences(3, max_new_tokens=20)
+    for each in sequences:
         served.submit(each)
     served.round()
     with monkeypatch.context() as patched:
         patched.setattr("redrafter.scheduler.running_batch.RunningBatch.step", lambda self: 1 / 0)
         served.round()
-    assert all(isinstance(each.sink.pieces[-1].error, ZeroDivisionError) or each.ended for each in jobs)
-    later = random_jobs(3, seed=4)
+    assert all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) or each.ended for each in sequences)
+    later = random_sequences(3, seed=4)
     run(served, later)
     for each in later:
         assert each.sink.tokens == alone(engine, each)
@@ -254,15 +257,15 @@ def test_ten_thousand_blocks_later_nothing_is_lost(engine):
     """RunningBatch that come, end, are put back and are cancelled, again and again."""
     served, made = scheduler(engine, blocks=20, max_batch_size=6, max_num_tokens=70), random.Random(1)
     for seed in range(20):
-        jobs = random_jobs(12, seed=seed, longest=30, room=20)
-        for each in jobs:
+        sequences = random_sequences(12, seed=seed, longest=30, max_new_tokens=20)
+        for each in sequences:
             served.submit(each)
             if made.random() < 0.2:
                 served.cancel(each)
             if made.random() < 0.5:
                 served.round()
         run(served, [])
-        assert all(each.ended for each in jobs)
+        assert all(each.ended for each in sequences)
         nothing_is_held(served)
 
 
@@ -272,10 +275,10 @@ def test_after_a_warm_up_no_step_is_new_and_nothing_is_left(limits, engine):
     warm_up(served)
     nothing_is_held(served)
     assert served.pace.tokens == scheduler(engine, **limits).pace.tokens
-    kept, jobs = set(served.rows._kept), random_jobs(12)
-    assert {rows for rows, *_ in kept} == set(served.rows.sizes) and served.idle and not served.preempted
+    kept, sequences = set(served.batch.captured_steps), random_sequences(12)
+    assert {rows for rows, *_ in kept} == set(served.batch.sizes) and served.idle and not served.preempted
     served.limits = replace(served.limits, max_queue_size=0)
-    run(served, jobs, 1)
-    assert not jobs[0].reused and set(served.rows._kept) == kept
-    for each in jobs:
+    run(served, sequences, 1)
+    assert not sequences[0].reused and set(served.batch.captured_steps) == kept
+    for each in sequences:
         assert each.sink.tokens == alone(engine, each)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from helpers.models import tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import KINDS, alone, job, nothing_is_held, random_jobs, run, scheduler
-from helpers.speculation import kept_by_odds, rejection_sampling, without_drafts
+from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
+from helpers.speculation import rejection_sampled, rejection_sampling, without_drafts
 from redrafter import DraftTarget, Engine
 from redrafter.cli import main
 from redrafter.drafting.proposer import PlainProposer
@@ -25,32 +25,32 @@ def test_a_row_without_drafts_stands_beside_rows_with_them(kind, models):
     engine = with_tree(models[0].model, tiny_drafter(), 4, 4)
     if kind == "draft model":
         engine = DraftTarget(*models, draft_len=3)
-    jobs = without_drafts(random_jobs(16, seed=3))
+    sequences = without_drafts(random_sequences(16, seed=3))
     served = scheduler(engine, blocks=60, max_batch_size=6, max_num_tokens=80)
-    run(served, jobs, 1)
-    for each in jobs:
+    run(served, sequences, 1)
+    for each in sequences:
         assert each.sink.tokens == alone(engine, each)
-        if not each.settings.speculate:
-            assert each.stats.steps == 0 and all(len(piece.tokens) < 2 for piece in each.sink.pieces)
-    assert any(each.stats.steps for each in jobs[1::2])
+        if not each.params.speculate:
+            assert each.stats.steps == 0 and all(len(delta.tokens) < 2 for delta in each.sink.deltas)
+    assert any(each.stats.steps for each in sequences[1::2])
     nothing_is_held(served)
 
 
 def test_rows_that_all_want_no_drafts_step_plainly(models):
     engine = DraftTarget(*models, draft_len=3)
     served = scheduler(engine)
-    jobs = [job([5, 6, 7], 6, replace(KINDS["sampled"], speculate=False)) for _ in range(2)]
-    run(served, jobs)
-    assert {step.proposer for step in served.rows._kept.values()} == {engine.plain}
-    assert jobs[0].sink.tokens == alone(engine, jobs[0])
+    sequences = [make_sequence([5, 6, 7], 6, replace(KINDS["sampled"], speculate=False)) for _ in range(2)]
+    run(served, sequences)
+    assert {step.proposer for step in served.batch.captured_steps.values()} == {engine.plain}
+    assert sequences[0].sink.tokens == alone(engine, sequences[0])
 
 
 def test_what_a_draft_model_may_not_have_read_is_not_found_again(models):
     engine = DraftTarget(*models, draft_len=3)
     served = scheduler(engine)
-    first = job(list(range(3, 23)), 30, replace(KINDS["greedy"], speculate=False))
+    first = make_sequence(list(range(3, 23)), 30, replace(KINDS["greedy"], speculate=False))
     run(served, [first])
-    second = job([*first.text, 5], 4, KINDS["greedy"])
+    second = make_sequence([*first.tokens, 5], 4, KINDS["greedy"])
     run(served, [second])
     assert second.reused == 16  # of the prompt alone
     assert second.sink.tokens == alone(engine, second)
@@ -58,18 +58,18 @@ def test_what_a_draft_model_may_not_have_read_is_not_found_again(models):
 
 def test_drafts_are_kept_by_their_odds_as_generate_keeps_them(models):
     engine = rejection_sampling(*models)
-    jobs = without_drafts(random_jobs(16, seed=5))
-    run(scheduler(engine, max_batch_size=5, max_num_tokens=60), jobs, 1)
-    for each in jobs:
-        assert each.sink.tokens == kept_by_odds(engine, each)
-    assert any(each.sink.tokens != alone(engine, each) for each in jobs)  # else the odds decided nothing
+    sequences = without_drafts(random_sequences(16, seed=5))
+    run(scheduler(engine, max_batch_size=5, max_num_tokens=60), sequences, 1)
+    for each in sequences:
+        assert each.sink.tokens == rejection_sampled(engine, each)
+    assert any(each.sink.tokens != alone(engine, each) for each in sequences)  # else the odds decided nothing
 
 
 def test_a_base_is_served_alone(models):
     engine = Engine(models[0], PlainProposer())
-    jobs = random_jobs(6, seed=7)
-    run(scheduler(engine, max_batch_size=4), jobs, 1)
-    for each in jobs:
+    sequences = random_sequences(6, seed=7)
+    run(scheduler(engine, max_batch_size=4), sequences, 1)
+    for each in sequences:
         assert each.sink.tokens == alone(engine, each) and each.stats.steps == 0
 
 

@@ -7,8 +7,8 @@ import torch
 
 from helpers.chats import tiny_tokenizer
 from helpers.models import tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import KINDS, alone, job, nothing_is_held, random_jobs, run
-from helpers.speculation import kept_by_odds, rejection_sampling, without_drafts
+from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run
+from helpers.speculation import rejection_sampled, rejection_sampling, without_drafts
 from redrafter import DraftTarget, Engine
 from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.engine.options import EngineOptions
@@ -43,12 +43,12 @@ def draft_model() -> Engine:
 @pytest.mark.parametrize("make", [recurrent, draft_model])
 def test_rows_without_drafts_share_captured_steps(make):
     engine = make()
-    jobs = without_drafts(random_jobs(24, seed=3))
+    sequences = without_drafts(random_sequences(24, seed=3))
     scheduler = served(engine, max_batch_size=6)
-    run(scheduler, jobs, apart=1)
-    for each in jobs:
+    run(scheduler, sequences, apart=1)
+    for each in sequences:
         assert each.sink.tokens == alone(engine, each)
-    assert all(step.graph is not None for step in scheduler.rows._kept.values())
+    assert all(step.graph is not None for step in scheduler.batch.captured_steps.values())
 
 
 def test_drafts_are_kept_by_their_odds_in_captured_steps():
@@ -56,25 +56,25 @@ def test_drafts_are_kept_by_their_odds_in_captured_steps():
     models[0].generation_config.eos_token_id = None
     engine = rejection_sampling(*(Target(model.cuda()) for model in models))
     engine.options = OPTIONS
-    jobs = without_drafts(random_jobs(24, seed=5))
+    sequences = without_drafts(random_sequences(24, seed=5))
     scheduler = served(engine, max_batch_size=5)
-    run(scheduler, jobs, apart=1)
-    for each in jobs:
-        assert each.sink.tokens == kept_by_odds(engine, each)
-    assert all(step.graph is not None for step in scheduler.rows._kept.values())
+    run(scheduler, sequences, apart=1)
+    for each in sequences:
+        assert each.sink.tokens == rejection_sampled(engine, each)
+    assert all(step.graph is not None for step in scheduler.batch.captured_steps.values())
 
 
 @pytest.mark.parametrize("make", [recurrent, draft_model])
 @pytest.mark.parametrize("limits", [{}, {"max_batch_size": 5, "max_num_tokens": 60}], ids=str)
 def test_requests_of_all_kinds_write_what_each_does_alone(make, limits):
     engine = make()
-    jobs = [*random_jobs(40), *(job([5, 6, 7], 20, replace(each)) for each in KINDS.values())]
+    sequences = [*random_sequences(40), *(make_sequence([5, 6, 7], 20, replace(each)) for each in KINDS.values())]
     scheduler = served(engine, **limits)
-    run(scheduler, jobs, apart=1)
-    for each in jobs:
+    run(scheduler, sequences, apart=1)
+    for each in sequences:
         assert each.sink.tokens == alone(engine, each)
     nothing_is_held(scheduler)
-    assert all(step.graph is not None for step in scheduler.rows._kept.values())
+    assert all(step.graph is not None for step in scheduler.batch.captured_steps.values())
 
 
 def test_rows_with_and_without_a_grammar_share_steps():
@@ -82,13 +82,13 @@ def test_rows_with_and_without_a_grammar_share_steps():
     tokenizer = tiny_tokenizer()
     engine = recurrent(vocab_size=290, max_position_embeddings=256)
     grammar = Grammar.of({"regex": r"(ab|[0-9]{2}){1,4}(é|x)?"}, tokenizer)
-    kind = replace(KINDS["sampled"], ends=frozenset({2}), grammar=grammar)
-    guided = [job([7, 8, seed], 40, replace(kind, seed=seed)) for seed in range(6)]
-    jobs = [*guided, *random_jobs(12)]
-    run(served(engine), jobs[::2] + jobs[1::2], apart=1)
+    kind = replace(KINDS["sampled"], stop_token_ids=frozenset({2}), grammar=grammar)
+    guided = [make_sequence([7, 8, seed], 40, replace(kind, seed=seed)) for seed in range(6)]
+    sequences = [*guided, *random_sequences(12)]
+    run(served(engine), sequences[::2] + sequences[1::2], apart=1)
     for each in guided:
         ids = torch.tensor([list(each.prompt)])
-        kinds = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": each.settings.seed}
+        kinds = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": each.params.seed}
         found = engine.generate(
             ids,
             torch.ones_like(ids),

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from helpers.models import tiny_drafter, tiny_model, with_tree
-from helpers.scheduling import alone, job, nothing_is_held, scheduler
+from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
 from redrafter import Engine
 from redrafter.scheduler.sequence import SamplingParams
 from redrafter.serve import worker as worker_module
@@ -35,13 +35,13 @@ def worker(engine):
 
 
 def test_a_slow_listener_gets_more_at_once(engine):
-    worker, settings = Worker(scheduler(engine, speculate=False)), SamplingParams(temperature=0)
+    worker, params = Worker(scheduler(engine, speculate=False)), SamplingParams(temperature=0)
     worker.start()
 
     async def listen(pause: float) -> list[tuple[int, list[int]]]:
         found = []
-        async for number, _, pieces in worker.pieces([[5, 6, 7], [8, 9]], 30, settings, lambda: None):
-            found.append((number, [token for piece in pieces for token in piece.tokens]))
+        async for number, _, deltas in worker.deltas([[5, 6, 7], [8, 9]], 30, params, lambda: None):
+            found.append((number, [token for delta in deltas for token in delta.tokens]))
             await asyncio.sleep(pause)
         return found
 
@@ -49,7 +49,7 @@ def test_a_slow_listener_gets_more_at_once(engine):
         found = asyncio.run(listen(pause))
         for number, prompt in enumerate(([5, 6, 7], [8, 9])):
             written = [token for each, tokens in found if each == number for token in tokens]
-            assert written == alone(engine, job(prompt, 30, settings))
+            assert written == alone(engine, make_sequence(prompt, 30, params))
     assert len(found) < 20  # of 60 tokens, one a step
     worker.stop()
 
@@ -61,7 +61,7 @@ def test_a_first_token_does_not_wait_for_a_step(engine, monkeypatch):
     monkeypatch.setattr(served, "step", lambda: (waited.append(told.wait(5)), step()))
 
     async def listen() -> None:
-        async for _ in worker.pieces([[5, 6, 7]], 8, SamplingParams(temperature=0), lambda: None):
+        async for _ in worker.deltas([[5, 6, 7]], 8, SamplingParams(temperature=0), lambda: None):
             told.set()
 
     worker.start()
@@ -75,28 +75,28 @@ def test_who_takes_nothing_is_dropped_and_nobody_else(worker, engine, monkeypatc
     monkeypatch.setattr(worker_module, "BEHIND", 0.0)
 
     async def slow() -> None:
-        async with aclosing(worker.pieces([[5, 6, 7], [9]], 60, GREEDY, lambda: None)) as pieces:
-            _, taken, _ = await anext(pieces)
+        async with aclosing(worker.deltas([[5, 6, 7], [9]], 60, GREEDY, lambda: None)) as deltas:
+            _, taken, _ = await anext(deltas)
             while not taken.ended:
                 await asyncio.sleep(0.01)
             assert taken.cancelled and taken.written < 60
             with pytest.raises(SlowConsumerError, match="tokens were written that nobody took"):
-                async for _ in pieces:  # what it was given before
+                async for _ in deltas:  # what it was given before
                     pass
 
     async def quick() -> list[int]:
         return [
             token
-            async for _, _, found in worker.pieces([[8, 9]], 60, GREEDY, lambda: None)
-            for piece in found
-            for token in piece.tokens
+            async for _, _, found in worker.deltas([[8, 9]], 60, GREEDY, lambda: None)
+            for delta in found
+            for token in delta.tokens
         ]
 
     async def both() -> list[int]:
         _, found = await asyncio.gather(slow(), quick())
         return found
 
-    assert asyncio.run(both()) == alone(engine, job([8, 9], 60, GREEDY))
+    assert asyncio.run(both()) == alone(engine, make_sequence([8, 9], 60, GREEDY))
 
 
 def test_alternatives_count_among_what_is_pending(worker, monkeypatch):
@@ -104,12 +104,12 @@ def test_alternatives_count_among_what_is_pending(worker, monkeypatch):
     monkeypatch.setattr(worker_module, "BEHIND", 0.0)
 
     async def listen(logprobs: int | None) -> None:
-        settings = SamplingParams(temperature=0, logprobs=logprobs)
-        async with aclosing(worker.pieces([[5, 6, 7]], 60, settings, lambda: None)) as pieces:
-            _, taken, _ = await anext(pieces)
+        params = SamplingParams(temperature=0, logprobs=logprobs)
+        async with aclosing(worker.deltas([[5, 6, 7]], 60, params, lambda: None)) as deltas:
+            _, taken, _ = await anext(deltas)
             while not taken.ended:
                 await asyncio.sleep(0.01)
-            await anext(pieces)
+            await anext(deltas)
 
     asyncio.run(listen(None))
     with pytest.raises(SlowConsumerError):
@@ -120,12 +120,12 @@ def test_who_turns_round_for_a_moment_is_not_dropped(worker, monkeypatch):
     monkeypatch.setattr(worker_module, "PENDING", 5)
 
     async def listen() -> int:
-        async with aclosing(worker.pieces([[5, 6, 7]], 60, GREEDY, lambda: None)) as pieces:
-            _, taken, _ = await anext(pieces)
+        async with aclosing(worker.deltas([[5, 6, 7]], 60, GREEDY, lambda: None)) as deltas:
+            _, taken, _ = await anext(deltas)
             while not taken.ended:
                 await asyncio.sleep(0.01)
-            _, taken, found = await anext(pieces)
-            return sum(len(piece.tokens) for piece in found)
+            _, taken, found = await anext(deltas)
+            return sum(len(delta.tokens) for delta in found)
 
     assert asyncio.run(listen()) > 50
 
@@ -135,8 +135,8 @@ def test_a_loop_that_stands_still_is_called_once(worker, monkeypatch):
         loop, calls = asyncio.get_running_loop(), []
         call = loop.call_soon_threadsafe
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(1), call(*given)))
-        async with aclosing(worker.pieces([[5, 6, 7]], 40, GREEDY, lambda: None)) as pieces:
-            _, taken, _ = await anext(pieces)
+        async with aclosing(worker.deltas([[5, 6, 7]], 40, GREEDY, lambda: None)) as deltas:
+            _, taken, _ = await anext(deltas)
             while not taken.ended:
                 time.sleep(0.01)  # nothing else happens in this loop meanwhile
         return len(calls)
@@ -147,14 +147,14 @@ def test_a_loop_that_stands_still_is_called_once(worker, monkeypatch):
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_after_a_drain_what_is_left_is_cancelled(seconds, worker):
     async def listen() -> list[str | None]:
-        pieces = worker.pieces([[5 + n] for n in range(40)], 80, GREEDY, lambda: None)
+        deltas = worker.deltas([[5 + n] for n in range(40)], 80, GREEDY, lambda: None)
         finishes = []
-        async for _, _, found in pieces:
+        async for _, _, found in deltas:
             if worker.alive:
                 worker.drain(seconds)
-            finishes += [piece.finish for piece in found if piece.finish is not None]
+            finishes += [delta.finish for delta in found if delta.finish is not None]
         with pytest.raises(Stopped):
-            await anext(worker.pieces([[5]], 3, GREEDY, lambda: None))
+            await anext(worker.deltas([[5]], 3, GREEDY, lambda: None))
         return finishes
 
     finishes = asyncio.run(listen())
@@ -166,9 +166,9 @@ def test_to_stop_takes_no_longer_where_nobody_reads(engine):
     worker.start()
 
     async def leave_unread() -> None:
-        pieces = [worker.pieces([[5 + n], [7]], 80, GREEDY, lambda: None) for n in range(3)]
-        first = await anext(pieces[0])
-        waiting = [asyncio.ensure_future(anext(each)) for each in pieces[1:]]
+        deltas = [worker.deltas([[5 + n], [7]], 80, GREEDY, lambda: None) for n in range(3)]
+        first = await anext(deltas[0])
+        waiting = [asyncio.ensure_future(anext(each)) for each in deltas[1:]]
         await asyncio.sleep(0)
         began = time.perf_counter()
         worker.stop()
@@ -176,7 +176,7 @@ def test_to_stop_takes_no_longer_where_nobody_reads(engine):
         for each in waiting:  # nor does anybody wait for ever
             number, _, found = await each
             assert number in (0, 1) and found
-        assert [piece.finish for piece in found][-1] is not None
+        assert [delta.finish for delta in found][-1] is not None
 
     asyncio.run(leave_unread())
     worker.stop()
@@ -189,11 +189,11 @@ def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
     worker.start()
 
     async def listen() -> None:
-        pieces = worker.pieces([[5, 6, 7]], 80, GREEDY, lambda: None)
-        await anext(pieces)
+        deltas = worker.deltas([[5, 6, 7]], 80, GREEDY, lambda: None)
+        await anext(deltas)
         worker.stop()
         with pytest.raises(Stopped):
-            await anext(pieces)
+            await anext(deltas)
 
     asyncio.run(listen())
     go_on.set()
@@ -206,7 +206,7 @@ def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
 
     async def listen() -> None:
         with pytest.raises(Stopped):
-            async for _ in worker.pieces([[5, 6, 7]], 80, GREEDY, lambda: None):
+            async for _ in worker.deltas([[5, 6, 7]], 80, GREEDY, lambda: None):
                 pass
 
     asyncio.run(listen())
@@ -216,15 +216,15 @@ def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
 def test_those_who_leave_hold_nobody_up(worker, engine):
     async def leave(client: int) -> None:
         prompts = [[5 + client, 6, 7 + n % 60] for n in range(300)]
-        async with aclosing(worker.pieces(prompts, 8, GREEDY, lambda: None, f"{client}")) as pieces:
-            await anext(pieces)
+        async with aclosing(worker.deltas(prompts, 8, GREEDY, lambda: None, f"{client}")) as deltas:
+            await anext(deltas)
 
     async def stay() -> list[int]:
-        found = worker.pieces([[8, 9]], 20, GREEDY, lambda: None, "stays")
-        return [token async for _, _, pieces in found for piece in pieces for token in piece.tokens]
+        found = worker.deltas([[8, 9]], 20, GREEDY, lambda: None, "stays")
+        return [token async for _, _, deltas in found for delta in deltas for token in delta.tokens]
 
     async def all_of_them() -> list[int]:
         *_, found = await asyncio.gather(*(leave(client) for client in range(4)), stay())
         return found
 
-    assert asyncio.run(all_of_them()) == alone(engine, job([8, 9], 20, GREEDY))
+    assert asyncio.run(all_of_them()) == alone(engine, make_sequence([8, 9], 20, GREEDY))

@@ -54,7 +54,7 @@ class Choice:
             raise ApiError(400 if theirs else 500, f"{piece.error}" if theirs else f"the engine failed: {piece.error}")
         shown = piece.tokens
         self.taken += len(shown)
-        if piece.finish == "stop" and shown and shown[-1] in job.settings.ends:
+        if piece.finish == "stop" and shown and shown[-1] in job.params.stop_token_ids:
             shown = shown[:-1]
         lines = [
             (text_of(self._tokenizer, [token]), token, own, likeliest)
@@ -222,7 +222,7 @@ def told(choices: Sequence[Choice]) -> dict[str, Any]:
     if not jobs:
         return {}
     usage = _usage(choices, {tuple(job.prompt): job for job in jobs}.values())
-    waits = [job.first - job.came for job in jobs if job.first is not None]
+    waits = [job.first_token_at - job.arrived_at for job in jobs if job.first_token_at is not None]
     return {
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
