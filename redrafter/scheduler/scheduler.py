@@ -27,7 +27,7 @@ from redrafter.errors import ArgumentError, CacheFullError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.limits import Limits, QueueFullError, check
 from redrafter.scheduler.prefill_budget import Pace, choose, cost
-from redrafter.scheduler.prompt_logprobs import LEAST, score
+from redrafter.scheduler.logprobs import LEAST, score
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sequence import Finish, SequenceDelta, TokenSequence
 from redrafter.scheduler.waiting_queue import WaitingQueue

@@ -9,7 +9,7 @@ from redrafter.cache.block_manager import BlockTable
 from redrafter.engine.outputs import Stats
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.text import GuidedText
-from redrafter.scheduler.prompt_logprobs import PromptScore
+from redrafter.scheduler.logprobs import PromptScore
 
 __all__ = ["Finish", "SamplingParams", "SequenceDelta", "TokenSequence"]
 
