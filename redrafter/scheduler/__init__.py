@@ -1,1 +1,1 @@
-"""Continuous batching: who waits, who is read, who steps. It knows nothing of HTTP."""
+"""Continuous batching of sequences over one engine. It knows nothing of HTTP."""

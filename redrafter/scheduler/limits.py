@@ -1,4 +1,4 @@
-"""What a server may take on, and what it refuses."""
+"""Limits on the sequences that run and wait, and the checks of a new sequence."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -7,23 +7,24 @@ from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 from redrafter.scheduler.waiting_queue import WaitingQueue
 
-__all__ = ["Limits", "QueueFullError", "check"]
+__all__ = ["Limits", "QueueFullError", "check_sequences"]
 
 
 class QueueFullError(ReDrafterError):
-    """As many texts wait as may."""
+    """Too many sequences wait to accept another."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server may take on.
+    """How many sequences and tokens run and wait at once.
 
     Attributes:
-        max_batch_size: RunningBatch that step at once, and prompts that are being read: the places of the server.
-        max_num_tokens: Tokens of one forward, drafts and chunks of prompts.
-        max_seq_len: Tokens of a text, prompt included; None: the model's context.
-        max_queue_size: Texts that wait for a place, 0 for any number; see `refuse_if_full`.
-        guaranteed_no_evict: Admit a text only where the longest that it may become fits, so that none is ever put back.
+        max_batch_size: Sequences that hold a place, whether they step or their prompts are being read.
+        max_num_tokens: Tokens of one forward, drafts and chunks of prompts together.
+        max_seq_len: Tokens of a sequence, prompt included; None for the context length of the model.
+        max_queue_size: Sequences that wait for a place, 0 for any number; see `refuse_if_full`.
+        guaranteed_no_evict: Admit a sequence only when there are blocks for its greatest length, so that none is ever
+            preempted.
         chunked: Read long prompts in chunks.
         reuse: Look for prefixes that are in the cache already.
     """
@@ -36,36 +37,42 @@ class Limits:
     chunked: bool = True
     reuse: bool = True
 
-    def refuse_if_full(self, queue: WaitingQueue, running: int, client: str, texts: int) -> None:
-        """Raise `QueueFullError` where so many more texts of a client may not wait.
+    def refuse_if_full(self, queue: WaitingQueue, running: int, client: str, count: int) -> None:
+        """Raise `QueueFullError` if so many more sequences of a client may not wait.
 
-        Only texts count that cannot begin at once for want of a place. A client alone may use all of `max_queue_size`.
-        Where that is used up, other clients may wait beside it, up to as many texts again: each up to its share,
-        `max_queue_size` by the number of clients that wait. What comes while nobody waits is always taken, so that a
-        request of more texts than may wait is served too.
+        Only sequences count that cannot begin at once for want of a place. A client alone may use all of
+        `max_queue_size`. When that is used up, other clients may wait beside it, up to as many sequences again: each up
+        to its share, which is `max_queue_size` divided by the number of clients that wait. What comes while nobody
+        waits is always accepted, so that a request of more than `max_queue_size` sequences is served too.
+
+        Args:
+            queue: The sequences that wait.
+            running: Sequences that hold a place.
+            client: Who asks.
+            count: How many sequences it submits.
         """
         most = self.max_queue_size
         if not most or not queue:
             return
-        waiting = len(queue) + texts - max(self.max_batch_size - running, 0)
-        mine = queue.waiting(client)
-        share = most // (queue.clients + (not mine))
-        if waiting > most and (waiting > 2 * most or mine + texts > share):
+        waiting = len(queue) + count - max(self.max_batch_size - running, 0)
+        of_client = queue.waiting(client)
+        share = most // (queue.waiting_clients + (not of_client))
+        if waiting > most and (waiting > 2 * most or of_client + count > share):
             raise QueueFullError(
-                f"{len(queue)} texts are waiting, {mine} of them yours, and {texts} more would be too many: "
+                f"{len(queue)} texts are waiting, {of_client} of them yours, and {count} more would be too many: "
                 f"max_queue_size is {most}; try again later"
             )
 
 
-def check(sequences: Sequence[TokenSequence], longest: int, vocabulary: int) -> None:
-    """Raise `ArgumentError` for a text that can never be served.
+def check_sequences(sequences: Sequence[TokenSequence], longest: int, vocabulary: int) -> None:
+    """Raise `ArgumentError` for a sequence that can never be served.
 
     Args:
-        sequences: The texts.
-        longest: Tokens that a text may come to.
-        vocabulary: Ids that there are.
+        sequences: New sequences.
+        longest: Most tokens of a sequence.
+        vocabulary: Number of token ids.
     """
-    checked: set[int] = set()  # several texts after one prompt share it
+    checked: set[int] = set()  # several sequences after one prompt share it
     for sequence in sequences:
         _check_params(sequence.params, vocabulary)
         if id(sequence.prompt) in checked:

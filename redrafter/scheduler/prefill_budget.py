@@ -1,95 +1,96 @@
-"""How much of the prompts one round reads, and of which ones."""
+"""How many prompt tokens one round reads, and of which prompts."""
 
 from collections.abc import Sequence
 
 from redrafter.scheduler.sequence import TokenSequence
 
-__all__ = ["Pace", "Share", "choose", "cost"]
+__all__ = ["Chunk", "PrefillPace", "choose_chunks", "padded_tokens"]
 
-SECONDS = 0.25  # that a forward over prompts should take: as long, running texts and new ones wait for it
-FIRST = 512  # tokens of the first forward, before any was measured
-LEAST = 64  # tokens of a forward however slow the machine is; fewer would take about as long
-FASTER, SLOWER = 2.0, 0.25  # the most by which one forward changes the next
+TARGET_SECONDS = 0.25  # duration of a prefill forward; running and new sequences wait as long for it
+FIRST_FORWARD_TOKENS = 512  # tokens of the first forward, before any was measured
+MIN_FORWARD_TOKENS = 64  # tokens of a forward on any machine, however slow; fewer would take about as long
+MAX_GROWTH, MIN_GROWTH = 2.0, 0.25  # factors by which one measurement may change the size of the next forward
 
-Share = tuple[TokenSequence, int]  # a text, and how many more tokens of its prompt are read
+Chunk = tuple[TokenSequence, int]  # a sequence, and how many more tokens of its prompt are read
 
 
-class Pace:
-    """The tokens that a forward over prompts may have, so that it takes about `SECONDS`.
+class PrefillPace:
+    """How many tokens a prefill forward may have, so that it takes about `TARGET_SECONDS`.
 
-    It follows what forwards have taken, since that depends on the machine, the model and how long the texts are. What a
-    text becomes does not depend on it.
+    The number follows the measured durations, since these depend on the machine, the model and the lengths of the
+    sequences. The tokens that are drawn do not depend on it.
+
+    Attributes:
+        tokens: Tokens that the next forward may have.
     """
 
-    def __init__(self, most: int):
-        """Args:
-        most: Tokens of a forward on any machine.
-        """
-        self._most = most
-        self.tokens = min(FIRST, most)
+    def __init__(self, max_num_tokens: int):
+        """Begin at `FIRST_FORWARD_TOKENS`. max_num_tokens: tokens of a forward on any machine, however fast."""
+        self._max_num_tokens = max_num_tokens
+        self.tokens = min(FIRST_FORWARD_TOKENS, max_num_tokens)
 
-    def measured(self, tokens: int, seconds: float) -> None:
-        """Learn from a forward over so many tokens."""
-        fitting = tokens * SECONDS / max(seconds, 1e-6)
-        if seconds <= SECONDS and 2 * tokens < self.tokens:
+    def measure(self, tokens: int, seconds: float) -> None:
+        """Adapt the size of the next forward to the duration of one over so many tokens."""
+        fitting = tokens * TARGET_SECONDS / max(seconds, 1e-6)
+        if seconds <= TARGET_SECONDS and 2 * tokens < self.tokens:
             return  # that few tokens are fast says nothing of many
-        fitting = min(max(fitting, SLOWER * self.tokens), FASTER * self.tokens)
-        self.tokens = min(max(round(fitting), LEAST), self._most)
+        fitting = min(max(fitting, MIN_GROWTH * self.tokens), MAX_GROWTH * self.tokens)
+        self.tokens = min(max(round(fitting), MIN_FORWARD_TOKENS), self._max_num_tokens)
 
 
-class _Forward:
-    """What the next forward reads, while it is being chosen."""
+class _ForwardPlan:
+    """The chunks of the next forward, while they are being chosen."""
 
     def __init__(self, padded: bool):
         self._padded = padded
-        self.shares: dict[TokenSequence, int] = {}
+        self.counts: dict[TokenSequence, int] = {}
         self._total = self._longest = 0
 
-    def take(self, sequence: TokenSequence, budget: int, whole: bool) -> None:
-        """Read as much of a prompt as a forward of `budget` tokens has room for. whole: all of it or nothing."""
-        before = self.shares.get(sequence, 0)
-        room = budget - self._total + before
+    def add(self, sequence: TokenSequence, budget: int, whole: bool) -> None:
+        """Add as much of a prompt as a forward of `budget` tokens has room for. whole: all of it or nothing."""
+        before = self.counts.get(sequence, 0)
+        free = budget - self._total + before
         if self._padded:
-            room = budget // (len(self.shares) + (sequence not in self.shares))
-            if self._longest > room:
+            free = budget // (len(self.counts) + (sequence not in self.counts))
+            if self._longest > free:
                 return
         left = sequence.prefill_length - sequence.prefilled
-        share = min(left, room)
-        if share > before and not (whole and share < left):
-            self.shares[sequence] = share
-            self._total += share - before
-            self._longest = max(self._longest, share)
+        count = min(left, free)
+        if count > before and not (whole and count < left):
+            self.counts[sequence] = count
+            self._total += count - before
+            self._longest = max(self._longest, count)
 
 
-def choose(reading: Sequence[TokenSequence], budget: int, padded: bool, chunked: bool) -> list[list[Share]]:
+def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool, chunked: bool) -> list[list[Chunk]]:
     """Choose which prompts are read next, and how many tokens of each.
 
-    Half of a forward is for the prompts that have the fewest tokens left, so that a short one never stands behind the
-    pieces of a long one. The rest is for those that were admitted first, so that a long one gets on whatever comes.
+    Half of a forward is for the prompts that have the fewest tokens left, so that a short one never waits for the
+    chunks of a long one. The rest is for those that were admitted first, so that a long one advances in any case.
 
     Args:
-        reading: Texts whose prompts are not read yet, in the order of their admission; at least one.
+        prefilling: Sequences whose prompts are not in the cache yet, in the order of their admission; at least one.
         budget: Tokens of a forward.
-        padded: Whether each text costs as many tokens as the longest one beside it.
-        chunked: Whether a prompt may be read in deltas. If not, the one that was admitted first is read whole however
+        padded: Whether each sequence costs as many tokens as the longest one beside it.
+        chunked: Whether a prompt may be read in chunks. If not, the one that was admitted first is read whole however
             long it is.
 
     Returns:
-        The shares of each forward: of one, or of a second one for a whole prompt that is longer than `budget`.
+        The chunks of each forward: of one, or also of a second one for a whole prompt that is longer than `budget`.
     """
-    forward = _Forward(padded)
-    for sequence in sorted(reading, key=lambda sequence: sequence.prefill_length - sequence.prefilled):
-        forward.take(sequence, max(budget // 2, 1), whole=not chunked)
-    for sequence in reading:
-        forward.take(sequence, budget, whole=not chunked)
-    forwards = [list(forward.shares.items())] if forward.shares else []
-    oldest = reading[0]
-    if oldest not in forward.shares and not chunked:
+    plan = _ForwardPlan(padded)
+    for sequence in sorted(prefilling, key=lambda sequence: sequence.prefill_length - sequence.prefilled):
+        plan.add(sequence, max(budget // 2, 1), whole=not chunked)
+    for sequence in prefilling:
+        plan.add(sequence, budget, whole=not chunked)
+    forwards = [list(plan.counts.items())] if plan.counts else []
+    oldest = prefilling[0]
+    if oldest not in plan.counts and not chunked:
         forwards.append([(oldest, oldest.prefill_length - oldest.prefilled)])
     return forwards
 
 
-def cost(shares: Sequence[Share], padded: bool) -> int:
-    """Count the tokens of a forward, padding included."""
-    tokens = [share for _, share in shares]
-    return len(tokens) * max(tokens) if padded else sum(tokens)
+def padded_tokens(chunks: Sequence[Chunk], padded: bool) -> int:
+    """Count the tokens of a forward, with those of padding if it is padded."""
+    counts = [count for _, count in chunks]
+    return len(counts) * max(counts) if padded else sum(counts)

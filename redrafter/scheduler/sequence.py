@@ -1,15 +1,19 @@
-"""One text that a server was asked for."""
+"""One sequence of tokens that is asked for, how it is drawn, and what each round adds to it."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from redrafter.cache.block_manager import BlockTable
 from redrafter.engine.outputs import Stats
+from redrafter.engine.stopping import cut
+from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.text import GuidedText
-from redrafter.scheduler.logprobs import PromptScore
+from redrafter.scheduler.logprobs import PromptScore, token_logprobs
 
 __all__ = ["Finish", "SamplingParams", "SequenceDelta", "TokenSequence"]
 
@@ -58,11 +62,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
     @property
     def simple(self) -> bool:
-        """Whether a temperature is all that stands between logits and draw."""
+        """Whether sampling needs no logits processor but a temperature."""
         cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
         plain = not penalised and not self.logit_bias and not self.min_new_tokens and self.grammar is None
@@ -71,9 +76,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SequenceDelta:
-    """What a step added to a text. accepted: how many of the tokens, its first ones, were drafts. logprobs: of each
-    token its own and those of the likeliest, by id; None unless asked for. finish: why the text ends here. drafted: how
-    many drafts were verified; the first token comes without any, and so does what a plain step writes."""
+    """What one step added to a sequence.
+
+    Attributes:
+        tokens: New tokens.
+        accepted: How many of them, from the first on, were drafts.
+        logprobs: Log-probability of each token, and those of the likeliest tokens by id; None unless asked for.
+        finish: Why the sequence ends here, or None if it goes on.
+        error: What failed, if `finish` is "error".
+        drafted: Drafts that were verified: none for a first token and in steps without drafts.
+    """
 
     tokens: Sequence[int]
     accepted: int = 0
@@ -83,30 +95,31 @@ class SequenceDelta:
     drafted: int = 0
 
 
-@dataclass(eq=False)  # a text is only ever itself: comparing fields would look through whole prompts
+@dataclass(eq=False)  # a sequence equals only itself: comparing fields would look through whole prompts
 class TokenSequence:
-    """A prompt, what is to follow it, and how far that is.
+    """A prompt, the tokens that follow it, and how far the two are.
 
     Attributes:
         prompt: Token ids.
-        max_new_tokens: The most tokens that may follow; 0: the prompt is only read.
+        max_new_tokens: Most tokens that may follow; 0 if the prompt is only to be read.
         params: How tokens are drawn.
-        sink: Told every delta, in the thread of the engine.
-        find_stop: Told the tokens of a step; returns after which of them the text ends, or None.
-        client: Who asked for it. Clients share the server fairly.
-        cache_salt: Only texts with the same one share blocks of the cache.
-        tokens: The prompt and what was written.
-        block_table: Its blocks, while it has a place.
-        prefilled: Tokens whose keys and values are in its blocks.
-        reused: Those that were there already when it was admitted.
-        arrival: The number of its arrival, from 1; 0 before it was submitted.
-        admitted_round: The round in which it was given its last place; None if it never was.
-        row: Its row.
+        sink: Called with every delta, in the thread of the engine.
+        find_stop: Called with the tokens of a step; returns the index of the one that the text ends with, or None.
+        client: Who asked for the sequence. Clients share the server fairly.
+        cache_salt: Only sequences with the same salt share blocks of the cache.
+        tokens: The prompt and the tokens that follow it so far.
+        block_table: Blocks of the cache, while the sequence holds a place.
+        prefilled: Leading tokens whose keys and values are in these blocks, while its prompt is being read.
+        reused: How many of them were in the cache already when the sequence was admitted, at most.
+        arrival: Number of its arrival, from 1; 0 before it is submitted.
+        admitted_round: Round in which it was last given a place; None if it never was.
+        row: Its row of the running batch; None while it has none.
         cancelled: Whether it shall end before its next step.
-        ended: Whether it was told its last delta.
-        stats: Of the steps that verified drafts.
-        arrived_at, first_token_at: When it came, and when its first token did.
-        prompt_scores: Of the prompt's tokens but the first, as far as it is read, where they were asked for.
+        ended: Whether its last delta was reported.
+        stats: Counts of the steps that verified drafts.
+        arrived_at, first_token_at: When it was made and when its first token was reported, by `time.perf_counter`.
+        prompt_scores: Scores of the prompt's tokens but the first, as far as it is read, if they were asked for.
+        guide: What its grammar allows next; None without a grammar.
     """
 
     prompt: Sequence[int]
@@ -137,20 +150,50 @@ class TokenSequence:
 
     @property
     def written(self) -> int:
+        """Number of tokens that follow the prompt so far."""
         return len(self.tokens) - len(self.prompt)
 
     @property
     def needs_scores(self) -> bool:
-        """Whether log-probabilities of the prompt were asked for and are not all there."""
+        """Whether log-probabilities of the prompt were asked for and some are still missing."""
         return self.params.prompt_logprobs is not None and len(self.prompt_scores) < len(self.prompt) - 1
 
     @property
     def max_length(self) -> int:
-        """The most tokens that the text may come to."""
+        """Most tokens of prompt and text together."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def prefill_length(self) -> int:
-        """Tokens that must be in the cache before the row can step: all of a new prompt, or, of a text that was begun,
-        all but the pending token."""
+        """Tokens that must be in the cache before the sequence can step.
+
+        They are all of a new prompt. Of a preempted sequence, they are all but the pending token.
+        """
         return len(self.tokens) - (self.written > 0)
+
+    def append(self, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int = 0) -> SequenceDelta:
+        """Append drawn tokens up to where the sequence ends, and return what was added.
+
+        Args:
+            tokens: Tokens that were drawn.
+            accepted: How many of them, from the first on, were drafts.
+            logits: Logits of the target that they were drawn from, `[count, V]`; None if no log-probabilities are
+                wanted.
+            drafted: Drafts that were verified.
+        """
+        stop_token_ids = self.params.stop_token_ids
+        new, ended = cut(tokens, self.max_new_tokens - self.written, stop_token_ids)
+        finish: Finish | None = None
+        if ended:
+            finish = "stop" if new[-1] in stop_token_ids else "length"
+        if self.find_stop is not None and (stop := self.find_stop(new)) is not None:
+            new, finish = new[: stop + 1], "stop"
+        self.tokens += new
+        accepted = min(accepted, len(new))
+        if drafted:
+            self.stats.count(drafted, accepted, len(new))
+        if self.guide is not None and self.guide.error is not None:
+            error = ArgumentError(self.guide.error)
+            return SequenceDelta(new, accepted, finish="error", error=error, drafted=drafted)
+        logprobs = None if logits is None else token_logprobs(logits, new, self.params.logprobs)
+        return SequenceDelta(new, accepted, logprobs, finish, drafted=drafted)

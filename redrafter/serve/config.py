@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from redrafter.app.flags import flag, names, option
 from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
-from redrafter.scheduler.scheduler import Limits
+from redrafter.scheduler.limits import Limits
 from redrafter.serve.network.api_keys import ENVIRONMENT
 from redrafter.spelling import nearest
 

@@ -13,7 +13,7 @@ from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.process import GrammarProcess
 from redrafter.grammar.source import GrammarSource
-from redrafter.scheduler.scheduler import QueueFullError
+from redrafter.scheduler.limits import QueueFullError
 
 __all__ = ["Grammars"]
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from redrafter.cache.block_manager import BlockManager
-from redrafter.scheduler.prefill_budget import Pace
-from redrafter.scheduler.running_batch import NARROW
+from redrafter.scheduler.prefill_budget import PrefillPace
+from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 
@@ -18,7 +18,7 @@ def warm_up(scheduler: Scheduler) -> None:
     """Write texts that nobody reads: prompts of all kinds of lengths, and steps of every number of rows. A text that is
     longer than those steps have room for still waits for its own. For when nobody is served."""
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
-    longest = min(scheduler.longest, NARROW[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
+    longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     lengths = [length for length in LENGTHS if length < longest]
     for rows in scheduler.batch.sizes:
         for params in (PLAIN, CUT):
@@ -28,7 +28,7 @@ def warm_up(scheduler: Scheduler) -> None:
         _write(scheduler, min(2, limits.max_batch_size), length, PLAIN)
     scheduler.limits = limits
     scheduler.graphs.blocks = BlockManager(scheduler.graphs.store.count)  # none of this is to be found again
-    scheduler.pace = Pace(limits.max_num_tokens)  # nor are first times to slow what follows
+    scheduler.prefiller.pace = PrefillPace(limits.max_num_tokens)  # nor are first times to slow what follows
 
 
 def _write(scheduler: Scheduler, rows: int, length: int, params: SamplingParams) -> None:

@@ -9,7 +9,8 @@ from helpers.models import VOCAB
 from redrafter import Engine
 from redrafter.cache.paged import KVCachePool
 from redrafter.engine.cuda_graphs import CUDAGraphRunner
-from redrafter.scheduler.scheduler import Limits, Scheduler
+from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
 
 KINDS = {
@@ -96,5 +97,5 @@ def random_sequences(count: int, seed: int = 0, longest: int = 40, max_new_token
 
 def nothing_is_held(scheduler: Scheduler) -> None:
     pool = scheduler.graphs.blocks
-    assert pool.free == scheduler.graphs.store.count - 1 and not any(pool._rows)
-    assert not scheduler.batch._own.state.active.any()
+    assert pool.free == pool.count
+    assert not scheduler.batch.state.active.any()

@@ -9,12 +9,19 @@ from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import KINDS, Sink, alone, nothing_is_held, random_sequences, run, scheduler
 from redrafter import Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler import waiting_queue as waiting
 from redrafter.scheduler.limits import QueueFullError
-from redrafter.scheduler.prefill_budget import LEAST, SECONDS, Pace, choose, cost
-from redrafter.scheduler.scheduler import CANCELLED, TURN, Scheduler
+from redrafter.scheduler.prefill import PrefilledRows
+from redrafter.scheduler.prefill_budget import (
+    MIN_FORWARD_TOKENS,
+    TARGET_SECONDS,
+    Chunk,
+    PrefillPace,
+    choose_chunks,
+    padded_tokens,
+)
+from redrafter.scheduler.scheduler import MAX_CANCELLATIONS_PER_ROUND, MIN_ROUNDS_IN_PLACE
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
-from redrafter.scheduler.waiting_queue import WaitingQueue
+from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_CLIENTS, SPARE_HEAP_ENTRIES, WaitingQueue
 
 GREEDY = KINDS["greedy"]
 
@@ -74,7 +81,7 @@ class Slow:
         first = queue.first()
         assert (first in self.firsts()) if self.waiting else first is None
         assert len(queue) == len(self.waiting)
-        assert queue.clients == len({each.client for each in self.waiting})
+        assert queue.waiting_clients == len({each.client for each in self.waiting})
         for client in self.used:
             assert queue.waiting(client) == sum(each.client == client for each in self.waiting)
             assert queue.running(client) == self.places(client)
@@ -110,7 +117,7 @@ def test_the_queue_agrees_with_a_slow_obvious_one(clients):
                 slow.placed.remove(placed)
         slow.check(queue)
     assert sorted(map(id, queue.clear())) == sorted(map(id, slow.waiting))
-    assert len(queue) == queue.clients == 0 and queue.first() is None
+    assert len(queue) == queue.waiting_clients == 0 and queue.first() is None
 
 
 def test_a_million_clients_leave_nothing_behind():
@@ -126,9 +133,9 @@ def test_a_million_clients_leave_nothing_behind():
         queue.start(each)
         queue.charge(each, 1 + number % 7)
         queue.end(each)
-    assert len(queue._clients) == 1 and len(queue._left) <= waiting.REMEMBERED
-    for heap in (queue._without_place, queue._with_place):
-        assert len(heap._heap) == len(heap._listed) <= 2 + waiting.SPARE
+    assert queue.clients == 1
+    assert queue.remembered_clients <= MAX_REMEMBERED_CLIENTS
+    assert all(size <= 2 + SPARE_HEAP_ENTRIES for size in queue.heap_sizes)
 
 
 def test_who_comes_back_has_no_claim_to_the_past_and_no_clean_slate():
@@ -213,7 +220,7 @@ def test_one_text_does_not_wait_for_the_hundreds_of_another_client(engine):
     while not one.ended:
         served.round()
         rounds += 1
-    assert rounds < 2 * TURN and sum(each.ended for each in many) < 100
+    assert rounds < 2 * MIN_ROUNDS_IN_PLACE and sum(each.ended for each in many) < 100
     assert one.sink.tokens == alone(engine, one)
     served.cancel(*many)
     run(served, [])
@@ -225,7 +232,7 @@ def test_a_client_that_holds_every_place_gives_one_up_and_writes_the_same(engine
         make_sequence("long", [5 + n, 9, 11], 36, kind) for n, kind in enumerate((GREEDY, *list(KINDS.values())[:4]))
     ]
     served.submit(*long)
-    for _ in range(TURN - 4):
+    for _ in range(MIN_ROUNDS_IN_PLACE - 4):
         served.round()
     others = [make_sequence(f"other {n}", [8, 9 + n], max_new_tokens=3) for n in range(3)]
     served.submit(*others)
@@ -245,11 +252,11 @@ def test_nobody_gives_a_place_up_twice_at_once_nor_a_last_one(engine):
     served = scheduler(engine, max_batch_size=2, speculate=False)
     long = [make_sequence("a", [5], 80), make_sequence("b", [6], 80)]
     served.submit(*long)
-    for _ in range(TURN + 1):
+    for _ in range(MIN_ROUNDS_IN_PLACE + 1):
         served.round()
     third = make_sequence("c", [7], 3)
     served.submit(third)
-    for _ in range(TURN + 1):
+    for _ in range(MIN_ROUNDS_IN_PLACE + 1):
         served.round()
     assert not served.preempted and not third.written  # each of the others has one place
     run(served, [])
@@ -261,7 +268,11 @@ def test_nobody_gives_a_place_up_twice_at_once_nor_a_last_one(engine):
     for number in range(60):  # a client with one token after another
         served.submit(make_sequence(f"one {number}", [7, 8], 1))
         served.round()
-    assert 1 <= served.preempted <= 60 // TURN and long[0].written > 55 and long[1].written >= TURN
+    assert (
+        1 <= served.preempted <= 60 // MIN_ROUNDS_IN_PLACE
+        and long[0].written > 55
+        and long[1].written >= MIN_ROUNDS_IN_PLACE
+    )
     served.cancel_all()
     run(served, [])
 
@@ -270,7 +281,7 @@ def test_nobody_gives_a_place_up_where_that_is_promised(engine):
     served = scheduler(engine, max_batch_size=2, guaranteed_no_evict=True)
     long = [make_sequence("a", [5], 60), make_sequence("a", [6], 60)]
     served.submit(*long)
-    for _ in range(TURN + 1):
+    for _ in range(MIN_ROUNDS_IN_PLACE + 1):
         served.round()
     other = make_sequence("b", [7], 3)
     run(served, [other])
@@ -281,7 +292,7 @@ def test_a_client_without_blocks_is_given_those_of_another(engine):
     served = scheduler(engine, blocks=16, max_batch_size=8, speculate=False, max_num_tokens=200)
     many = [make_sequence("many", [5 + n], 40) for n in range(4)]
     served.submit(*many)
-    for _ in range(2 * TURN):
+    for _ in range(2 * MIN_ROUNDS_IN_PLACE):
         served.round()
     other = make_sequence("other", [3 + n % 60 for n in range(64)], 4)
     served.submit(other)
@@ -311,13 +322,13 @@ def test_texts_of_many_clients_that_come_and_go_are_what_each_is_alone(limits, e
     for each in sequences:
         assert each.ended and (each.cancelled or each.sink.tokens == alone(engine, each))
     nothing_is_held(served)
-    assert not served._queue._clients
+    assert not served.clients
 
 
 def test_a_cancelled_text_costs_nothing_while_hundreds_of_others_wait(engine, monkeypatch):
     """No call looks at texts that it is not about."""
     served = scheduler(engine, max_batch_size=2, max_queue_size=0)
-    sequences = [make_sequence(f"{n % 24}", max_new_tokens=30) for n in range(CANCELLED + 600)]
+    sequences = [make_sequence(f"{n % 24}", max_new_tokens=30) for n in range(MAX_CANCELLATIONS_PER_ROUND + 600)]
     served.submit(*sequences)
     served.round()
     left = sequences[60:]
@@ -326,7 +337,7 @@ def test_a_cancelled_text_costs_nothing_while_hundreds_of_others_wait(engine, mo
     served.cancel(*left)
     assert served.waiting == 58 and not any(each.ended for each in left)
     served.round()
-    assert sum(each.ended for each in left) == CANCELLED  # a round tells so many at most
+    assert sum(each.ended for each in left) == MAX_CANCELLATIONS_PER_ROUND  # a round tells so many at most
     running = next(each for each in sequences[:60] if each.row is not None)
     served.cancel(running)
     served.round()
@@ -356,11 +367,11 @@ def reading(*left: int) -> list[TokenSequence]:
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_short_prompt_is_read_beside_a_long_one_and_the_long_one_gets_on(padded):
     texts = reading(5000, 4000, 3)
-    [shares] = choose(texts, 256, padded, chunked=True)
+    [shares] = choose_chunks(texts, 256, padded, chunked=True)
     found = dict(shares)
-    assert found[texts[2]] == 3 and found[texts[0]] >= 64 and cost(shares, padded) <= 256
+    assert found[texts[2]] == 3 and found[texts[0]] >= 64 and padded_tokens(shares, padded) <= 256
     texts = reading(5000, *[3] * 200)
-    [shares] = choose(texts, 256, padded, chunked=True)
+    [shares] = choose_chunks(texts, 256, padded, chunked=True)
     found = dict(shares)
     assert found[texts[0]] >= 3 and sum(found.get(each, 0) == 3 for each in texts[1:]) >= 42
 
@@ -373,14 +384,14 @@ def test_what_a_forward_reads_fits_and_everything_is_read(padded, chunked):
         texts = reading(*(made.choice((1, 3, 20, 300)) for _ in range(made.randrange(1, 9))))
         budget, forwards = made.choice((16, 60, 500)), 0
         while texts:
-            for shares in choose(texts, budget, padded, chunked):
+            for shares in choose_chunks(texts, budget, padded, chunked):
                 assert shares and len(dict(shares)) == len(shares)
                 for each, share in shares:
                     assert 0 < share <= each.prefill_length - each.prefilled
                     assert chunked or share == each.prefill_length
                     each.prefilled += share
                 alone_and_whole = not chunked and len(shares) == 1
-                assert cost(shares, padded) <= budget or alone_and_whole
+                assert padded_tokens(shares, padded) <= budget or alone_and_whole
             oldest = texts[0]
             assert oldest.prefilled and (chunked or oldest.prefilled == oldest.prefill_length)
             texts = [each for each in texts if each.prefilled < each.prefill_length]
@@ -389,30 +400,33 @@ def test_what_a_forward_reads_fits_and_everything_is_read(padded, chunked):
 
 
 def test_the_pace_follows_the_machine():
-    pace = Pace(8192)
+    pace = PrefillPace(8192)
     for _ in range(20):
-        pace.measured(pace.tokens, pace.tokens * 1e-3)  # a thousand tokens a second
-    assert pace.tokens == pytest.approx(1000 * SECONDS, rel=0.1)
-    pace.measured(3, 0.02)  # a short prompt is slow by the token, and says nothing
-    assert pace.tokens == pytest.approx(1000 * SECONDS, rel=0.1)
-    pace.measured(pace.tokens, 100.0)  # one that stood still for a while does not slow all that follow
-    assert pace.tokens >= LEAST
+        pace.measure(pace.tokens, pace.tokens * 1e-3)  # a thousand tokens a second
+    assert pace.tokens == pytest.approx(1000 * TARGET_SECONDS, rel=0.1)
+    pace.measure(3, 0.02)  # a short prompt is slow by the token, and says nothing
+    assert pace.tokens == pytest.approx(1000 * TARGET_SECONDS, rel=0.1)
+    pace.measure(pace.tokens, 100.0)  # one that stood still for a while does not slow all that follow
+    assert pace.tokens >= MIN_FORWARD_TOKENS
     for _ in range(20):
-        pace.measured(pace.tokens, 1e-4)
+        pace.measure(pace.tokens, 1e-4)
     assert pace.tokens == 8192
     for _ in range(20):
-        pace.measured(pace.tokens, 1e3)
-    assert pace.tokens == LEAST
+        pace.measure(pace.tokens, 1e3)
+    assert pace.tokens == MIN_FORWARD_TOKENS
 
 
 def test_no_round_reads_more_than_its_pace(engine, monkeypatch):
     served, chunks = scheduler(engine), []
-    forward = Scheduler._forward
-    monkeypatch.setattr(
-        Scheduler, "_forward", lambda self, chosen, longest: (chunks.append(longest), forward(self, chosen, longest))
-    )
-    monkeypatch.setattr(Pace, "measured", lambda self, tokens, seconds: None)
-    served.pace.tokens = 2 * BLOCK_SIZE
+    forward = served.prefiller.forward
+
+    def counted(chosen: list[Chunk]) -> PrefilledRows:
+        chunks.append(max(count for _, count in chosen))
+        return forward(chosen)
+
+    monkeypatch.setattr(served.prefiller, "forward", counted)
+    monkeypatch.setattr(PrefillPace, "measure", lambda self, tokens, seconds: None)
+    served.prefiller.pace.tokens = 2 * BLOCK_SIZE
     long = make_sequence("a", [3 + n % 50 for n in range(75)])
     run(served, [long])
     assert chunks == [32, 32, 11] and long.sink.tokens == alone(engine, long)
@@ -455,7 +469,9 @@ def test_one_client_cannot_fill_the_queue_for_all(engine):
     run(served, [])
 
 
-@pytest.mark.parametrize("where", ["scheduler.Scheduler._lease", "scheduler.choose", "running_batch.RunningBatch.step"])
+@pytest.mark.parametrize(
+    "where", ["sequence_blocks.SequenceBlocks.allocate", "prefill.choose_chunks", "running_batch.RunningBatch.step"]
+)
 def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
     served = scheduler(engine, max_batch_size=2)
     sequences = [make_sequence(f"{n % 3}", [5 + n], 5) for n in range(10)]
@@ -468,7 +484,7 @@ def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
     assert all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) for each in failed)
     run(served, [])
     assert all(each.sink.tokens == alone(engine, each) for each in sequences if each not in failed)
-    assert not served._queue._clients
+    assert not served.clients
     nothing_is_held(served)
 
 

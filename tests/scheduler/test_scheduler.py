@@ -12,7 +12,7 @@ from helpers.scheduling import KINDS, Sink, alone, make_sequence, nothing_is_hel
 from redrafter import DraftTarget, Engine
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.scheduler import QueueFullError
+from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 from redrafter.serve.warm_up import warm_up
 from redrafter.target.target import Target
@@ -215,10 +215,10 @@ def test_what_cannot_be_served_is_refused(engine):
     "step",
     [
         "running_batch.RunningBatch.add",
-        "running_batch.RunningBatch.extend",
+        "running_batch.RunningBatch.update_block_table",
         "running_batch.RunningBatch.step",
         "scheduler.first_draw",
-        "scheduler.Scheduler._forward",
+        "prefill.Prefiller.forward",
     ],
 )
 def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(step, engine, monkeypatch):
@@ -274,7 +274,7 @@ def test_after_a_warm_up_no_step_is_new_and_nothing_is_left(limits, engine):
     served = scheduler(engine, **limits)
     warm_up(served)
     nothing_is_held(served)
-    assert served.pace.tokens == scheduler(engine, **limits).pace.tokens
+    assert served.prefiller.pace.tokens == scheduler(engine, **limits).prefiller.pace.tokens
     kept, sequences = set(served.batch.captured_steps), random_sequences(12)
     assert {rows for rows, *_ in kept} == set(served.batch.sizes) and served.idle and not served.preempted
     served.limits = replace(served.limits, max_queue_size=0)

@@ -13,7 +13,8 @@ from redrafter import DraftTarget, Engine
 from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.engine.options import EngineOptions
 from redrafter.grammar.grammar import Grammar
-from redrafter.scheduler.scheduler import Limits, Scheduler
+from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.target import Target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

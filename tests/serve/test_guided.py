@@ -22,7 +22,7 @@ from helpers.serving import Program, offline, text_of
 from redrafter import ArgumentError
 from redrafter.grammar.process import GrammarProcess
 from redrafter.grammar.zygotes import _zygote_of
-from redrafter.scheduler.scheduler import QueueFullError
+from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.grammars import COMPILERS, OF_ONE_CLIENT, Grammars
 
 TOKENIZER = tiny_tokenizer()

@@ -19,7 +19,7 @@ pytest.importorskip("fastapi")
 from helpers.serving_in_process import listening
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.scheduler.scheduler import QueueFullError
+from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.answers.text import TextStream
 from redrafter.serve.command import Server
 from redrafter.serve.config import ServeOptions

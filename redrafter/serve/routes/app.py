@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.scheduler.scheduler import QueueFullError
+from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.log import Logged
 from redrafter.serve.network.bodies import BodyLimits, JsonRoute

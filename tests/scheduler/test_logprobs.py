@@ -18,7 +18,7 @@ from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
 from helpers.serving import Program
 from redrafter import DraftTarget, Engine, boxed_pair
-from redrafter.scheduler.logprobs import score
+from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.target.target import Target
 
@@ -90,7 +90,7 @@ def test_chunks_and_neighbours_change_nothing(limits, apart, engine):
 def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypatch):
     served = scheduler(engine)
     monkeypatch.setattr("redrafter.target.target.SHOWN_LOGITS", 7 * VOCAB)
-    monkeypatch.setattr("redrafter.scheduler.logprobs.NUMBERS", 3 * VOCAB)
+    monkeypatch.setattr("redrafter.scheduler.logprobs.MAX_LOGITS_AT_ONCE", 3 * VOCAB)
     seen: list[int] = []
     hook = engine.model.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))
     mine = [scored_sequence(40), scored_sequence(31, seed=2)]
@@ -145,10 +145,10 @@ def test_nobody_else_pays_for_it(engine):
 
 def test_a_rank_counts_what_is_likelier_and_minus_infinity_is_a_number():
     logits = torch.tensor([[0.0, 2.0, 1.0, -torch.inf], [5.0, 0.0, 0.0, 0.0]])
-    first, second = score(logits, [3, 0], 4)
+    first, second = score_prompt(logits, [3, 0], 4)
     assert (first.rank, first.logprob, list(first.likeliest)) == (4, -9999.0, [1, 2, 0, 3])
     assert first.likeliest[3] == -9999.0 and second.rank == 1
-    [none] = score(logits, [2], 0)
+    [none] = score_prompt(logits, [2], 0)
     assert none.rank == 2 and none.likeliest == {}
 
 

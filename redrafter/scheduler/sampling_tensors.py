@@ -1,0 +1,129 @@
+"""Sampling parameters of all rows as tensors, which captured steps read in place."""
+
+import torch
+from torch import Tensor
+
+from redrafter.sampling.grammar_masks import RowGrammars
+from redrafter.sampling.hf_processors import Processor
+from redrafter.sampling.processors import (
+    RowBias,
+    RowMinimum,
+    RowMinP,
+    RowPenalties,
+    RowRepetition,
+    RowTemperature,
+    RowTopK,
+    RowTopP,
+)
+from redrafter.sampling.sampler import Sampler
+from redrafter.scheduler.sequence import SamplingParams
+
+__all__ = ["SamplingTensors"]
+
+
+class SamplingTensors:
+    """Sampling parameters of R rows, one tensor for each parameter.
+
+    Attributes:
+        seeds, prompt, limit: Seed, length of the prompt, and most tokens of the sequence, `[R]` int64.
+        greedy, plain: Whether the row decodes greedily, and whether it verifies no drafts, `[R]` bool.
+        temperature, repetition, top_p, frequency, presence, min_p: `[R]` float32.
+        top_k, minimum: Tokens to sample from, and tokens before the first stop token, `[R]` int64.
+        ids: All token ids, `[V]` int64.
+    """
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device):
+        """Make tensors of parameters that leave every logits processor off."""
+        zeros = lambda kind: torch.zeros(rows, dtype=kind, device=device)  # noqa: E731
+        ones = lambda: torch.ones(rows, device=device)  # noqa: E731
+        self.seeds, self.prompt, self.limit = (zeros(torch.long) for _ in range(3))
+        self.greedy, self.plain = zeros(torch.bool), zeros(torch.bool)
+        self.temperature, self.repetition, self.top_p = ones(), ones(), ones()
+        self.frequency, self.presence, self.min_p = (zeros(torch.float32) for _ in range(3))
+        self.top_k, self.minimum = zeros(torch.long), zeros(torch.long)
+        self.ids = torch.arange(vocabulary, device=device)
+        self._bias_and_stops: tuple[Tensor, Tensor] | None = None  # as large as the logits: made when first needed
+
+    @property
+    def bias_and_stops(self) -> tuple[Tensor, Tensor]:
+        """Logit bias `[R, V]` float32, and whether a token ends the sequence, `[R, V]` bool."""
+        if self._bias_and_stops is None:
+            rows, vocabulary, device = len(self.seeds), len(self.ids), self.ids.device
+            self._bias_and_stops = (
+                torch.zeros(rows, vocabulary, device=device),
+                torch.zeros(rows, vocabulary, dtype=torch.bool, device=device),
+            )
+        return self._bias_and_stops
+
+    def write(self, row: int, params: SamplingParams, prompt: int, limit: int) -> None:
+        """Write the parameters of a sequence into a row.
+
+        Args:
+            row: Index of the row.
+            params: The sequence's parameters.
+            prompt: Tokens of its prompt.
+            limit: Most tokens of prompt and text.
+        """
+        self.seeds[row], self.prompt[row], self.limit[row] = params.seed, prompt, limit
+        self.greedy[row], self.temperature[row] = params.greedy, 1.0 if params.greedy else params.temperature
+        self.plain[row] = not params.speculate
+        self.repetition[row], self.minimum[row] = params.repetition_penalty, params.min_new_tokens
+        self.frequency[row], self.presence[row] = params.frequency_penalty, params.presence_penalty
+        self.top_k[row] = 0 if params.greedy else params.top_k
+        self.top_p[row] = 1.0 if params.greedy else params.top_p
+        self.min_p[row] = 0.0 if params.greedy else params.min_p
+        if self._bias_and_stops is not None or params.logit_bias or params.min_new_tokens:
+            bias, stops = self.bias_and_stops
+            bias[row], stops[row] = 0.0, False
+            if params.logit_bias:
+                tokens, values = zip(*params.logit_bias.items(), strict=True)
+                bias[row, list(tokens)] = torch.tensor(values, dtype=bias.dtype, device=bias.device)
+            stops[row, sorted(params.stop_token_ids)] = True
+
+    def move(self, source: int, to: int) -> None:
+        """Copy the parameters of one row to another."""
+        names = ("seeds", "prompt", "limit", "greedy", "plain", "temperature", "top_k", "top_p", "min_p")
+        penalties = ("repetition", "minimum", "frequency", "presence")
+        for tensor in (*(getattr(self, name) for name in (*names, *penalties)), *(self._bias_and_stops or ())):
+            tensor[to] = tensor[source]
+
+    def sampler(
+        self, rows: int, simple: bool, grammars: RowGrammars | None = None, keep_scores: bool = False
+    ) -> Sampler:
+        """Return a sampler of the first rows that reads these tensors in place.
+
+        The processors have the order of those of transformers.
+
+        Args:
+            rows: How many rows.
+            simple: Whether a temperature is all that any of them needs.
+            grammars: Grammars of the rows, if any has one.
+            keep_scores: Whether a step needs the processed logits too, as rejection sampling does.
+        """
+        first = slice(rows)
+        temperature = RowTemperature(self.temperature[first])
+        processors: tuple[Processor, ...] = (temperature,)
+        if not simple:
+            bias, stops = self.bias_and_stops
+            processors = (
+                RowBias(bias[first]),
+                RowRepetition(self.repetition[first]),
+                RowMinimum(self.minimum[first], stops[first]),
+                RowPenalties(self.frequency[first], self.presence[first]),
+                *([] if grammars is None else [grammars]),
+                temperature,
+                RowTopK(self.top_k[first]),
+                RowTopP(self.top_p[first]),
+                RowMinP(self.min_p[first]),
+            )
+        return Sampler(
+            seeds=self.seeds[first],
+            processors=processors,
+            temperature=self.temperature[first],
+            prompt=self.prompt[first],
+            limit=self.limit[first],
+            ids=self.ids,
+            keep_scores=keep_scores,
+            greedy=self.greedy[first],
+            plain=self.plain[first],
+        )

@@ -1,0 +1,86 @@
+"""The blocks of the KV cache that sequences hold, and which of their tokens other sequences may find there."""
+
+from redrafter.engine.cuda_graphs import CUDAGraphRunner
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.sequence import TokenSequence
+
+__all__ = ["SequenceBlocks"]
+
+
+class SequenceBlocks:
+    """Gives sequences their blocks of a paged KV cache and takes them back."""
+
+    def __init__(self, graphs: CUDAGraphRunner, has_draft_model: bool, reuse: bool):
+        """Hand out the blocks of a runner's cache.
+
+        Args:
+            graphs: Owner of the blocks and of their lock.
+            has_draft_model: Whether a draft model reads every prompt and draft into a cache of the same blocks.
+            reuse: Whether sequences share blocks of equal prefixes.
+        """
+        self._graphs, self._reuse = graphs, reuse
+        # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
+        self._publishes = reuse and (graphs.draft_store is None or has_draft_model)
+
+    @property
+    def free(self) -> int:
+        """Number of blocks that could be handed out now."""
+        return self._graphs.blocks.free
+
+    def allocate(self, sequence: TokenSequence, slots: int) -> None:
+        """Give an admitted sequence blocks for so many positions, with the longest cached prefix of its tokens.
+
+        Raises:
+            CacheFullError: Too few blocks are free; the sequence is unchanged.
+        """
+        tokens = sequence.tokens[: sequence.prefill_length]
+        reuse = self._reuse and not sequence.needs_scores  # what is found in the cache has no logits
+        with self._graphs.lock:
+            sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, sequence.cache_salt)
+        if sequence.needs_scores:
+            sequence.prompt_scores.clear()  # it may have been preempted halfway
+        sequence.prefilled = sequence.block_table.reused
+        sequence.reused = max(sequence.reused, sequence.prefilled)
+
+    def grow(self, sequence: TokenSequence, slots: int) -> bool:
+        """Give a sequence blocks for at least so many positions, and return whether it needed more than it had.
+
+        Raises:
+            CacheFullError: Too few blocks are free; the sequence is unchanged.
+        """
+        assert sequence.block_table is not None
+        if slots <= len(sequence.block_table.blocks) * BLOCK_SIZE:
+            return False
+        with self._graphs.lock:
+            self._graphs.blocks.grow(sequence.block_table, slots)
+        return True
+
+    def publish(self, sequence: TokenSequence, count: int) -> None:
+        """Let later sequences find the full blocks of the first `count` tokens of a sequence."""
+        assert sequence.block_table is not None
+        if self._publishes:
+            with self._graphs.lock:
+                self._graphs.blocks.publish(sequence.block_table, sequence.tokens[:count])
+
+    def release(self, sequence: TokenSequence, keep: bool) -> None:
+        """Take the blocks of a sequence back, if it has any.
+
+        Args:
+            sequence: A sequence that decodes, if it has a row, or whose prompt is being read.
+            keep: Whether its keys and values may be found by others, which they may not after an error.
+        """
+        if sequence.block_table is None:
+            return
+        if keep:
+            self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
+        with self._graphs.lock:
+            self._graphs.blocks.release(sequence.block_table)
+        sequence.block_table = None
+
+    def _cached(self, sequence: TokenSequence) -> int:
+        """Count the leading tokens of a decoding sequence whose keys and values are in every cache."""
+        if self._graphs.draft_store is None:
+            return len(sequence.tokens) - 1  # all but the pending token
+        if not sequence.params.speculate:
+            return min(len(sequence.tokens) - 2, len(sequence.prompt))  # the draft model may have read no more
+        return len(sequence.tokens) - 2  # the draft model may have proposed the last one and not read it
