@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 __all__ = ["nearest"]
 
-SHORT = 8  # characters; a shorter name that differs in two is another word
+SHORT_NAME_CHARS = 8  # characters; a shorter name that differs in two is another word
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -14,7 +14,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     never a slip apart.
     """
     negated, typed = _plain(word)
-    most = 1 if len(typed) < SHORT else 2
+    most = 1 if len(typed) < SHORT_NAME_CHARS else 2
     plain = {name: _plain(name) for name in dict.fromkeys(known)}
     distances = {name: _distance(typed, other, most) for name, (no, other) in plain.items() if no == negated}
     closest = min(distances.values(), default=most + 1)

@@ -14,7 +14,7 @@ from redrafter.target.target import Target
 from redrafter.tree.accept import Path, accept
 from redrafter.tree.token_tree import Tree, chain
 
-__all__ = ["StepOutput", "first_draw", "prefill", "read", "step"]
+__all__ = ["StepOutput", "draw_first_tokens", "prefill", "read_prompts", "step"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StepOutput:
         """Drafts verified per row."""
         return self.logits.shape[1] - 1
 
-    def report(self) -> Tensor:
+    def pack_for_host(self) -> Tensor:
         """`[B, K+2]` int64: what the host must know, the tokens and the accepted length."""
         return torch.cat([self.tokens, self.path.accepted[:, None]], dim=1)
 
@@ -91,13 +91,13 @@ def prefill(
     much of them the cache holds already; new: the most that a row has beyond that. draft_model: what reads them too,
     into draft_cache.
     """
-    logits, hidden = read(
+    logits, hidden = read_prompts(
         tokens, prompt, target, cache, start=start, new=new, draft_model=draft_model, draft_cache=draft_cache
     )
-    return first_draw(tokens, prompt, logits, hidden, cache.window, sampler)
+    return draw_first_tokens(tokens, prompt, logits, hidden, cache.window, sampler)
 
 
-def read(
+def read_prompts(
     tokens: Tensor,
     upto: Tensor,
     target: Target,
@@ -124,7 +124,7 @@ def read(
     return target.prefill(tokens, upto, cache, start=start, new=new, show=show)
 
 
-def first_draw(
+def draw_first_tokens(
     tokens: Tensor, prompt: Tensor, logits: Tensor, hidden: Tensor, window: int, sampler: Sampler
 ) -> tuple[State, StepOutput]:
     """Draw each row's first pending token, from what a forward gave at its prompt's last token: logits `[B, V]`, hidden

@@ -10,7 +10,7 @@ from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.checkpoints.merged import default_sampling, holds_drafter
 from redrafter.checkpoints.models import bind
 from redrafter.drafting.draft_model import DraftModelProposer
-from redrafter.drafting.prompt_lookup import LookupProposer
+from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.draft_target import DraftTarget
@@ -199,6 +199,6 @@ def draft_shape(proposer: Proposer) -> dict[str, int] | None:
         return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
     if isinstance(proposer, DraftModelProposer):
         return {"num_beams": proposer.beams, "draft_len": proposer.depth, "nodes": proposer.nodes}
-    if isinstance(proposer, LookupProposer):
+    if isinstance(proposer, PromptLookupProposer):
         return {"ngram": proposer.ngram, "draft_len": proposer.draft_len}
     return None

@@ -66,12 +66,12 @@ class BlockManager:
         self._nodes: dict[int, _Node] = {}  # of each findable block
 
     @property
-    def count(self) -> int:
+    def num_blocks(self) -> int:
         """Blocks that rows may hold."""
         return self._blocks - 1
 
     @property
-    def free(self) -> int:
+    def num_free_blocks(self) -> int:
         """Blocks that `admit` could hand out now: those held by no row, whether or not a text is still stored there."""
         return len(self._empty) + len(self._idle)
 
@@ -85,7 +85,9 @@ class BlockManager:
         assert 0 < len(prompt) <= slots
         shared = [node.block for node in self._find(prompt[:-1], salt)] if reuse else []
         fresh = -(-slots // BLOCK_SIZE) - len(shared)
-        free = self.free - sum(block in self._idle for block in shared)  # what is shared cannot be evicted for the rest
+        free = self.num_free_blocks - sum(
+            block in self._idle for block in shared
+        )  # what is shared cannot be evicted for the rest
         if fresh > free:
             raise CacheFullError(
                 f"the KV cache is full: {slots} tokens need {fresh} blocks of {BLOCK_SIZE} "
@@ -99,43 +101,43 @@ class BlockManager:
             self._rows[block] += 1
         return BlockTable(blocks, len(shared) * BLOCK_SIZE, salt)
 
-    def grow(self, lease: BlockTable, slots: int) -> None:
+    def grow(self, block_table: BlockTable, slots: int) -> None:
         """Let a row touch `slots` slots. Raises `CacheFullError`, with nothing changed, when too few are free."""
-        fresh = -(-slots // BLOCK_SIZE) - len(lease.blocks)
-        if fresh > self.free:
+        fresh = -(-slots // BLOCK_SIZE) - len(block_table.blocks)
+        if fresh > self.num_free_blocks:
             raise CacheFullError(
-                f"the KV cache is full: {fresh} more blocks of {BLOCK_SIZE} are needed, {self.free} are free"
+                f"the KV cache is full: {fresh} more blocks of {BLOCK_SIZE} are needed, {self.num_free_blocks} are free"
             )
         for _ in range(fresh):
             block = self._empty.popleft() if self._empty else self._evict()
             self._rows[block] += 1
-            lease.blocks.append(block)
+            block_table.blocks.append(block)
 
-    def publish(self, lease: BlockTable, tokens: Sequence[int]) -> None:
+    def publish(self, block_table: BlockTable, tokens: Sequence[int]) -> None:
         """Let later rows reuse the full blocks of `tokens`: the row's committed tokens from its first on, whose keys
         and values are valid in its blocks. Of blocks with an equal text and salt, the one published first stays the one
         found.
         """
         full = len(tokens) // BLOCK_SIZE
-        assert full <= len(lease.blocks), "more tokens than the row has slots"
+        assert full <= len(block_table.blocks), "more tokens than the row has slots"
         if not full:
             return
-        node: _Node = self._roots.setdefault(lease.salt, _Root(lease.salt))
-        for index, block in enumerate(lease.blocks[:full]):
+        node: _Node = self._roots.setdefault(block_table.salt, _Root(block_table.salt))
+        for index, block in enumerate(block_table.blocks[:full]):
             piece = tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
             if piece not in node.children:
                 assert block not in self._nodes, "the row's text has changed since it was published"
                 node.children[piece] = self._nodes[block] = _Node(block, node, piece)
             node = node.children[piece]
 
-    def release(self, lease: BlockTable) -> None:
-        """Take the row's blocks back, once; its lease is empty then.
+    def release(self, block_table: BlockTable) -> None:
+        """Take the row's blocks back, once; its block_table is empty then.
 
         Published ones stay findable until they are needed for something else. They are evicted least recently released
         first, and of one text the end before the beginning.
         """
-        assert lease.blocks, "released twice"
-        blocks, lease.blocks = lease.blocks, []
+        assert block_table.blocks, "released twice"
+        blocks, block_table.blocks = block_table.blocks, []
         last: _Node | None = None
         for block in blocks:
             last = self._nodes.get(block, last)

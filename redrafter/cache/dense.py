@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from redrafter.attention.prefill import Piece
 
-__all__ = ["DenseCache", "LayerShape", "grouped"]
+__all__ = ["DenseCache", "LayerShape", "group_by_shape"]
 
-GRAIN = 64  # slots; the window grows in these steps, so that shapes seldom change
+WINDOW_STEP_SLOTS = 64  # slots; the window grows in these steps, so that shapes seldom change
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LayerShape:
 Group = tuple[int, int, torch.dtype, torch.device]  # heads, dim, dtype, device: what a pool's layers have in common
 
 
-def grouped(shapes: Sequence[LayerShape]) -> dict[Group, list[tuple[int, str]]]:
+def group_by_shape(shapes: Sequence[LayerShape]) -> dict[Group, list[tuple[int, str]]]:
     """Which layers' "keys" and "values" may share a pool."""
     groups: dict[Group, list[tuple[int, str]]] = {}
     for layer, shape in enumerate(shapes):
@@ -66,9 +66,9 @@ class _Pool:
         self.data = rearrange(grown, "g b s h d -> g (b s) h d")
         self.slots = self.data.unbind(0)  # G of `[B * S, heads, dim]`, to write to
 
-    def look(self, rows: int, window: int) -> None:
+    def set_window(self, rows: int, window: int) -> None:
         """Let attention read the first `window` slots of each row."""
-        self.seen = rearrange(self.data, "g (b s) h d -> g b h s d", b=rows).narrow(3, 0, window).unbind(0)
+        self.visible = rearrange(self.data, "g (b s) h d -> g b h s d", b=rows).narrow(3, 0, window).unbind(0)
 
 
 class _Layer(CacheLayerMixin):
@@ -78,19 +78,19 @@ class _Layer(CacheLayerMixin):
     is_initialized = True
 
     def __init__(self, cache: "DenseCache", keys: tuple[_Pool, int], values: tuple[_Pool, int]):
-        self._cache, self._homes = cache, (keys, values)
+        self._cache, self.stores = cache, (keys, values)
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
         """`[B, heads, S, dim]`, what attention reads."""
-        pool, index = self._homes[0]
-        return pool.seen[index]
+        pool, index = self.stores[0]
+        return pool.visible[index]
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
         """`[B, heads, S, dim]`, what attention reads."""
-        pool, index = self._homes[1]
-        return pool.seen[index]
+        pool, index = self.stores[1]
+        return pool.visible[index]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -101,7 +101,7 @@ class _Layer(CacheLayerMixin):
             What attention reads, `[B, heads, S, dim]` each.
         """
         slots = self._cache.slots(key_states.device)
-        for states, (pool, index) in zip((key_states, value_states), self._homes, strict=True):
+        for states, (pool, index) in zip((key_states, value_states), self.stores, strict=True):
             pool.slots[index].index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
         if self._cache.contiguous:
             return self.keys.contiguous(), self.values.contiguous()
@@ -145,21 +145,21 @@ class DenseCache(Cache):
 
     window: slots that attention reads, a host number at least as large as every row's length plus the tree.
     committed: what the model is told of the length, for masks of its own making. 0, because rows differ and positions
-    and masks are passed to it; but after `reserve_one` the number of committed tokens.
+    and masks are passed to it; but after `reserve_one_token` the number of committed tokens.
     contiguous: give attention copies whose heads stand one behind the other, as transformers' own cache does. Slower;
     some models read keys by `view` and so cannot do with less.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], rows: int, contiguous: bool = False):
         self.contiguous = contiguous
-        self._pools = []
-        homes: dict[tuple[int, str], tuple[_Pool, int]] = {}
-        for key, members in grouped(shapes).items():
-            self._pools.append(_Pool(len(members), *key))
-            homes |= {member: (self._pools[-1], index) for index, member in enumerate(members)}
+        self.pools = []
+        stores: dict[tuple[int, str], tuple[_Pool, int]] = {}
+        for key, members in group_by_shape(shapes).items():
+            self.pools.append(_Pool(len(members), *key))
+            stores |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
         super().__init__(
             layers=[
-                _Layer(self, homes[i, "keys"], homes[i, "values"]) if shape.heads else _EmptyLayer(self)
+                _Layer(self, stores[i, "keys"], stores[i, "values"]) if shape.heads else _EmptyLayer(self)
                 for i, shape in enumerate(shapes)
             ]
         )
@@ -172,42 +172,42 @@ class DenseCache(Cache):
         Room doubles when it must grow.
         """
         self.committed = 0
-        self._look(-(-slots // GRAIN) * GRAIN)
+        self._set_window(-(-slots // WINDOW_STEP_SLOTS) * WINDOW_STEP_SLOTS)
 
-    def reserve_one(self, committed: int) -> None:
+    def reserve_one_token(self, committed: int) -> None:
         """Make room for one token of the only row behind `committed` ones. Then all that attention reads is to be seen,
         so the next forward is ordinary decoding and needs no mask."""
         assert self.rows == 1, "rows of one length only"
         self.committed = committed
-        self._look(committed + 1)
+        self._set_window(committed + 1)
 
-    def _look(self, window: int) -> None:
+    def _set_window(self, window: int) -> None:
         if window > self._capacity:
-            capacity = -(-max(window, 2 * self._capacity) // GRAIN) * GRAIN
-            for pool in self._pools:
+            capacity = -(-max(window, 2 * self._capacity) // WINDOW_STEP_SLOTS) * WINDOW_STEP_SLOTS
+            for pool in self.pools:
                 pool.grow(self.rows, self._capacity, capacity)
             self._capacity, self.window = capacity, 0
         if window != self.window:
             self.window = window
-            for pool in self._pools:
-                pool.look(self.rows, window)
+            for pool in self.pools:
+                pool.set_window(self.rows, window)
 
     @contextmanager
-    def part(self, rows: Tensor, slots: int) -> Iterator["DenseCache"]:
+    def subset(self, rows: Tensor, slots: int) -> Iterator["DenseCache"]:
         """Give a cache of these rows alone, `[B']` int64, whose first `slots` slots a row are theirs afterwards."""
         part = DenseCache(self._shapes, len(rows), self.contiguous)
         part.reserve(slots)
         yield part
-        for mine, its in zip(self._pools, part._pools, strict=True):
+        for mine, its in zip(self.pools, part.pools, strict=True):
             to = rearrange(mine.data, "g (b s) h d -> g b s h d", b=self.rows)
             of = rearrange(its.data, "g (b s) h d -> g b s h d", b=part.rows)
             to[:, rows.to(to.device), :slots] = of[:, :, :slots]
 
-    def address(self, length: Tensor, nodes: int) -> None:
+    def write_after(self, length: Tensor, nodes: int) -> None:
         """Send the next forward's `nodes` nodes to the slots after each row's `length` `[B]`."""
         self._slots = {length.device: self._flat(length, torch.arange(nodes, device=length.device)).flatten()}
 
-    def place(self, forward: Sequence[Piece]) -> None:
+    def plan_prefill(self, forward: Sequence[Piece]) -> None:
         """Send the next forward's tokens, of pieces of prompts one behind the other, to the slots of their rows."""
         slots = [piece.row * self._capacity + torch.arange(piece.first, piece.end) for piece in forward]
         self._slots = {torch.device("cpu"): torch.cat(slots)}
@@ -228,7 +228,7 @@ class DenseCache(Cache):
             return  # node 0 already stands where it belongs
         source = self._flat(length, nodes).flatten()
         target = self._flat(length, torch.arange(nodes.shape[1], device=nodes.device)).flatten()
-        for pool in self._pools:
+        for pool in self.pools:
             device = pool.data.device
             moved = pool.data.index_select(1, source.to(device))
             pool.data.index_copy_(1, target.to(device), moved)

@@ -11,12 +11,12 @@ from redrafter import kernels
 from redrafter.attention.prefill import PagedPrompt, Piece
 from redrafter.attention.tree_attention import Plan
 from redrafter.cache.block_manager import BlockTable
-from redrafter.cache.dense import DenseCache, LayerShape, grouped
+from redrafter.cache.dense import DenseCache, LayerShape, group_by_shape
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["KVCache", "KVCachePool", "PagedCache", "table_of"]
+__all__ = ["KVCache", "KVCachePool", "PagedCache", "stack_block_tables"]
 
 
 class KVCachePool:
@@ -27,15 +27,17 @@ class KVCachePool:
     there.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], count: int):
-        self.count = count
+    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int):
+        self.num_blocks = num_blocks
         self.pools: list[Tensor] = []
-        homes: dict[tuple[int, str], tuple[Tensor, int]] = {}
-        for (heads, dim, dtype, device), members in grouped(shapes).items():
-            self.pools.append(torch.zeros(len(members), count * BLOCK_SIZE, heads, dim, dtype=dtype, device=device))
-            homes |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
+        stores: dict[tuple[int, str], tuple[Tensor, int]] = {}
+        for (heads, dim, dtype, device), members in group_by_shape(shapes).items():
+            self.pools.append(
+                torch.zeros(len(members), num_blocks * BLOCK_SIZE, heads, dim, dtype=dtype, device=device)
+            )
+            stores |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
         sources = [i if shape.heads else shape.source for i, shape in enumerate(shapes)]
-        self.homes = tuple(None if i is None else (*homes[i, "keys"], *homes[i, "values"]) for i in sources)
+        self.layer_pools = tuple(None if i is None else (*stores[i, "keys"], *stores[i, "values"]) for i in sources)
 
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape]) -> int:
@@ -44,12 +46,12 @@ class KVCachePool:
 
     @classmethod
     def in_free_memory(
-        cls, models: Sequence[Sequence[LayerShape]], *, fraction: float, most: int
+        cls, models: Sequence[Sequence[LayerShape]], *, fraction: float, max_blocks: int
     ) -> list["KVCachePool"]:
         """One for each model, of the same count: at most `most` blocks, in at most `fraction` of their device's memory
         that is free now. models: what their layers store."""
         free = _free_memory(models[0][0].device)
-        count = min(int(free * fraction) // sum(map(cls.block_bytes, models)), most + 1)
+        count = min(int(free * fraction) // sum(map(cls.block_bytes, models)), max_blocks + 1)
         if count < 2:
             raise CacheFullError(
                 f"{free / 2**30:.2f} GiB of memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
@@ -64,8 +66,8 @@ class PagedCache:
     What is here has fixed shapes and reads nothing on the host, so it may stand in a CUDA graph.
     """
 
-    def __init__(self, store: KVCachePool, table: Tensor):
-        self.store, self.table = store, table
+    def __init__(self, pool: KVCachePool, table: Tensor):
+        self.pool, self.table = pool, table
         self.window = table.shape[1] * BLOCK_SIZE
 
     def plan(self, tree: Tree, length: Tensor, windows: tuple[int, ...]) -> Plan:
@@ -76,28 +78,28 @@ class PagedCache:
             length: `[B]` int64, committed tokens of each row.
             windows: positions that each layer looks back, 0 for all.
         """
-        return Plan(self.store.homes, windows, *map(_spare, (length, tree.depth, tree.ancestors, self.table)))
+        return Plan(self.pool.layer_pools, windows, *map(_spare, (length, tree.depth, tree.ancestors, self.table)))
 
     @contextmanager
-    def part(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
+    def subset(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
         """Give the cache of these rows alone, `[B']` int64, to be written from their first slot on."""
-        yield PagedCache(self.store, self.table[rows])
+        yield PagedCache(self.pool, self.table[rows])
 
-    def place(self, forward: Sequence[Piece]) -> PagedPrompt:
+    def plan_prefill(self, forward: Sequence[Piece]) -> PagedPrompt:
         """Where the tokens of a forward over pieces of prompts go, and where those are that they see."""
-        return PagedPrompt.of(self.store.homes, self.table, forward)
+        return PagedPrompt.of(self.pool.layer_pools, self.table, forward)
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
         """Move the path's keys and values next to the committed ones, as `DenseCache.commit` does."""
         if nodes.shape[1] == 1:
             return  # node 0 already stands where it belongs
         if kernels.TRITON and length.is_cuda:
-            for pool in self.store.pools:
+            for pool in self.pool.pools:
                 kernels.commit(pool, self.table, length, nodes)
             return
         source = self.slots(length[:, None] + nodes)
         target = self.slots(length[:, None] + torch.arange(nodes.shape[1], device=nodes.device))
-        for pool in self.store.pools:
+        for pool in self.pool.pools:
             pool.index_copy_(1, target, pool.index_select(1, source))
 
     def slots(self, at: Tensor) -> Tensor:
@@ -105,11 +107,11 @@ class PagedCache:
         return (self.table.gather(1, at // BLOCK_SIZE) * BLOCK_SIZE + at % BLOCK_SIZE).flatten()
 
 
-def table_of(leases: Sequence[BlockTable], device: torch.device) -> Tensor:
+def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device) -> Tensor:
     """The blocks of some rows as a cache's table, `[B, M]` int32."""
-    wanted = max(len(lease.blocks) for lease in leases)
-    table = torch.tensor([lease.blocks + [0] * (wanted - len(lease.blocks)) for lease in leases], dtype=torch.int32)
-    return table.to(device)
+    width = max(len(table.blocks) for table in block_tables)
+    rows = [table.blocks + [0] * (width - len(table.blocks)) for table in block_tables]
+    return torch.tensor(rows, dtype=torch.int32).to(device)
 
 
 def _free_memory(device: torch.device) -> int:

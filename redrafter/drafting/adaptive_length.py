@@ -8,8 +8,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AdaptiveDraftLength"]
 
-MEMORY = 0.9  # of what was seen, what still counts a step later
-PRIOR = (3.0, 4.0)  # drafts kept and drafts judged, of a row of which nothing is known yet
+DECAY_PER_STEP = 0.9  # of what was seen, what still counts a step later
+PRIOR_COUNTS = (3.0, 4.0)  # drafts kept and drafts judged, of a row of which nothing is known yet
 
 
 class AdaptiveDraftLength:
@@ -24,20 +24,20 @@ class AdaptiveDraftLength:
     def __init__(self, proposers: Mapping[int, "Proposer"], rows: int, cost: float):
         """proposers: by draft length. cost: what one more draft adds to a step, in steps that draft nothing."""
         self._proposers, self._cost = proposers, cost
-        self._kept, self._judged = [PRIOR[0]] * rows, [PRIOR[1]] * rows
+        self._kept, self._judged = [PRIOR_COUNTS[0]] * rows, [PRIOR_COUNTS[1]] * rows
         self._active = [True] * rows
 
-    def keep(self, active: Sequence[bool]) -> None:
+    def set_active(self, active: Sequence[bool]) -> None:
         """From now on only these rows count."""
         self._active = list(active)
 
-    def after(self, levels: int, report: Sequence[Sequence[int]]) -> "Proposer":
+    def next_proposer(self, levels: int, report: Sequence[Sequence[int]]) -> "Proposer":
         """The proposer of the next step, after one that drafted `levels` deep; report: per row its tokens and, last,
         how many drafts were kept. Of drafts behind the first one that was not, nothing is known."""
         for row, line in enumerate(report):
             if self._active[row] and line:
-                self._kept[row] = MEMORY * self._kept[row] + line[-1]
-                self._judged[row] = MEMORY * self._judged[row] + min(line[-1] + 1, levels)
+                self._kept[row] = DECAY_PER_STEP * self._kept[row] + line[-1]
+                self._judged[row] = DECAY_PER_STEP * self._judged[row] + min(line[-1] + 1, levels)
         return self._proposers[max(self._proposers, key=self._worth)]
 
     def _worth(self, length: int) -> float:

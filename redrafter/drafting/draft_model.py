@@ -19,7 +19,7 @@ from redrafter.tree.token_tree import Tree, chain, tree_of
 
 __all__ = ["DraftModelProposer"]
 
-LOWEST = -1e9  # in place of -inf: a sum of such scores is still a number, and of two the higher one still wins
+MIN_SCORE = -1e9  # in place of -inf: a sum of such scores is still a number, and of two the higher one still wins
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class DraftModelProposer:
             seen.append(scores)
             if noise is not None:
                 scores = scores + noise[:, k, None]
-            return scores if scores is logits else scores.clamp(min=LOWEST)  # a grammar may leave nothing at all
+            return scores if scores is logits else scores.clamp(min=MIN_SCORE)  # a grammar may leave nothing at all
 
-        def enough(total: Tensor) -> bool:
+        def should_stop(total: Tensor) -> bool:
             rows = zip(total[:, 0].tolist(), state.active.tolist(), strict=True)  # the best beam is the first
             likely = [math.exp(best) for best, moves in rows if moves]
             return self.confidence is not None and sum(likely) < self.confidence(len(likely)) * len(likely)
@@ -95,7 +95,7 @@ class DraftModelProposer:
             beams=self.beams,
             depth=self.depth,
             nodes=self.nodes,
-            enough=enough if self.confidence else None,
+            should_stop=should_stop if self.confidence else None,
         )
         return tree, seen
 

@@ -18,12 +18,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import MODEL_TYPE, check_drafter, load_error
-from redrafter.kernels.thin_linear import product
+from redrafter.kernels.thin_linear import thin_linear
 
 __all__ = ["DrafterConfig", "RecurrentDrafter"]
 
 RECURRENCES = ("apple", "trtllm", "gated")
-MOST, MOST_LAYERS = 2**31 - 1, 1024  # of a size; of residual layers
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a size; of residual layers
 
 
 class DrafterConfig(PretrainedConfig):
@@ -90,7 +90,7 @@ class DrafterConfig(PretrainedConfig):
         for name in ("head_rank", "trained_draft_len", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 self._check_size(name)
-        self._check_size("num_draft_layers", 0, MOST_LAYERS)
+        self._check_size("num_draft_layers", 0, MAX_LAYERS)
         if not isinstance(self.rnn, bool):
             raise ArgumentError(f"DrafterConfig.rnn must be true or false, got {self.rnn!r}")
         if self.recurrence not in RECURRENCES:
@@ -110,7 +110,7 @@ class DrafterConfig(PretrainedConfig):
                 f"got {self.draft_vocab_size!r}"
             )
 
-    def _check_size(self, name: str, least: int = 1, most: int = MOST) -> None:
+    def _check_size(self, name: str, least: int = 1, most: int = MAX_SIZE) -> None:
         value = getattr(self, name)
         if type(value) is not int or not least <= value <= most:
             raise ArgumentError(f"DrafterConfig.{name} must be an integer from {least} to {most}, got {value!r}")
@@ -219,7 +219,7 @@ class RecurrentDrafter(PreTrainedModel):
             gate, new = self.rnn_gate(read).chunk(2, dim=-1)
             return before + gate.sigmoid() * (silu(new) - before)
         if self.rnn_joined is not None and state is not None:
-            joined = product(torch.cat([embedding, state], dim=-1), self.rnn_joined) + self.rnn_u.bias
+            joined = thin_linear(torch.cat([embedding, state], dim=-1), self.rnn_joined) + self.rnn_u.bias
             return silu(joined) if self.config.recurrence == "apple" else joined
         if self.config.recurrence == "trtllm":
             return self.rnn_w(embedding) if state is None else self.rnn_w(embedding) + self.rnn_u(state)

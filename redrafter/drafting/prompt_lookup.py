@@ -10,11 +10,11 @@ from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree, chain, check_size
 
-__all__ = ["LookupProposer"]
+__all__ = ["PromptLookupProposer"]
 
 
 @dataclass(frozen=True)
-class LookupProposer:
+class PromptLookupProposer:
     """Proposes what followed the latest earlier occurrence of a row's last `ngram` tokens, or of fewer where so many
     never stood together before: a chain of `draft_len` tokens, from the prompt and from what was written."""
 

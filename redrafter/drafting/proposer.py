@@ -37,7 +37,7 @@ class State:
         """These rows alone; rows: `[B']` int64."""
         return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows])
 
-    def keep(self, active: Tensor) -> "State":
+    def with_active(self, active: Tensor) -> "State":
         """The same, with other rows active."""
         return replace(self, active=active)
 

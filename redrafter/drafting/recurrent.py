@@ -43,9 +43,9 @@ class RecurrentProposer:
         return self.search(state, sampler, noise)
 
     def search(
-        self, state: State, sampler: Sampler, noise: Tensor | None, enough: Callable[[Tensor], bool] | None = None
+        self, state: State, sampler: Sampler, noise: Tensor | None, should_stop: Callable[[Tensor], bool] | None = None
     ) -> Tree:
-        """The tree after each row's pending token. enough: as `beam_search` asks it."""
+        """The tree after each row's pending token. should_stop: as `beam_search` asks it."""
         carried: Tensor | None = None  # [B, w, D], the recurrence of each beam
         hidden, ids = self.drafter.fuse_hidden(state.hidden)[:, None], self.drafter.draft_ids
         advance = _compiled_advance() if self.compiled else _advance
@@ -62,7 +62,7 @@ class RecurrentProposer:
             depth=self.depth,
             nodes=self.nodes,
             ids=ids,
-            enough=enough,
+            should_stop=should_stop,
         )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from redrafter.cache.block_manager import BlockTable
-from redrafter.cache.paged import PagedCache, table_of
+from redrafter.cache.paged import PagedCache, stack_block_tables
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.engine.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket
@@ -72,7 +72,7 @@ class DenseBatch:
 
     def step(self, longest: int) -> tuple[StepOutput, list[list[int]]]:
         if len(self.request.length) == self.proposer.scratch_slots == 1:
-            self.cache.reserve_one(longest)
+            self.cache.reserve_one_token(longest)
         else:
             self._reserve(longest + self.proposer.depth + self.proposer.scratch_slots)  # that overshoot
         if self.target.rereads(longest):
@@ -82,13 +82,13 @@ class DenseBatch:
         )
         report = _read(drawn)
         if self._lengths is not None:
-            self.proposer = self._lengths.after(drawn.levels, report)
+            self.proposer = self._lengths.next_proposer(drawn.levels, report)
         return drawn, report
 
     def keep(self, active: Sequence[bool]) -> None:
-        self.state = self.state.keep(torch.tensor(active, device=self.state.active.device))
+        self.state = self.state.with_active(torch.tensor(active, device=self.state.active.device))
         if self._lengths is not None:
-            self._lengths.keep(active)
+            self._lengths.set_active(active)
 
     def close(self, texts: Sequence[Sequence[int]]) -> None:
         self.cache = self.draft_cache = None
@@ -137,7 +137,7 @@ class PagedBatch:
 
     def prefill(self) -> tuple[StepOutput, list[list[int]]]:
         request, device = self.request, self.graphs.target.device
-        table = table_of(self.leases, device)
+        table = stack_block_tables(self.leases, device)
         reused = [lease.reused for lease in self.leases]
         draft_model, draft_store = self.proposer.model, self.graphs.draft_store
         state, drawn = prefill(
@@ -167,7 +167,7 @@ class PagedBatch:
             report[row] = line
         drawn = self.captured.drawn
         if self._lengths is not None:
-            proposer = self._lengths.after(drawn.levels, report)
+            proposer = self._lengths.next_proposer(drawn.levels, report)
             if proposer is not self.proposer:
                 self._move(list(range(len(self._rows))), proposer)
         return drawn, report
@@ -176,7 +176,7 @@ class PagedBatch:
         step = self.captured
         assert step is not None, "prefill comes first"
         if self._lengths is not None:
-            self._lengths.keep(active)
+            self._lengths.set_active(active)
         left = [place for place, row in enumerate(self._rows) if active[row]]
         if self._proposer_for is None or not left or bucket(len(left)) == len(step.state.length):
             moving = torch.tensor([active[row] for row in self._rows])
@@ -236,4 +236,4 @@ def room(proposer: Proposer) -> int:
 
 def _read(drawn: StepOutput) -> list[list[int]]:
     """The only read from the device in a step."""
-    return drawn.report().tolist()
+    return drawn.pack_for_host().tolist()

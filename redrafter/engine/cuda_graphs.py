@@ -88,7 +88,7 @@ class CapturedStep:
         state, self.drawn = step(self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache)
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
-        self.host.copy_(self.drawn.report(), non_blocking=True)
+        self.host.copy_(self.drawn.pack_for_host(), non_blocking=True)
 
     def replay(self) -> None:
         """One step, without waiting for it."""
@@ -143,7 +143,7 @@ class CUDAGraphRunner:
 
     def __init__(self, target: Target, store: KVCachePool, draft_store: KVCachePool | None = None):
         self.target, self.store, self.draft_store = target, store, draft_store
-        self.blocks = BlockManager(store.count)
+        self.blocks = BlockManager(store.num_blocks)
         self._kept: dict[tuple, CapturedStep] = {}
         self._lent = 0
         self.lock = threading.RLock()  # of the blocks and of what is kept, for requests in several threads
@@ -170,7 +170,7 @@ class CUDAGraphRunner:
         stores = KVCachePool.in_free_memory(
             [model.paged_shapes for model in models],
             fraction=options.kv_cache_free_gpu_memory_fraction,
-            most=rows * -(-(longest + SLACK) // BLOCK_SIZE),
+            max_blocks=rows * -(-(longest + SLACK) // BLOCK_SIZE),
         )
         for model, store in zip(models, stores, strict=True):
             # It may be prepared, by another engine; and a model may draft for itself.

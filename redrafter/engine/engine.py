@@ -115,7 +115,7 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Read the next prompts from the first token on, as if never seen. For when no batch is open."""
         if (graphs := (self._lender or self)._graphs) is not None:
-            graphs.blocks = BlockManager(graphs.store.count)
+            graphs.blocks = BlockManager(graphs.store.num_blocks)
 
     def lend_to(self, other: "Engine") -> None:
         """Let another engine on the same target use this one's GPU memory and captured steps beside its own."""

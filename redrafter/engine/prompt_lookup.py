@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind
-from redrafter.drafting.prompt_lookup import LookupProposer
+from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.target.target import Target
@@ -40,6 +40,6 @@ class PromptLookup(Engine):
 
         Raises `CheckpointError`, `UnsupportedError` or `ArgumentError`.
         """
-        proposer = LookupProposer(ngram, draft_len)
+        proposer = PromptLookupProposer(ngram, draft_len)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
         return cls(bind(model, device=device, **load, **model_kwargs), proposer, options)

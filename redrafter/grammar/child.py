@@ -24,7 +24,7 @@ from redrafter.grammar.wire import Question, pack_answers, receive_frame, send_f
 
 __all__ = ["run_child"]
 
-NICE = 10  # of a compilation: texts that are being written go first
+COMPILE_NICENESS = 10  # of a compilation: texts that are being written go first
 
 _Answer = tuple[dict[int, bytes], bool, str | None]
 
@@ -34,7 +34,7 @@ def run_child(connection: socket.socket, vocabulary: Any) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before, at_first = _memory()
     if before:
-        resource.setrlimit(resource.RLIMIT_AS, (before + limits.MEMORY, before + limits.MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (before + limits.MAX_PROCESS_BYTES, before + limits.MAX_PROCESS_BYTES))
     try:
         send_frame(connection)
         kind, _, text = receive_frame(connection).decode().partition("\n")
@@ -48,8 +48,8 @@ def run_child(connection: socket.socket, vocabulary: Any) -> None:
 
 def _compile(connection: socket.socket, source: GrammarSource, vocabulary: Any) -> CompiledGrammar | None:
     try:
-        with _ending_with(connection), _seconds(limits.COMPILE_SECONDS):
-            return CompiledGrammar(source, vocabulary, NICE)
+        with _ending_with(connection), _seconds(limits.COMPILE_CPU_SECONDS):
+            return CompiledGrammar(source, vocabulary, COMPILE_NICENESS)
     except ArgumentError as error:
         send_frame(connection, b"-", str(error).encode(errors="replace"))
         return None
@@ -62,7 +62,7 @@ def _follow(connection: socket.socket, grammar: CompiledGrammar) -> None:
         for text in forgotten:
             states.pop(text, None)
         if questions:
-            with _seconds(limits.patience(len(questions))):
+            with _seconds(limits.step_cpu_seconds(len(questions))):
                 answers = pack_answers([_answer(states, grammar, each) for each in questions])
             send_frame(connection, *answers)
 

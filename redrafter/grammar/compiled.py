@@ -35,7 +35,7 @@ class CompiledGrammar:
     def __init__(self, source: GrammarSource, vocabulary: Any, nice: int = 0) -> None:
         self.vocabulary, self.age = vocabulary, 0
         self._source = source
-        self._first = in_deep_thread(self._compile, nice)
+        self._first = run_in_deep_thread(self._compile, nice)
 
     def start(self) -> Any:
         """Return a matcher of its own, that stands before the first token."""
@@ -43,13 +43,15 @@ class CompiledGrammar:
 
     def renew(self, age: int) -> None:
         """Forget what matchers of this age have learnt. They share the states of the lexer, which become more with
-        every text until `MOST_STATES` stops them all."""
+        every text until `MAX_LEXER_STATES` stops them all."""
         if age == self.age:
-            self._first, self.age = in_deep_thread(self._compile), age + 1
+            self._first, self.age = run_in_deep_thread(self._compile), age + 1
 
     def _compile(self) -> Any:
         """With a first token and its masks: what is too large or matches nothing may show there and not before."""
-        most = llguidance.LLParserLimits(step_max_items=limits.MOST_ITEMS, max_lexer_states=limits.MOST_STATES)
+        most = llguidance.LLParserLimits(
+            step_max_items=limits.MAX_PARSER_ITEMS, max_lexer_states=limits.MAX_LEXER_STATES
+        )
         first = llguidance.LLMatcher(self.vocabulary, _in_own_notation(self._source), log_level=0, limits=most)
         probe = first.deep_copy()
         for _ in range(2):
@@ -80,19 +82,19 @@ def _in_own_notation(source: GrammarSource) -> str:
 def _lark_of_ebnf(text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    if text.count("::=") > limits.MOST_RULES:
-        raise ArgumentError(f"grammar: an EBNF grammar has at most {limits.MOST_RULES} rules, this has more")
+    if text.count("::=") > limits.MAX_EBNF_RULES:
+        raise ArgumentError(f"grammar: an EBNF grammar has at most {limits.MAX_EBNF_RULES} rules, this has more")
     try:
         lark = gbnf_to_lark(text)
     except Exception as error:  # its own class, and others where a text ends too early
         raise _wrong(str(error)) from error
-    if len(lark) > limits.MOST_TEXT:
-        raise _wrong(f"it has {len(lark)} characters in Lark, {limits.MOST_TEXT} are the most")
+    if len(lark) > limits.MAX_GRAMMAR_CHARS:
+        raise _wrong(f"it has {len(lark)} characters in Lark, {limits.MAX_GRAMMAR_CHARS} are the most")
     return lark
 
 
-def in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
-    """Return what `work` returns, or raise what it raises, in a thread with a stack of `STACK` bytes.
+def run_in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
+    """Return what `work` returns, or raise what it raises, in a thread with a stack of `STACK_BYTES` bytes.
 
     Args:
         work: the function to call.
@@ -107,7 +109,7 @@ def in_deep_thread(work: Callable[[], Any], nice: int = 0) -> Any:
         except BaseException as error:
             result.set_exception(error)
 
-    before = threading.stack_size(limits.STACK)
+    before = threading.stack_size(limits.STACK_BYTES)
     try:
         thread = threading.Thread(target=run)
         thread.start()

@@ -12,14 +12,14 @@ from itertools import count
 from typing import Any
 
 from redrafter.errors import ArgumentError
-from redrafter.grammar.limits import COMPILE_SECONDS, COMPILE_WAIT, MEMORY, patience
+from redrafter.grammar.limits import COMPILE_CPU_SECONDS, COMPILE_WAIT_SECONDS, MAX_PROCESS_BYTES, step_cpu_seconds
 from redrafter.grammar.source import GrammarSource
 from redrafter.grammar.wire import Answer, Question, pack_questions, receive_frame, send_frame, unpack_answers
 from redrafter.grammar.zygotes import connect
 
 __all__ = ["GrammarProcess"]
 
-SLACK = 5.0  # seconds of a clock, for a process that is ready and has to wait for a processor
+ANSWER_SLACK_SECONDS = 5.0  # seconds of a clock, for a process that is ready and has to wait for a processor
 
 _numbers = count()
 
@@ -61,17 +61,17 @@ class GrammarProcess:
     def compile(self, source: GrammarSource) -> None:
         """Read a grammar; wait until it is compiled. Raises `ArgumentError` where it cannot be."""
         try:
-            self._connection.settimeout(COMPILE_WAIT)
+            self._connection.settimeout(COMPILE_WAIT_SECONDS)
             send_frame(self._connection, f"{source.kind}\n{source.text}".encode())
             said = receive_frame(self._connection)
         except TimeoutError as error:
             self.end()
-            raise ArgumentError(f"grammar: too complex: it was not compiled in {COMPILE_WAIT} s") from error
+            raise ArgumentError(f"grammar: too complex: it was not compiled in {COMPILE_WAIT_SECONDS} s") from error
         except (EOFError, OSError) as error:
             self.end()
             raise ArgumentError(
                 "grammar: too complex: its compilation ended unfinished; it may take "
-                f"{COMPILE_SECONDS} s of a processor and {MEMORY >> 20} MB of memory"
+                f"{COMPILE_CPU_SECONDS} s of a processor and {MAX_PROCESS_BYTES >> 20} MB of memory"
             ) from error
         if said[:1] != b"+":
             self.end()
@@ -82,7 +82,7 @@ class GrammarProcess:
         """Send questions. The caller holds the lock until it has called `answers`."""
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         try:
-            self._connection.settimeout(SLACK + 2 * patience(len(questions)))
+            self._connection.settimeout(ANSWER_SLACK_SECONDS + 2 * step_cpu_seconds(len(questions)))
             send_frame(self._connection, pack_questions(forgotten, questions))
         except OSError:
             self.end()

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from redrafter.errors import ArgumentError
-from redrafter.grammar.limits import MOST_DEPTH, MOST_TEXT
+from redrafter.grammar.limits import MAX_GRAMMAR_CHARS, MAX_SCHEMA_DEPTH
 
 __all__ = ["GrammarSource"]
 
 KINDS = ("json_schema", "json_object", "regex", "lark", "ebnf", "choice")
-MOST_ESCAPED = 6 * MOST_TEXT  # characters of a grammar in JSON, each of them escaped
+MAX_JSON_CHARS = 6 * MAX_GRAMMAR_CHARS  # characters of a grammar in JSON, each of them escaped
 
 
 class GrammarSource(NamedTuple):
@@ -77,8 +77,8 @@ def checked_text(given: object) -> str:
 
 
 def _from_json(text: str) -> Any:
-    if len(text) > MOST_ESCAPED:
-        raise ArgumentError(f"grammar: it has {len(text)} characters as JSON, {MOST_ESCAPED} are the most")
+    if len(text) > MAX_JSON_CHARS:
+        raise ArgumentError(f"grammar: it has {len(text)} characters as JSON, {MAX_JSON_CHARS} are the most")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -86,20 +86,21 @@ def _from_json(text: str) -> Any:
 
 
 def _check_length(characters: int) -> None:
-    if characters > MOST_TEXT:
-        raise ArgumentError(f"grammar: it has {characters} characters, {MOST_TEXT} are the most")
+    if characters > MAX_GRAMMAR_CHARS:
+        raise ArgumentError(f"grammar: it has {characters} characters, {MAX_GRAMMAR_CHARS} are the most")
 
 
 def _check_size(schema: object) -> None:
-    """Refuse what is too deep, or would be too long as JSON, after a look at no more than `MOST_TEXT` parts of it; and
+    """Refuse what is too deep, or would be too long as JSON, after a look at no more than
+    `MAX_GRAMMAR_CHARS` parts of it; and
     halves of characters, which JSON can write and nobody can read."""
     level, size = [schema], 0
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
         below: list[object] = []
         for part in level:
             size += _least_length(part)
-            if size > MOST_TEXT:
-                raise ArgumentError(f"grammar: it has {size} characters or more, {MOST_TEXT} are the most")
+            if size > MAX_GRAMMAR_CHARS:
+                raise ArgumentError(f"grammar: it has {size} characters or more, {MAX_GRAMMAR_CHARS} are the most")
             if isinstance(part, str):
                 checked_text(part)
             elif isinstance(part, dict):
@@ -110,7 +111,7 @@ def _check_size(schema: object) -> None:
         if not below:
             return
         level = below
-    raise ArgumentError(f"grammar: objects and lists are nested more than {MOST_DEPTH} deep")
+    raise ArgumentError(f"grammar: objects and lists are nested more than {MAX_SCHEMA_DEPTH} deep")
 
 
 def _least_length(part: object) -> int:

@@ -75,7 +75,10 @@ class GrammarState:
                 self._take([token])
             found[node] = self._mask()
             self._spent = time.process_time() - begun
-            if self._spent > limits.PATIENCE + limits.EACH * len(self.text) and self.error is None:
+            if (
+                self._spent > limits.MASK_CPU_SECONDS + limits.MASK_CPU_SECONDS_PER_TOKEN * len(self.text)
+                and self.error is None
+            ):
                 self._give_up(f"its masks took {self._spent:.1f} s")
             if depth + 1 < levels:
                 todo += [(child, depth + 1) for child in children[node]]

@@ -10,14 +10,14 @@ from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.process import GrammarProcess
 from redrafter.grammar.wire import Answer, Question
 
-__all__ = ["GuidedText", "TreeOfText", "masks_of"]
+__all__ = ["GuidedText", "TextTree", "compute_masks"]
 
 _numbers = count()
 
 Masks = Mapping[int, bytes | memoryview]
 
 
-class TreeOfText(NamedTuple):
+class TextTree(NamedTuple):
     """Where a text stands, and the drafts behind it.
 
     Args:
@@ -60,7 +60,7 @@ class GuidedText:
         if getattr(self, "_asked", False) and not self.process.ended:
             self.process.forget(self._number)
 
-    def question(self, tree: TreeOfText) -> Question:
+    def question(self, tree: TextTree) -> Question:
         """Ask for what the process does not know yet; it has then been told of the text."""
         if tree.text[: len(self._told)] != self._told:
             self._told = []
@@ -85,7 +85,7 @@ class GuidedText:
         return dict.fromkeys(range(nodes), bytes(mask))
 
 
-def masks_of(asked: Sequence[tuple[GuidedText, TreeOfText]]) -> list[Masks]:
+def compute_masks(asked: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks]:
     """Return for each text by node what may follow it, a bit for each id, where its grammar lets a text come to.
 
     All processes are asked before any answer is waited for, so they work at the same time.
@@ -109,7 +109,7 @@ def masks_of(asked: Sequence[tuple[GuidedText, TreeOfText]]) -> list[Masks]:
     return found
 
 
-def _collect(process: GrammarProcess, asked: Sequence[tuple[int, GuidedText, TreeOfText]], found: list[Masks]) -> None:
+def _collect(process: GrammarProcess, asked: Sequence[tuple[int, GuidedText, TextTree]], found: list[Masks]) -> None:
     answers = None if process.ended else process.answers(len(asked))
     for index, (place, text, tree) in enumerate(asked):
         found[place] = text.take(None if answers is None else answers[index], len(tree.tokens))

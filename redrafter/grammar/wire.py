@@ -9,7 +9,7 @@ from typing import NamedTuple
 __all__ = ["Answer", "Question", "receive_frame", "send_frame"]
 
 _LENGTH = struct.Struct("=I")
-LARGEST_FRAME = 1 << 30  # bytes
+MAX_FRAME_BYTES = 1 << 30  # bytes
 
 
 def send_frame(to: socket.socket, *parts: bytes) -> None:
@@ -21,7 +21,7 @@ def send_frame(to: socket.socket, *parts: bytes) -> None:
 def receive_frame(source: socket.socket) -> bytearray:
     """Receive a frame. Raises `EOFError` where the other side is gone, `TimeoutError` as the socket has it."""
     [size] = _LENGTH.unpack(_receive(source, _LENGTH.size))
-    if size > LARGEST_FRAME:
+    if size > MAX_FRAME_BYTES:
         raise EOFError("this is no frame")
     return _receive(source, size)
 

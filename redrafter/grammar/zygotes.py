@@ -18,16 +18,18 @@ from redrafter.grammar.wire import receive_frame, send_frame
 __all__ = ["Zygote", "connect"]
 
 # Modules are found where this program finds them, and not where it happens to stand.
-PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from redrafter.grammar.zygote import main; main(int(sys.argv[1]))"
+ZYGOTE_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[2:]; from redrafter.grammar.zygote import main; main(int(sys.argv[1]))"
+)
 # No memory is set aside for threads that there are none of; what Rust says is read as one line.
-ENVIRONMENT = {
+ZYGOTE_ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "RAYON_NUM_THREADS": "1",
     "RUST_BACKTRACE": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-START = 120.0  # seconds in which a zygote must have read a tokenizer
-HELLO = 30.0  # seconds in which it must have forked
+START_TIMEOUT_SECONDS = 120.0  # seconds in which a zygote must have read a tokenizer
+FORK_TIMEOUT_SECONDS = 30.0  # seconds in which it must have forked
 
 _zygotes: "WeakKeyDictionary[Any, Zygote]" = WeakKeyDictionary()
 _starting = threading.Lock()
@@ -39,7 +41,7 @@ def connect(tokenizer: Any) -> socket.socket:
     Raises `MissingDependencyError` without llguidance, `ArgumentError` for a tokenizer that it cannot read.
     """
     for _ in range(2):
-        zygote = _zygote_of(tokenizer)
+        zygote = zygote_for(tokenizer)
         connection = zygote.fork()
         if connection is not None:
             return connection
@@ -47,7 +49,7 @@ def connect(tokenizer: Any) -> socket.socket:
     raise ReDrafterError("no process can be started for a grammar: the machine has no room for one")
 
 
-def _zygote_of(tokenizer: Any) -> "Zygote":
+def zygote_for(tokenizer: Any) -> "Zygote":
     if sys.platform == "win32":
         raise MissingDependencyError("grammars need sockets that Windows has not: use Linux or macOS")
     if find_spec("llguidance") is None:
@@ -75,15 +77,21 @@ class Zygote:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *(place or os.getcwd() for place in sys.path)],
+                [
+                    sys.executable,
+                    "-c",
+                    ZYGOTE_PROGRAM,
+                    str(theirs.fileno()),
+                    *(place or os.getcwd() for place in sys.path),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ZYGOTE_ENVIRONMENT,
             )
         self._owner, self._sending = os.getpid(), threading.Lock()
         self._finalizer = weakref.finalize(self, _end, self._control, self._process, self._owner)
-        self._control.settimeout(START)
+        self._control.settimeout(START_TIMEOUT_SECONDS)
         try:
             send_frame(self._control, json.dumps(end_token).encode())
             send_frame(self._control, tokenizer.encode())
@@ -114,7 +122,7 @@ class Zygote:
     def fork(self) -> socket.socket | None:
         """Return a connection to a new child, None where the zygote has died or cannot fork."""
         ours, theirs = socket.socketpair()
-        ours.settimeout(HELLO)
+        ours.settimeout(FORK_TIMEOUT_SECONDS)
         try:
             with theirs, self._sending:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])

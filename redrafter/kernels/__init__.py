@@ -1,20 +1,21 @@
-"""Triton kernels, each beside a slow reference in plain torch that the tests hold it to.
+"""Triton kernels for the GPU, each tested against a slow reference in plain torch.
 
-TRITON says whether they are there to be called; where they are not, the references serve.
+`TRITON` says whether Triton is installed, and so whether the kernels can be called; without it, callers use the
+references.
 """
 
 from importlib.util import find_spec
 
 __all__ = [
-    "MOST_TOKENS",
+    "MAX_THIN_TOKENS",
     "TRITON",
-    "ancestors",
     "commit",
-    "draw",
+    "find_ancestors",
     "gumbel",
-    "pick",
-    "suits",
-    "thin_linear",
+    "is_supported_weight",
+    "sample_tokens",
+    "split_k_linear",
+    "top_continuations",
     "tree_attention",
 ]
 
@@ -22,8 +23,8 @@ TRITON = find_spec("triton") is not None
 
 if TRITON:
     from redrafter.kernels.attention import tree_attention
-    from redrafter.kernels.beam import pick
+    from redrafter.kernels.beam import top_continuations
     from redrafter.kernels.commit import commit
-    from redrafter.kernels.linear import MOST_TOKENS, suits, thin_linear
-    from redrafter.kernels.sample import draw, gumbel
-    from redrafter.kernels.tree import ancestors
+    from redrafter.kernels.linear import MAX_THIN_TOKENS, is_supported_weight, split_k_linear
+    from redrafter.kernels.sample import gumbel, sample_tokens
+    from redrafter.kernels.tree import find_ancestors

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["pick"]
+__all__ = ["top_continuations"]
 
 CHUNK = 1024  # ids per program of the first pass
 
@@ -67,8 +67,8 @@ def _choose(
     tl.store(TOKEN + out, token, kept)
 
 
-def pick(scores: Tensor, total: Tensor, wide: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`redrafter.tree.beam_search.pick` on a GPU; the same arguments."""
+def top_continuations(scores: Tensor, total: Tensor, wide: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`redrafter.tree.beam_search.top_continuations` on a GPU; the same arguments."""
     rows, beams, vocab = scores.shape
     scores = scores.contiguous()
     chunks = triton.cdiv(vocab, CHUNK)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from redrafter.kernels.launch import follows_closely
 
-__all__ = ["MOST_TOKENS", "suits", "thin_linear"]
+__all__ = ["MAX_THIN_TOKENS", "is_supported_weight", "split_k_linear"]
 
-MOST_TOKENS = 32  # beyond it the library's product is as fast
-MOST_FEATURES = 4608  # beyond it there are tiles for all multiprocessors, and the library's product is as fast
-LEAST_BYTES = 8 << 20  # of a weight
+MAX_THIN_TOKENS = 32  # beyond it the library's product is as fast
+MAX_FEATURES = 4608  # beyond it there are tiles for all multiprocessors, and the library's product is as fast
+MIN_WEIGHT_BYTES = 8 << 20  # of a weight
 PROGRAMS = 132  # one for each multiprocessor of a large GPU
 TILE = 64
 
@@ -59,21 +59,21 @@ def _product(
         tl.store(out, acc.to(OUT.dtype.element_ty), held)
 
 
-def suits(weight: Tensor) -> bool:
-    """Whether `thin_linear` can take a weight and is worth it."""
+def is_supported_weight(weight: Tensor) -> bool:
+    """Whether `split_k_linear` can take a weight and is worth it."""
     features, inner = weight.shape
     return (
         weight.element_size() == 2
         and features % TILE == 0
         and inner % 128 == 0
         and weight.is_contiguous()
-        and features <= MOST_FEATURES
-        and weight.numel() * 2 >= LEAST_BYTES
+        and features <= MAX_FEATURES
+        and weight.numel() * 2 >= MIN_WEIGHT_BYTES
     )
 
 
-def thin_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x: `[T, D]` of at most `MOST_TOKENS` tokens; weight: `[F, D]`, as `nn.Linear` has it. Returns `[T, F]`."""
+def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x: `[T, D]` of at most `MAX_THIN_TOKENS` tokens; weight: `[F, D]`, as `nn.Linear` has it. Returns `[T, F]`."""
     tokens, inner = x.shape
     features = weight.shape[0]
     tiles = features // TILE
@@ -93,4 +93,4 @@ def thin_linear(x: Tensor, weight: Tensor) -> Tensor:
 @functools.cache
 def _counts(device: torch.device) -> Tensor:
     """How many programs are done with each tile: 0 between launches, which follow one another on a device."""
-    return torch.zeros(MOST_FEATURES // TILE, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_FEATURES // TILE, dtype=torch.int32, device=device)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["draw", "gumbel"]
+__all__ = ["gumbel", "sample_tokens"]
 
 CHUNK = 4096  # ids per program
 GAMMA, MIX_1, MIX_2 = (tl.constexpr(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -66,7 +66,7 @@ def _best(TOPS, IDS, OUT, chunks, BLOCK: tl.constexpr):
     tl.store(OUT + place, tl.load(IDS + place * chunks + where).to(tl.int64))
 
 
-def draw(logits: Tensor, temperature: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
+def sample_tokens(logits: Tensor, temperature: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
     """The argmax of `logits / temperature + noise` at every node, the first one on a tie; of `logits` without noise.
 
     logits: `[B, N, V]`. temperature: `[B]` float32. noise: `[B, K+1, V]` float32. depth: `[B, N]` int64, which noise is

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["ancestors"]
+__all__ = ["find_ancestors"]
 
 
 @triton.jit(do_not_specialize=["nodes", "levels"])
@@ -22,7 +22,7 @@ def _climb(PARENTS, OUT, nodes, levels, BLOCK: tl.constexpr, WIDTH: tl.constexpr
         at = tl.load(PARENTS + row * nodes + at, live, 0)
 
 
-def ancestors(parents: Tensor, max_depth: int) -> Tensor:
+def find_ancestors(parents: Tensor, max_depth: int) -> Tensor:
     """parents: `[B, N]` int64, of nodes at most `max_depth` deep. Returns `[B, N, N]` bool, as `Tree.ancestors`."""
     rows, nodes = parents.shape
     out = torch.empty(rows, nodes, nodes, dtype=torch.bool, device=parents.device)

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 
 from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
-from redrafter.grammar.text import GuidedText, TreeOfText, masks_of
+from redrafter.grammar.text import GuidedText, TextTree, compute_masks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.tree.token_tree import chain
 
@@ -59,8 +59,8 @@ class RowGrammars:
             if length + 1 >= limit:
                 continue  # what stands past the limit follows no grammar
             text = texts[row, prompt - first : length + 1 - first].tolist()
-            asked.append((row, state, TreeOfText(text, rest[:whole], rest[whole:], limit - length - 1)))
-        found = masks_of([(state, tree) for _, state, tree in asked])
+            asked.append((row, state, TextTree(text, rest[:whole], rest[whole:], limit - length - 1)))
+        found = compute_masks([(state, tree) for _, state, tree in asked])
         for (row, *_), masks in zip(asked, found, strict=True):
             for node, mask in masks.items():
                 if node >= skipped:

@@ -96,7 +96,7 @@ class Sampler:
     def draw(self, scores: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
         """The target's own next token at every node, `[B, N]`. depth: `[B, N]`, which picks a node's noise."""
         if self.fused:
-            return kernels.draw(scores, self.temperature, noise, depth)
+            return kernels.sample_tokens(scores, self.temperature, noise, depth)
         if noise is None:
             return scores.argmax(dim=-1)
         return (scores + noise.gather(1, depth[:, :, None].expand_as(scores))).argmax(dim=-1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redrafter.cache.paged import PagedCache, table_of
+from redrafter.cache.paged import PagedCache, stack_block_tables
 from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.engine.engine import Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -15,7 +15,7 @@ from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.prefill_budget import Chunk, PrefillPace, choose_chunks, padded_tokens
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.step import read
+from redrafter.step import read_prompts
 
 __all__ = ["PrefilledRows", "Prefiller"]
 
@@ -83,7 +83,7 @@ class Prefiller:
         start = torch.tensor([sequence.prefilled for sequence in sequences], device=device)  # [B]
         upto = start + torch.tensor([count for _, count in chunks], device=device)  # [B]
         tables = [sequence.block_table for sequence in sequences if sequence.block_table is not None]
-        cache, tokens = PagedCache(self._graphs.store, table_of(tables, device)), tokens.to(device)
+        cache, tokens = PagedCache(self._graphs.store, stack_block_tables(tables, device)), tokens.to(device)
         draft_store = self._graphs.draft_store
 
         def show(row: int, first: int, logits: Tensor) -> None:
@@ -92,7 +92,7 @@ class Prefiller:
             following = list(sequence.prompt[first + 1 : first + 1 + len(logits)])
             sequence.prompt_scores.extend(score_prompt(logits, following, count))
 
-        logits, hidden = read(
+        logits, hidden = read_prompts(
             tokens,
             upto,
             target,

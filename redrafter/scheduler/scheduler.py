@@ -29,7 +29,7 @@ from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.scheduler.sequence_blocks import SequenceBlocks
 from redrafter.scheduler.waiting_queue import WaitingQueue
-from redrafter.step import first_draw
+from redrafter.step import draw_first_tokens
 
 __all__ = ["Scheduler"]
 
@@ -82,7 +82,7 @@ class Scheduler:
         bounds = [
             limits.max_seq_len,
             engine.target.steady_context,
-            (graphs.store.count - 1) * BLOCK_SIZE - self.batch.overshoot,
+            (graphs.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot,
         ]
         self.longest = min(bound for bound in bounds if bound is not None)
         self._lock = threading.Lock()  # of the queue and of the cancelled sequences
@@ -293,7 +293,7 @@ class Scheduler:
         if new:
             sequences = [rows.sequences[row] for row in new]
             sampler = self.batch.sampler_of(sequences)
-            state, drawn = first_draw(
+            state, drawn = draw_first_tokens(
                 rows.tokens[new], rows.lengths[new], rows.logits[new], rows.hidden[new], rows.window, sampler
             )
             for row, (sequence, token) in enumerate(zip(sequences, state.pending[:, 0].tolist(), strict=True)):

@@ -25,7 +25,7 @@ class SequenceBlocks:
     @property
     def free(self) -> int:
         """Number of blocks that could be handed out now."""
-        return self._graphs.blocks.free
+        return self._graphs.blocks.num_free_blocks
 
     def allocate(self, sequence: TokenSequence, slots: int) -> None:
         """Give an admitted sequence blocks for so many positions, with the longest cached prefix of its tokens.

@@ -90,7 +90,7 @@ class Server:
         return [
             f"{self.name}: {target.name}, {str(target.dtype).removeprefix('torch.')} on {target.device}; {drafts}",
             f"up to {self.options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
-            f"{scheduler.graphs.blocks.count * 16:,} tokens of keys and values",
+            f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values",
             f"ready on {url}; try",
             f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         ]

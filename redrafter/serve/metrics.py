@@ -72,7 +72,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """What is asked for when somebody looks."""
         pool, scheduler = self._scheduler.graphs.blocks, self._scheduler
-        held = 1 - pool.free / pool.count
+        held = 1 - pool.num_free_blocks / pool.num_blocks
         for kind, name, help, value in (
             (GaugeMetricFamily, "num_requests_running", "Texts that are read or written", scheduler.running),
             (GaugeMetricFamily, "num_requests_waiting", "Texts that wait for a place", scheduler.waiting),

@@ -27,7 +27,7 @@ def warm_up(scheduler: Scheduler) -> None:
         _write(scheduler, 1, length, PLAIN)
         _write(scheduler, min(2, limits.max_batch_size), length, PLAIN)
     scheduler.limits = limits
-    scheduler.graphs.blocks = BlockManager(scheduler.graphs.store.count)  # none of this is to be found again
+    scheduler.graphs.blocks = BlockManager(scheduler.graphs.store.num_blocks)  # none of this is to be found again
     scheduler.prefiller.pace = PrefillPace(limits.max_num_tokens)  # nor are first times to slow what follows
 
 

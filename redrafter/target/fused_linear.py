@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from redrafter.kernels.thin_linear import is_thin, product
+from redrafter.kernels.thin_linear import has_thin_kernel, thin_linear
 
 __all__ = ["FusedLinears", "linear_calls", "same_inputs"]
 
@@ -60,7 +60,7 @@ class _Joined:
         biases = [module.bias for module in group if module.bias is not None]
         self.bias = _join(biases) if len(biases) > 1 else biases[0] if biases else None
         self.sizes = [module.out_features for module in group]
-        self.thin = self.bias is None and is_thin(self.weight)
+        self.thin = self.bias is None and has_thin_kernel(self.weight)
         self.pieces: Any = None
 
 
@@ -76,7 +76,7 @@ class _StandIn(nn.Module):
 class _First(_StandIn):
     def forward(self, x: Tensor) -> Tensor:
         joined = self.joined
-        out = product(x, joined.weight) if joined.thin else linear(x, joined.weight, joined.bias)
+        out = thin_linear(x, joined.weight) if joined.thin else linear(x, joined.weight, joined.bias)
         if len(joined.sizes) == 1:
             return out
         joined.pieces = out.split(joined.sizes, dim=-1)

@@ -173,7 +173,7 @@ class Target:
         if not len(rows):
             return
         upto = length[rows]
-        with cache.part(rows, self.rope.at) as part:
+        with cache.subset(rows, self.rope.at) as part:
             self._read(tokens[rows], upto, part, upto + 1, new=self.rope.at)
 
     def rereads(self, longest: int) -> bool:
@@ -280,7 +280,7 @@ class Target:
             outputs.append(wanted(output).to(self.device))
 
         nodes, new = tree.tokens.shape[1], tree.new
-        cache.address(length + (nodes - new), new)
+        cache.write_after(length + (nodes - new), new)
         positions = length[:, None] + tree.depth[:, -new:]
         hook = self.head.register_forward_pre_hook(tap)
         seen = partial(visible, length, tree.depth, tree.ancestors, cache.window)

@@ -182,13 +182,13 @@ def _fill(cache: KVCache, trial: Trial) -> None:
     """Put a far trial's keys and values into the first slots of its only row."""
     count = int(trial.length[0])
     if isinstance(cache, DenseCache):
-        cache.address(torch.zeros_like(trial.length), count)
+        cache.write_after(torch.zeros_like(trial.length), count)
         for layer, (keys, values) in _stored(trial.shapes, trial.states):
             cache.update(keys, values, layer)
         return
     slots = cache.slots(torch.arange(count, device=trial.length.device)[None])
     for layer, (keys, values) in _stored(trial.shapes, trial.states):
-        home = cache.store.homes[layer]
+        home = cache.pool.layer_pools[layer]
         assert home is not None, "a layer that stores something has a home"
         keys_pool, k, values_pool, v = home
         keys_pool[k].index_copy_(0, slots, keys[0].transpose(0, 1))

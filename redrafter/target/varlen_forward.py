@@ -132,7 +132,7 @@ class VarlenForward:
                 positions = positions.clamp(max=self._context - 1)
             counts = [piece.count for piece in forward]
             ends = torch.tensor(counts).cumsum(0) - 1
-            plan = PromptPlan(forward, kinds, cache.place(forward))
+            plan = PromptPlan(forward, kinds, cache.plan_prefill(forward))
             dense = cache if isinstance(cache, DenseCache) else None
             far = None if long is None else torch.cat([long[piece.row].expand(piece.count) for piece in forward])
             with (

@@ -16,7 +16,7 @@ from torch import Tensor
 from redrafter import kernels
 from redrafter.tree.token_tree import Tree, chain, keep_best, tree_of
 
-__all__ = ["Expand", "beam_search", "node_count", "pick"]
+__all__ = ["Expand", "beam_search", "node_count", "top_continuations"]
 
 CPU_NODE_BUDGET = 12  # a node costs arithmetic there; measured best for the boxed pair, see README.md
 
@@ -33,12 +33,12 @@ def beam_search(
     depth: int,
     nodes: int,
     ids: Tensor | None = None,
-    enough: Callable[[Tensor], bool] | None = None,
+    should_stop: Callable[[Tensor], bool] | None = None,
 ) -> Tree:
     """Search `depth` steps with `beams` beams and keep the `nodes` nodes of highest cumulative log-probability.
 
     root: `[B]` int64, the pending token. ids: `[V']` int64, the target's id of each of the proposer's ids; None where
-    they are the same. enough: asked after each step, with the cumulative log-probabilities `[B, W]` of its beams,
+    they are the same. should_stop: asked after each step, with the cumulative log-probabilities `[B, W]` of its beams,
     whether to end there.
     """
     rows = len(root)
@@ -46,11 +46,11 @@ def beam_search(
     token = root[:, None]
     tokens, sources, scores = [token], [source], [score]
     for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # of a chain, nothing is drafted to be cut
-        score, source, token = pick(expand(k, token, source), score, beams, ids)  # [B, W] each
+        score, source, token = top_continuations(expand(k, token, source), score, beams, ids)  # [B, W] each
         tokens.append(token)
         sources.append(source)
         scores.append(score)
-        if enough is not None and enough(score):
+        if should_stop is not None and should_stop(score):
             break
     tree = torch.cat(tokens, 1)
     if beams == 1:
@@ -79,14 +79,14 @@ def _layout(rows: int, beams: int, depth: int, device: torch.device) -> tuple[Te
     return level, (1 + (level - 2) * beams).clamp_(min=0), zero, zero.long()
 
 
-def pick(scores: Tensor, total: Tensor, wide: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def top_continuations(scores: Tensor, total: Tensor, wide: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The `wide` = W best pairs of a beam and what follows it.
 
     scores: `[B, w, V']`, unnormalised log-probabilities. total: `[B, w]` float32, of the beams so far. ids: as in
     `beam_search`. Returns their cumulative log-probabilities float32, beams and tokens int64, `[B, W]`, best first.
     """
     if kernels.TRITON and scores.is_cuda:
-        return kernels.pick(scores, total, wide, ids)
+        return kernels.top_continuations(scores, total, wide, ids)
     if wide == scores.shape[1] == 1:  # a chain: the best token, without a sort
         best, token = scores.float().max(dim=-1)  # [B, 1]
         score = total + best - scores.logsumexp(dim=-1).float()

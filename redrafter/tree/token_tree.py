@@ -16,7 +16,7 @@ from redrafter.errors import ArgumentError
 
 __all__ = ["Tree", "chain", "check_size", "keep_best", "tree_of"]
 
-MOST = 1024  # beams, and levels; a tree's memory grows with the square of its nodes
+MAX_BEAMS = 1024  # beams, and levels; a tree's memory grows with the square of its nodes
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Tree:
 def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int) -> Tree:
     """Close the parent relation: `ancestors = (I + P)^(2^m)` with `2^m >= max_depth`, by repeated squaring."""
     if kernels.TRITON and tokens.is_cuda:
-        return Tree(tokens, parents, depth, kernels.ancestors(parents, max_depth), max_depth)
+        return Tree(tokens, parents, depth, kernels.find_ancestors(parents, max_depth), max_depth)
     nodes = tokens.shape[1]
     eye = torch.eye(nodes, device=tokens.device)
     reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]
@@ -89,10 +89,10 @@ def chain(tokens: Tensor) -> Tree:
 
 def check_size(name: str, value: object) -> None:
     """Raise `ArgumentError` unless value can be a number of beams, of levels, or of nodes to keep."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST**2:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_BEAMS**2:
         raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
-    if value > MOST and name != "node_budget":
-        raise ArgumentError(f"{name} must be at most {MOST}, got {value}")
+    if value > MAX_BEAMS and name != "node_budget":
+        raise ArgumentError(f"{name} must be at most {MAX_BEAMS}, got {value}")
 
 
 def keep_best(

@@ -1,6 +1,6 @@
 import torch
 
-from redrafter.cache.dense import GRAIN, DenseCache, LayerShape
+from redrafter.cache.dense import WINDOW_STEP_SLOTS, DenseCache, LayerShape
 
 SHAPES = [
     LayerShape(2, 4, 4, torch.float32, torch.device("cpu")),
@@ -10,7 +10,7 @@ SHAPES = [
 
 def fill(cache, length, nodes, value):
     """Write `nodes` nodes whose every number says row, node and layer."""
-    cache.address(length, nodes)
+    cache.write_after(length, nodes)
     for layer, shape in enumerate(SHAPES):
         tag = value + torch.arange(len(length))[:, None] * 100 + torch.arange(nodes)  # [B, N]
         tag = tag[:, None, :, None].float() + layer * 1000
@@ -22,8 +22,8 @@ def fill(cache, length, nodes, value):
 
 
 def column(cache, layer, row):
-    (keys, k), (values, v) = cache.layers[layer]._homes
-    keys, values = keys.seen[k], values.seen[v]
+    (keys, k), (values, v) = cache.layers[layer].stores
+    keys, values = keys.visible[k], values.visible[v]
     assert torch.equal(values[row, :, :, 0], torch.where(keys[row, :, :, 0] == 0, 0, keys[row, :, :, 0] + 0.5))
     return keys[row, 0, :, -1]
 
@@ -56,12 +56,15 @@ def test_commit_moves_only_the_path_and_keeps_rows_apart():
 def test_growing_keeps_what_is_there_and_the_window_follows():
     cache = DenseCache(SHAPES, 2)
     cache.reserve(10)
-    assert cache.window == GRAIN and cache.get_mask_sizes(1, 0)[0] == GRAIN
+    assert cache.window == WINDOW_STEP_SLOTS and cache.get_mask_sizes(1, 0)[0] == WINDOW_STEP_SLOTS
     fill(cache, torch.tensor([2, 9]), 5, 1)
     kept = [column(cache, layer, row).clone() for layer in range(2) for row in range(2)]
-    cache.reserve(3 * GRAIN + 1)
-    assert cache.window == 4 * GRAIN
+    cache.reserve(3 * WINDOW_STEP_SLOTS + 1)
+    assert cache.window == 4 * WINDOW_STEP_SLOTS
     grown = [column(cache, layer, row) for layer in range(2) for row in range(2)]
-    assert all(torch.equal(a, b[:GRAIN]) and not b[GRAIN:].any() for a, b in zip(kept, grown, strict=True))
+    assert all(
+        torch.equal(a, b[:WINDOW_STEP_SLOTS]) and not b[WINDOW_STEP_SLOTS:].any()
+        for a, b in zip(kept, grown, strict=True)
+    )
     cache.reserve(5)
-    assert cache.window == GRAIN
+    assert cache.window == WINDOW_STEP_SLOTS

@@ -211,7 +211,7 @@ def test_the_draft_models_cache_follows_the_accepted_path(llama, similar, shape,
             fresh = draft_model.new_cache(4)
             fresh.reserve(64)
             draft_model.prefill(state.tokens, state.length, fresh)
-            for found, expected in zip(caches[1]._pools, fresh._pools, strict=True):
+            for found, expected in zip(caches[1].pools, fresh.pools, strict=True):
                 found, expected = (rearrange(x.data, "g (b s) h d -> b s g h d", b=4) for x in (found, expected))
                 for row, n in enumerate(state.length.tolist()):  # slot n - 1 is read again in the next step
                     assert_close_by_scale(found[row, : n - 1], expected[row, : n - 1], 2e-5)
@@ -303,9 +303,9 @@ def test_what_cannot_be_is_refused_by_name(llama, similar, arguments, error, nam
 def test_a_row_whose_drafts_are_kept_is_drafted_far():
     def after(*rows, cost=0.1, active=None, drafted=8):
         lengths = AdaptiveDraftLength({length: length for length in range(1, 9)}, len(rows), cost)
-        lengths.keep(active or [True] * len(rows))
+        lengths.set_active(active or [True] * len(rows))
         for _ in range(40):
-            length = lengths.after(drafted, [[0] * 9 + [kept] if kept is not None else [] for kept in rows])
+            length = lengths.next_proposer(drafted, [[0] * 9 + [kept] if kept is not None else [] for kept in rows])
         return length
 
     assert after(8) == 8 and after(0) == 1
@@ -318,8 +318,8 @@ def test_a_row_whose_drafts_are_kept_is_drafted_far():
 
 def test_how_long_ago_decides_what_a_draft_counts():
     lengths = AdaptiveDraftLength({length: length for length in (1, 2, 4, 8)}, 1, 0.1)
-    assert [lengths.after(8, [[0, 8]]) for _ in range(30)][-1] == 8
-    found = [lengths.after(8, [[0, 0]]) for _ in range(40)]
+    assert [lengths.next_proposer(8, [[0, 8]]) for _ in range(30)][-1] == 8
+    found = [lengths.next_proposer(8, [[0, 0]]) for _ in range(40)]
     assert found == sorted(found, reverse=True) and found[-1] == 1
 
 
@@ -338,8 +338,10 @@ def test_an_adaptive_engine_drafts_less_where_drafts_are_not_kept(llama, on, sam
 def test_a_tree_is_judged_by_how_deep_it_is(llama, monkeypatch):
     """Its 12 nodes are 4 drafts one below the other: when 4 are kept, none was refused."""
     monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST", {"cpu": -0.99})  # no cost and no doubt shortens it
-    told, after = [], AdaptiveDraftLength.after
-    monkeypatch.setattr(AdaptiveDraftLength, "after", lambda self, *args: told.append(args) or after(self, *args))
+    told, after = [], AdaptiveDraftLength.next_proposer
+    monkeypatch.setattr(
+        AdaptiveDraftLength, "next_proposer", lambda self, *args: told.append(args) or after(self, *args)
+    )
     engine = DraftTarget.from_pretrained(llama, llama, num_beams=3, node_budget=99, adaptive=True)
     engine.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert len(told) > 5 and 1 < max(drafted for drafted, _ in told) <= 4
@@ -399,7 +401,7 @@ def test_requests_in_several_threads_disturb_none(llama, similar, sampling):
     work = lambda row: engine.generate(IDS[row : row + 1], MASK[row : row + 1], seed=row, **arguments)  # noqa: E731
     expected, found = [work(row) for row in range(4)], in_threads(work, 4)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert engine._graphs._lent == 0 and engine._graphs.blocks.free == 199
+    assert engine._graphs._lent == 0 and engine._graphs.blocks.num_free_blocks == 199
 
 
 def test_a_text_that_the_draft_model_has_not_read_is_read_again(llama):

@@ -344,7 +344,7 @@ def test_a_matcher_that_came_to_a_limit_is_replaced_by_one_that_did_less():
 
 
 def test_a_grammar_does_not_wear_out(monkeypatch):
-    monkeypatch.setattr("redrafter.grammar.limits.MOST_STATES", 200)  # a text alone makes tens
+    monkeypatch.setattr("redrafter.grammar.limits.MAX_LEXER_STATES", 200)  # a text alone makes tens
     grammar, random = compiled(GrammarSource.of({"regex": "([ab]{0,30}a){20}"})), torch.Generator().manual_seed(0)
     for _ in range(30):
         state, text = GrammarState(grammar, [EOS]), []
@@ -360,8 +360,8 @@ def test_a_grammar_does_not_wear_out(monkeypatch):
 
 
 def test_a_grammar_that_takes_too_long_ends_the_text(monkeypatch):
-    monkeypatch.setattr("redrafter.grammar.limits.PATIENCE", 0)
-    monkeypatch.setattr("redrafter.grammar.limits.EACH", 0)
+    monkeypatch.setattr("redrafter.grammar.limits.MASK_CPU_SECONDS", 0)
+    monkeypatch.setattr("redrafter.grammar.limits.MASK_CPU_SECONDS_PER_TOKEN", 0)
     state = GrammarState(compiled(GrammarSource.of(GROWING)), [EOS])
     state.advance([70])
     assert len(state.masks([70], [-1], 1)) == 1

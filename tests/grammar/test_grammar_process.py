@@ -19,8 +19,8 @@ from helpers.processes import children, soon
 from redrafter import ArgumentError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.source import GrammarSource
-from redrafter.grammar.text import GuidedText, TreeOfText, masks_of
-from redrafter.grammar.zygotes import _zygote_of
+from redrafter.grammar.text import GuidedText, TextTree, compute_masks
+from redrafter.grammar.zygotes import zygote_for
 
 pytest.importorskip("llguidance")
 
@@ -37,7 +37,7 @@ HALF = "\ud800"
 
 
 def own_children() -> list[int]:
-    return children(_zygote_of(TOKENIZER).pid)
+    return children(zygote_for(TOKENIZER).pid)
 
 
 def only_child() -> int:
@@ -54,9 +54,9 @@ def alone():
     assert soon(lambda: not own_children()), "a process has outlived its grammar"
 
 
-def where(text: list[int], *drafts: int) -> TreeOfText:
+def where(text: list[int], *drafts: int) -> TextTree:
     """A text with a chain of drafts behind it."""
-    return TreeOfText(text, [text[-1] if text else 0, *drafts], list(range(-1, len(drafts))), 1 + len(drafts))
+    return TextTree(text, [text[-1] if text else 0, *drafts], list(range(-1, len(drafts))), 1 + len(drafts))
 
 
 def test_masks_are_those_of_a_state_in_this_process():
@@ -69,7 +69,7 @@ def test_masks_are_those_of_a_state_in_this_process():
     texts: list[list[int]] = [[] for _ in ours]
     for _ in range(40):
         trees = [where(text, *(chance.randrange(6, 97) for _ in range(3))) for text in texts]
-        found = masks_of(list(zip(ours, trees, strict=True)))
+        found = compute_masks(list(zip(ours, trees, strict=True)))
         for text, tree, state, one, masks in zip(texts, trees, states, ours, found, strict=True):
             state.advance(tree.text)
             expected = state.masks(tree.tokens, tree.parents, tree.levels)
@@ -106,12 +106,12 @@ def test_a_killed_process_ends_its_own_texts_only():
     assert len(own_children()) == 2
     texts = [GuidedText(grammar, [EOS]) for grammar in (mine, mine, other)]
     asked = [(text, where([70, 71], 70)) for text in texts]
-    before = [dict(each) for each in masks_of(asked)]
+    before = [dict(each) for each in compute_masks(asked)]
     assert before[0] == before[1] == before[2] and len(before[0]) == 2
     os.kill(max(own_children()), signal.SIGKILL)
     assert soon(lambda: len(own_children()) == 1)
     dead = other if mine.process.alive else mine
-    after = masks_of(asked)
+    after = compute_masks(asked)
     for text, masks, old in zip(texts, after, before, strict=True):
         if text.process is dead.process:
             assert text.error.startswith("grammar: given up after 2 tokens: its process ended")
@@ -120,7 +120,7 @@ def test_a_killed_process_ends_its_own_texts_only():
             assert text.error is None and masks == old
     dead.restore()
     again = GuidedText(dead, [EOS])
-    assert masks_of([(again, where([70, 71], 70))]) == before[:1] and again.error is None
+    assert compute_masks([(again, where([70, 71], 70))]) == before[:1] and again.error is None
 
 
 def test_generate_raises_where_a_process_is_killed_and_goes_on_with_a_new_one():
@@ -141,37 +141,37 @@ def test_generate_raises_where_a_process_is_killed_and_goes_on_with_a_new_one():
 
 
 def test_a_killed_zygote_is_replaced_and_its_grammars_live_on():
-    grammar, zygote = Grammar.regex("[ab]*", TOKENIZER), _zygote_of(TOKENIZER)
+    grammar, zygote = Grammar.regex("[ab]*", TOKENIZER), zygote_for(TOKENIZER)
     text = GuidedText(grammar, [EOS])
-    expected = [dict(each) for each in masks_of([(text, where([70]))])]
+    expected = [dict(each) for each in compute_masks([(text, where([70]))])]
     os.kill(zygote.pid, signal.SIGKILL)
-    assert masks_of([(text, where([70]))]) == expected
+    assert compute_masks([(text, where([70]))]) == expected
     Grammar.regex("[ab]*", TOKENIZER)
-    assert _zygote_of(TOKENIZER).pid != zygote.pid and masks_of([(text, where([70]))]) == expected
+    assert zygote_for(TOKENIZER).pid != zygote.pid and compute_masks([(text, where([70]))]) == expected
 
 
 def test_an_answer_that_nobody_took_is_no_other_questions(monkeypatch):
     grammar = Grammar.regex("[ab]*", TOKENIZER)
     first = GuidedText(grammar, [EOS])
-    expected = [dict(each) for each in masks_of([(first, where([70]))])]
+    expected = [dict(each) for each in compute_masks([(first, where([70]))])]
 
     def interrupted(source: object) -> bytearray:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as change, pytest.raises(KeyboardInterrupt):
         change.setattr("redrafter.grammar.process.receive_frame", interrupted)
-        masks_of([(first, where([70, 71]))])
+        compute_masks([(first, where([70, 71]))])
     assert not grammar.process.alive and not grammar.process.lock.locked()
     grammar.restore()
-    assert masks_of([(GuidedText(grammar, [EOS]), where([70]))]) == expected
+    assert compute_masks([(GuidedText(grammar, [EOS]), where([70]))]) == expected
 
 
 def test_a_stopped_process_is_given_up(monkeypatch):
-    monkeypatch.setattr("redrafter.grammar.process.SLACK", -4.0)
+    monkeypatch.setattr("redrafter.grammar.process.ANSWER_SLACK_SECONDS", -4.0)
     text = GuidedText(Grammar.regex("[ab]*", TOKENIZER), [EOS])
     child = only_child()
     os.kill(child, signal.SIGSTOP)
-    masks_of([(text, where([70]))])
+    compute_masks([(text, where([70]))])
     assert "its process ended" in text.error
     os.kill(child, signal.SIGCONT)
 
@@ -181,26 +181,26 @@ def test_a_text_that_is_dropped_is_forgotten():
     forgotten: list[int] = []
     ask, grammar.process.forget = grammar.process.forget, lambda text: (forgotten.append(text), ask(text))
     text = GuidedText(grammar, [EOS])
-    masks_of([(text, where([70]))])
+    compute_masks([(text, where([70]))])
     number = text._number
     del text
     assert forgotten == [number] and not grammar.process._forgotten
     with grammar.process.lock:
         ask(number)  # while it is being asked
     assert list(grammar.process._forgotten) == [number]
-    masks_of([(GuidedText(grammar, [EOS]), where([70]))])
+    compute_masks([(GuidedText(grammar, [EOS]), where([70]))])
     assert number not in grammar.process._forgotten
 
 
 def test_threads_share_grammars():
     grammars = [Grammar.regex("[ab]*", TOKENIZER), Grammar.regex("[bc]*", TOKENIZER)]
-    expected = [dict(masks_of([(GuidedText(grammar, [EOS]), where([71]))])[0]) for grammar in grammars]
+    expected = [dict(compute_masks([(GuidedText(grammar, [EOS]), where([71]))])[0]) for grammar in grammars]
     wrong = []
 
     def work(order: int) -> None:
         texts = [GuidedText(grammar, [EOS]) for grammar in grammars[::order]]
         for count in range(50):
-            found = masks_of([(text, where([71] * (1 + count))) for text in texts])
+            found = compute_masks([(text, where([71] * (1 + count))) for text in texts])
             if found != expected[::order]:
                 wrong.append(found)
 
@@ -218,12 +218,12 @@ def test_nothing_is_left_of_a_program_that_ends(how):
         "import os, sys, threading, time\n"
         "from chats import tiny_tokenizer\n"
         "from redrafter.grammar.grammar import Grammar\n"
-        "from redrafter.grammar.zygotes import _zygote_of\n"
+        "from redrafter.grammar.zygotes import zygote_for\n"
         "tokenizer = tiny_tokenizer()\n"
         "grammar = Grammar.regex('a', tokenizer)\n"
         f"threading.Thread(target=Grammar.json_schema, args=({SLOW!r}, tokenizer), daemon=True).start()\n"
         "time.sleep(0.5)\n"
-        "print(_zygote_of(tokenizer).pid, flush=True)\n"
+        "print(zygote_for(tokenizer).pid, flush=True)\n"
         f"{how}\n"
     )
     here = os.path.dirname(__file__)
@@ -243,11 +243,11 @@ def _group(pid: int) -> int:
 @pytest.mark.parametrize("each", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_for_the_program_do_not_end_its_grammars(each):
     text = GuidedText(Grammar.regex("[ab]*", TOKENIZER), [EOS])
-    zygote = _zygote_of(TOKENIZER)
+    zygote = zygote_for(TOKENIZER)
     os.kill(only_child(), each)
     os.kill(zygote.pid, each)
     assert os.getpgid(zygote.pid) == zygote.pid != os.getpgid(0)  # where Ctrl-C in a terminal does not come to
-    masks_of([(text, where([70]))])
+    compute_masks([(text, where([70]))])
     assert text.error is None and zygote.alive
 
 

@@ -97,5 +97,5 @@ def random_sequences(count: int, seed: int = 0, longest: int = 40, max_new_token
 
 def nothing_is_held(scheduler: Scheduler) -> None:
     pool = scheduler.graphs.blocks
-    assert pool.free == pool.count
+    assert pool.num_free_blocks == pool.num_blocks
     assert not scheduler.batch.state.active.any()

@@ -13,13 +13,13 @@ pytest.importorskip("triton")
 from helpers.models import assert_close_by_scale
 from redrafter import kernels
 from redrafter.attention.tree_attention import tree_attention
-from redrafter.kernels import ancestors, commit
-from redrafter.kernels import pick as kernel_pick
+from redrafter.kernels import commit, find_ancestors
+from redrafter.kernels import top_continuations as kernel_top_continuations
 from redrafter.kernels import tree_attention as kernel
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.linear import thin_linear
+from redrafter.kernels.linear import split_k_linear
 from redrafter.sampling.noise import gumbel, streams
-from redrafter.tree.beam_search import pick
+from redrafter.tree.beam_search import top_continuations
 from redrafter.tree.token_tree import chain, tree_of
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -205,8 +205,8 @@ def test_picking_equals_the_reference():
         scores = torch.randn(rows, beams, vocab, generator=generator).to(DEVICE)
         total = torch.randn(rows, beams, generator=generator).to(DEVICE)
         ids = None if rows == 1 else torch.randperm(9000, generator=generator)[:vocab]
-        found = kernel_pick(scores, total, wide, None if ids is None else ids.to(DEVICE))
-        expected = [x.to(DEVICE) for x in pick(scores.cpu(), total.cpu(), wide, ids)]
+        found = kernel_top_continuations(scores, total, wide, None if ids is None else ids.to(DEVICE))
+        expected = [x.to(DEVICE) for x in top_continuations(scores.cpu(), total.cpu(), wide, ids)]
         assert torch.allclose(found[0], expected[0], atol=1e-5)
         assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
 
@@ -217,9 +217,9 @@ def test_what_is_no_number_leads_to_no_id_past_the_vocabulary():
     zeros = torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
     ones, noise = torch.ones(2, device=DEVICE), torch.zeros(2, 1, 50, device=DEVICE)
     for each in (None, noise):
-        assert torch.equal(kernels.draw(logits, ones, each, zeros), logits.argmax(-1))
+        assert torch.equal(kernels.sample_tokens(logits, ones, each, zeros), logits.argmax(-1))
     for ids in (None, torch.arange(100, 150, device=DEVICE)):
-        score, source, token = kernel_pick(logits, torch.zeros(2, 3, device=DEVICE), 5, ids)
+        score, source, token = kernel_top_continuations(logits, torch.zeros(2, 3, device=DEVICE), 5, ids)
         first = 0 if ids is None else 100
         assert source.min() >= 0 and source.max() < 3 and token.min() >= first and token.max() < first + 50
         pairs = zip(source.tolist(), token.tolist(), strict=True)
@@ -231,7 +231,7 @@ def test_climbing_equals_squaring():
     generator = torch.Generator().manual_seed(0)
     parents = torch.stack([torch.randint(0, max(i, 1), (2,), generator=generator) for i in range(70)], 1)
     tokens = torch.zeros_like(parents)
-    assert torch.equal(ancestors(parents.to(DEVICE), 69).cpu(), tree_of(tokens, parents, tokens, 69).ancestors)
+    assert torch.equal(find_ancestors(parents.to(DEVICE), 69).cpu(), tree_of(tokens, parents, tokens, 69).ancestors)
 
 
 @pytest.mark.parametrize("tokens, features, inner", [(1, 128, 1024), (5, 192, 512), (33, 64, 2048)])
@@ -240,7 +240,7 @@ def test_a_thin_product_equals_the_library(tokens, features, inner):
     dtype = torch.bfloat16 if CUDA else torch.float16
     x, weight = (torch.randn(n, inner, generator=generator).to(DEVICE, dtype) for n in (tokens, features))
     for _ in range(2):  # the counts are 0 again
-        found = thin_linear(x, weight)
+        found = split_k_linear(x, weight)
         assert torch.allclose(found.float(), x.float() @ weight.float().T, atol=0.2, rtol=5e-3)
 
 
@@ -252,9 +252,9 @@ def test_drawing_equals_an_argmax_with_noise():
         temperature = torch.rand(rows, generator=generator).to(DEVICE) + 0.5
         depth = torch.randint(0, 3, (rows, nodes), generator=generator).to(DEVICE)
         noise = torch.randn(rows, 3, vocab, generator=generator).to(DEVICE)
-        assert torch.equal(kernels.draw(logits, temperature, None, depth), logits.argmax(-1))
+        assert torch.equal(kernels.sample_tokens(logits, temperature, None, depth), logits.argmax(-1))
         scores = logits / temperature[:, None, None] + noise.gather(1, depth[:, :, None].expand_as(logits))
-        assert torch.equal(kernels.draw(logits, temperature, noise, depth), scores.argmax(-1))
+        assert torch.equal(kernels.sample_tokens(logits, temperature, noise, depth), scores.argmax(-1))
 
 
 def test_noise_equals_the_reference():

@@ -217,7 +217,7 @@ def test_what_cannot_be_served_is_refused(engine):
         "running_batch.RunningBatch.add",
         "running_batch.RunningBatch.update_block_table",
         "running_batch.RunningBatch.step",
-        "scheduler.first_draw",
+        "scheduler.draw_first_tokens",
         "prefill.Prefiller.forward",
     ],
 )

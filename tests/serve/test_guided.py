@@ -21,7 +21,7 @@ from helpers.processes import children, soon
 from helpers.serving import Program, offline, text_of
 from redrafter import ArgumentError
 from redrafter.grammar.process import GrammarProcess
-from redrafter.grammar.zygotes import _zygote_of
+from redrafter.grammar.zygotes import zygote_for
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.grammars import COMPILERS, OF_ONE_CLIENT, Grammars
 
@@ -40,7 +40,7 @@ def slow(number: int) -> dict[str, Any]:
 
 
 def compilations() -> list[int]:
-    return children(_zygote_of(TOKENIZER).pid)
+    return children(zygote_for(TOKENIZER).pid)
 
 
 @pytest.fixture
@@ -153,9 +153,9 @@ def test_what_died_is_compiled_again(started):
         os.kill(child, signal.SIGKILL)
         assert await come(lambda: not before.process.alive)
         assert await ask(QUICK) is not before
-        zygote = _zygote_of(TOKENIZER).pid
+        zygote = zygote_for(TOKENIZER).pid
         os.kill(zygote, signal.SIGKILL)
-        assert (await ask({"regex": "[cd]"})).process.alive and _zygote_of(TOKENIZER).pid != zygote
+        assert (await ask({"regex": "[cd]"})).process.alive and zygote_for(TOKENIZER).pid != zygote
 
     among(Grammars(TOKENIZER), work)
 

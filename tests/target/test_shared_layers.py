@@ -73,9 +73,9 @@ def test_on_the_paged_cache_a_layer_attends_to_the_pool_of_the_one_it_shares_wit
     assert target.unpaged is None
     assert [shape.source for shape in target.paged_shapes] == [None, None, None, 1, 2, 1]
     store = KVCachePool(target.paged_shapes, 4)
-    assert store.homes[3] is not None
+    assert store.layer_pools[3] is not None
     for layer, source in ((3, 1), (4, 2), (5, 1)):
-        assert store.homes[layer] == store.homes[source]
+        assert store.layer_pools[layer] == store.layer_pools[source]
     assert KVCachePool.block_bytes(target.paged_shapes) == KVCachePool.block_bytes(target.paged_shapes[:3])
     assert sum(len(pool) for pool in store.pools) == 2 * 3
 
@@ -83,7 +83,7 @@ def test_on_the_paged_cache_a_layer_attends_to_the_pool_of_the_one_it_shares_wit
 def test_a_layer_that_stores_nothing_takes_no_memory_and_no_keys():
     cache = DenseCache([SHAPE, SHAPE.storing_nothing()], rows=2)
     cache.reserve(16)
-    assert sum(len(pool.data) for pool in cache._pools) == 2
+    assert sum(len(pool.data) for pool in cache.pools) == 2
     assert cache.layers[1].keys is None
     with pytest.raises(RuntimeError, match="stored nothing in a plain forward"):
         cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 1)

@@ -87,7 +87,7 @@ def _search(
         return False
 
     proposer = RecurrentProposer(drafter, target, beams, depth, 1 + beams * depth)
-    tree = proposer.search(state, sampler, noise, enough=listen)
+    tree = proposer.search(state, sampler, noise, should_stop=listen)
     return tree, torch.cat(scores, dim=1)
 
 
