@@ -1,9 +1,16 @@
-"""Make a Hugging Face causal LM write faster without changing a token of its output.
+"""Make a Hugging Face causal LM generate faster without changing a token of its output.
 
-Words used everywhere: `B` rows, `W` beams, `K` draft length, `N` tree nodes, `S` cache slots, `D` hidden size, `E` exit
-dim, `V` vocabulary. The *target* is the model whose text is wanted; the *drafter* is the recurrent head that guesses
-it; a *proposer* turns guesses into a tree of *nodes*; the *accepted length* counts drafts only, *tokens per step* one
-more.
+Letters for sizes, the same in all modules:
+    `B` rows, `W` beams, `K` draft length, `N` tree nodes, `S` cache slots, `D` hidden size, `E` exit dim (width of the
+    drafter's head), `V` vocabulary.
+
+Words, the same in all modules:
+    *target*: the model whose text is wanted. *drafter*: the recurrent head that guesses the text. *draft model*: a
+    smaller LM that guesses it instead. *proposer*: turns guesses into a tree of *nodes*. *committed* tokens have their
+    keys and values in the cache; the *pending* token is the next one, known but not in the cache. *accepted length*:
+    drafts that a step keeps. *tokens per step*: accepted length plus one.
+
+Start reading at `redrafter/step.py`, which is one step of decoding from top to bottom.
 """
 
 import importlib
@@ -52,7 +59,8 @@ __all__ = [
     "boxed_pair",
 ]
 
-# Module of each public name that needs torch: `redrafter --help` does not, and must not wait for it.
+# Module of each public name that needs torch. They are imported on first use: `redrafter --help` needs no torch and
+# must not wait for it.
 _MODULES = {
     "DraftTarget": "engine.draft_target",
     "DrafterConfig": "drafting.drafter",
@@ -70,7 +78,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for (PEP 562)."""
+    """Import a public name when it is first used (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
@@ -79,4 +87,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """List the public names as well, whether imported yet or not."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""`python -m redrafter` is the command `redrafter`."""
+"""Run the `redrafter` command with `python -m redrafter`."""
 
 from redrafter.cli import main
 

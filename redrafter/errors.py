@@ -1,12 +1,12 @@
-"""Every error a user can cause, under one base.
+"""The exceptions that this library raises on purpose, under one base class.
 
     ReDrafterError
-    ├── ArgumentError        an argument that cannot be honoured: unknown, out of range, of the wrong shape
-    ├── UnsupportedError     a model or a decoding mode that this method cannot serve
-    │   └── MissingDependencyError  what was asked for needs a package that is not installed
-    ├── MismatchError        a drafter that was made for another target
-    ├── CheckpointError      files that are missing, cut short or not what they claim
-    └── CacheFullError       more keys and values at once than the memory set aside for them holds
+    ├── ArgumentError        an argument is unknown, out of range, of the wrong shape
+    ├── UnsupportedError     a model or a decoding mode cannot be served exactly
+    │   └── MissingDependencyError  a feature needs a package that is not installed
+    ├── MismatchError        a drafter was made for another target
+    ├── CheckpointError      a checkpoint's files are missing, truncated or invalid
+    └── CacheFullError       the KV cache has too few free blocks
 
 A message says what was wrong, what was found, and what to type instead. The command line prints it on one
 line and exits with code 2.
@@ -40,11 +40,11 @@ class MissingDependencyError(UnsupportedError):
 
 
 class MismatchError(ReDrafterError):
-    """The drafter was made for another hidden size, vocabulary or base than the target's."""
+    """The drafter was made for another hidden size, vocabulary or base model than the target has."""
 
 
 class CheckpointError(ReDrafterError):
-    """A checkpoint is missing a file or a tensor, is truncated, or holds what it should not."""
+    """A checkpoint lacks a file or a tensor, is truncated, or holds a tensor that does not belong there."""
 
 
 class CacheFullError(ReDrafterError):
@@ -52,7 +52,10 @@ class CacheFullError(ReDrafterError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of somebody else's error, and the next where it ends in a colon, for a message of one."""
+    """Return the first line of another library's error message, to be quoted in a one-line message.
+
+    A first line that ends in a colon is joined with the second; an empty message gives the name of the error's class.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -1,4 +1,12 @@
-"""One step, top to bottom."""
+"""One step of speculative decoding, top to bottom.
+
+A step drafts a tree of tokens, verifies the whole tree in one forward of the target, and keeps the drafts that the
+target would have drawn itself. `prefill` comes before the first step: it reads the prompts and draws each row's first
+token. Text, stop strings, timing and scheduling live elsewhere.
+
+Shapes: `B` rows, `K` draft length, `N` tree nodes, `V` vocabulary, `F` width of the target's hidden states. Batch and
+proposer fix all of them and nothing here reads a value on the host, so a step can be captured in a CUDA graph.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +16,7 @@ from torch import Tensor
 
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.proposer import Proposer, State
-from redrafter.sampling.hf_processors import Prefixes
+from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
 from redrafter.tree.accept import Path, accept
@@ -19,11 +27,16 @@ __all__ = ["StepOutput", "draw_first_tokens", "prefill", "read_prompts", "step"]
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step produced.
+    """The tokens that a step produced, and what they were drawn from.
 
-    tokens: `[B, K+1]` int64, the accepted drafts and then the target's own next token; undefined past `path.accepted`.
-    levels: how deep the tree was drafted below its root. logits, scores: `[B, N, V]`, what the draws at all nodes were
-        made from, before and after processing (a fused sampler keeps no processed ones).
+    Attributes:
+        tokens: Accepted drafts and then the token that the target drew after them, `[B, K+1]` int64. Entries past
+            `path.accepted` are undefined.
+        path: The accepted nodes of the tree.
+        levels: Levels of drafts in the tree, at most K.
+        logits: The target's logits at every node, `[B, N, V]`.
+        scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
+            fused into one kernel, which keeps no processed scores.
     """
 
     tokens: Tensor
@@ -34,11 +47,11 @@ class StepOutput:
 
     @property
     def drafted(self) -> int:
-        """Drafts verified per row."""
+        """Number of drafts verified per row, N - 1."""
         return self.logits.shape[1] - 1
 
     def pack_for_host(self) -> Tensor:
-        """`[B, K+2]` int64: what the host must know, the tokens and the accepted length."""
+        """Return all that the host needs in one tensor: the tokens, then the accepted length, `[B, K+2]` int64."""
         return torch.cat([self.tokens, self.path.accepted[:, None]], dim=1)
 
 
@@ -50,25 +63,48 @@ def step(
     sampler: Sampler,
     draft_cache: KVCache | None = None,
 ) -> tuple[State, StepOutput]:
-    """Propose a tree, verify it in one forward, let the target draw at every node, keep what it drew itself, commit.
+    """Draft a tree of tokens, verify it with the target, and advance every row by the drafts that hold.
 
-    cache, draft_cache: keys and values of the target, and of the model that proposes if one does.
+    The output is exact whatever is drafted: each token is the target's own draw, made after the same prefix as in plain
+    decoding (or, with rejection sampling, a sample of the same distribution).
+
+    Args:
+        state: Where the rows stand: committed tokens, the pending token, the target's last hidden state.
+        proposer: Drafts the tree.
+        target: The model that verifies it.
+        cache: The target's keys and values of the committed tokens; written in place.
+        sampler: How each row draws: temperature, processors, seed.
+        draft_cache: The draft model's keys and values; None for a proposer that has no model of its own.
+
+    Returns:
+        The state after the step, and the tokens it produced.
     """
-    noise = sampler.noise(state.length + 1, proposer.depth + 1)  # [B, K+1, V], of the tokens to be drawn
+    # 1. Draft. The root of the tree is the pending token. The drafter sees the noise that the target will draw with.
+    noise = sampler.noise(state.length + 1, proposer.depth + 1)  # [B, K+1, V]
     tree = proposer.propose(state, sampler, noise, draft_cache)  # [B, N]
+
+    # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
     logits, hidden = target.verify(tree, state.length, cache)  # [B, N, V], [B, N, F]
+
+    # 3. Draw. The target draws its own next token at every node, after that node's own prefix.
     scores = sampler.scores(logits, _prefixes(state, tree, sampler, cache.window))  # [B, N, V]
     if tree.sampled_from is None:
         drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
+
+    # 4. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
     path = accept(target.kept(tree, state.length), drawn, proposer.depth)  # [B, K+1]
     if sampler.plain is not None:
         path = path.without_drafts(sampler.plain)
+
+    # 5. Commit. The accepted nodes' keys and values move next to those of the committed tokens.
     if tree.branches:
         cache.commit(state.length, path.nodes)
         if draft_cache is not None:
             draft_cache.commit(state.length, path.nodes if tree.slots is None else tree.slots.gather(1, path.nodes))
+
+    # 6. Advance. The token drawn at the end of the path is the next pending token.
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
     return _advance(state, tokens, path, hidden), StepOutput(tokens, path, tree.levels, logits, scores)
 
@@ -85,11 +121,23 @@ def prefill(
     draft_model: Target | None = None,
     draft_cache: KVCache | None = None,
 ) -> tuple[State, StepOutput]:
-    """Read the prompts and draw each row's first pending token. Not counted as a step.
+    """Read the prompts and draw each row's first token, which is then pending.
 
-    tokens: `[B, T]` int64, each row's prompt and then room to write. prompt: `[B]`, prompt lengths. start: `[B]`, how
-    much of them the cache holds already; new: the most that a row has beyond that. draft_model: what reads them too,
-    into draft_cache.
+    This is not counted as a step.
+
+    Args:
+        tokens: Each row's prompt, followed by space for the tokens to come, `[B, T]` int64.
+        prompt: Prompt lengths, `[B]` int64.
+        target: The model that reads the prompts.
+        cache: The target's keys and values; written in place.
+        sampler: How each row draws.
+        start: Prompt tokens that the cache already holds, `[B]` int64; None for none.
+        new: Prompt tokens to be read in the row that has most of them.
+        draft_model: The LM that drafts and must read the prompts as well; None where no model does.
+        draft_cache: The draft model's keys and values; written in place.
+
+    Returns:
+        The state before the first step, and the first tokens.
     """
     logits, hidden = read_prompts(
         tokens, prompt, target, cache, start=start, new=new, draft_model=draft_model, draft_cache=draft_cache
@@ -109,16 +157,30 @@ def read_prompts(
     draft_cache: KVCache | None = None,
     show: Callable[[int, int, Tensor], object] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Read texts up to position `upto` `[B]`; the rest as `prefill`, `show` as `Target.prefill` has it. Returns what
-    the target gave at each row's last token, logits `[B, V]` and hidden `[B, F]`."""
+    """Read prompts, or the beginnings of prompts, into the cache without drawing a token.
+
+    Args:
+        tokens: Each row's prompt, padded on the right with any ids, `[B, T]` int64.
+        upto: Position to stop before, `[B]` int64.
+        target: The model that reads the prompts.
+        cache: The target's keys and values; written in place.
+        start: Tokens that the cache already holds, `[B]` int64; None for none.
+        new: Tokens to be read in the row that has most of them.
+        draft_model: The LM that drafts and must read the prompts as well; None where no model does.
+        draft_cache: The draft model's keys and values; written in place.
+        show: Called with the logits of the tokens read, as `Target.prefill` describes; None where nobody needs them.
+
+    Returns:
+        The target's logits `[B, V]` and hidden states `[B, F]` at the last token read of each row.
+    """
     if draft_model is not None:
         assert draft_cache is not None, "a draft model has a cache"
-        to = draft_model.device
+        device = draft_model.device
         draft_model.prefill(
-            draft_model.clamp_to_vocab(tokens.to(to)),
-            upto.to(to),
+            draft_model.clamp_to_vocab(tokens.to(device)),
+            upto.to(device),
             draft_cache,
-            start=None if start is None else start.to(to),
+            start=None if start is None else start.to(device),
             new=new,
         )
     return target.prefill(tokens, upto, cache, start=start, new=new, show=show)
@@ -127,25 +189,40 @@ def read_prompts(
 def draw_first_tokens(
     tokens: Tensor, prompt: Tensor, logits: Tensor, hidden: Tensor, window: int, sampler: Sampler
 ) -> tuple[State, StepOutput]:
-    """Draw each row's first pending token, from what a forward gave at its prompt's last token: logits `[B, V]`, hidden
-    `[B, F]`. window: of the cache."""
-    last = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
-    tree = chain(last.pending)  # [B, 1]
-    scores = sampler.scores(logits[:, None], _prefixes(last, tree, sampler, window))  # [B, 1, V]
+    """Draw the first token of each row whose prompt has been read.
+
+    Args:
+        tokens: Each row's prompt, followed by space for the tokens to come, `[B, T]` int64; written in place.
+        prompt: Prompt lengths, `[B]` int64.
+        logits: The target's logits at the last prompt token, `[B, V]`.
+        hidden: The target's hidden state at the last prompt token, `[B, F]`.
+        window: Slots per row that attention reads (`KVCache.window`).
+        sampler: How each row draws.
+
+    Returns:
+        The state before the first step, and the first tokens.
+    """
+    before = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
+    tree = chain(before.pending)  # [B, 1], the last prompt token
+    scores = sampler.scores(logits[:, None], _prefixes(before, tree, sampler, window))  # [B, 1, V]
     drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
     path = accept(tree, drawn, max_depth=0)
-    return _advance(last, drawn, path, hidden[:, None]), StepOutput(drawn, path, 0, logits[:, None], scores)
+    return _advance(before, drawn, path, hidden[:, None]), StepOutput(drawn, path, 0, logits[:, None], scores)
 
 
 def _prefixes(state: State, tree: Tree, sampler: Sampler, window: int) -> Prefixes:
+    """Describe the text before each node, which processors such as a repetition penalty look at."""
     return Prefixes(state.tokens, state.length, sampler.prompt, sampler.limit, tree, min(window, state.tokens.shape[1]))
 
 
 def _advance(state: State, tokens: Tensor, path: Path, hidden: Tensor) -> State:
-    """Each row moves on by its own number of tokens; what stands past its new pending token is scratch."""
-    slots = state.length[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)  # [B, K+1]
-    state.tokens.scatter_(1, slots, tokens)
-    end = path.end[:, None, None].expand(-1, 1, hidden.shape[-1])
+    """Append the new tokens `[B, K+1]` to each row and move the active rows on by the tokens they gained.
+
+    What is written past a row's new pending token is overwritten by its next step.
+    """
+    positions = state.length[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)  # [B, K+1]
+    state.tokens.scatter_(1, positions, tokens)
+    end = path.end[:, None, None].expand(-1, 1, hidden.shape[-1])  # [B, 1, F]
     return State(
         state.tokens,
         torch.where(state.active, state.length + path.accepted + 1, state.length),

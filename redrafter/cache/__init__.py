@@ -1,1 +1,1 @@
-"""Keys and values of committed tokens: in one tensor per layer, or in blocks that rows share."""
+"""KV caches: the keys and values of committed tokens, one buffer per row or in blocks that rows share."""

@@ -1,9 +1,10 @@
-"""Which row holds which blocks of a paged cache, and which blocks still hold a text that another row may reuse.
+"""The blocks of a paged cache: which row holds which, and which store a prefix that another row may reuse.
 
-Host numbers only: ids of blocks, never their keys and values. Those depend on the whole text before them, so stored
-blocks form a trie: a node is a full block, found only by way of the blocks before it. Evicting a node cuts its subtree
-off, so that what hung below can never be found under another text that its block comes to hold. There is one trie for
-each salt, so that a row never finds what a row with another salt has stored, nor sees by its speed that it is there.
+Everything here is a number on the host: ids of blocks, never their keys and values. The keys and values of a token
+depend on the whole text before it, so stored blocks form a trie: a node is a full block and is found only through the
+blocks before it. Evicting a node removes its subtree, so that what hung below is never found under another text that
+the block comes to hold. Each salt has its own trie, so that a row never reuses what a row with another salt has stored,
+nor can tell by its speed that it exists.
 """
 
 from collections import OrderedDict, deque
@@ -18,11 +19,13 @@ __all__ = ["BlockManager", "BlockTable"]
 
 @dataclass
 class BlockTable:
-    """What one row holds.
+    """The blocks of one row.
 
-    blocks: ids, in order of position; slot s of the row lives in block `blocks[s // BLOCK_SIZE]`.
-    reused: leading tokens whose keys and values are already there, a multiple of `BLOCK_SIZE` below the prompt's.
-    salt: only rows with the same salt share blocks.
+    Attributes:
+        blocks: Ids of the blocks in order of position; slot s of the row is in block `blocks[s // BLOCK_SIZE]`.
+        reused: Leading tokens whose keys and values were stored already; a multiple of `BLOCK_SIZE`, less than the
+            prompt's length.
+        salt: Only rows with the same salt share blocks.
     """
 
     blocks: list[int]
@@ -31,15 +34,16 @@ class BlockTable:
 
 
 class _Node:
-    """A stored block: `tokens`, `BLOCK_SIZE` of them, after the text of `parent`. A root has no parent and no block."""
+    """A stored block: its `BLOCK_SIZE` tokens follow the text of its parent."""
 
     def __init__(self, block: int, parent: "_Node | None", tokens: tuple[int, ...]):
         self.block, self.parent, self.tokens = block, parent, tokens
-        self.children: dict[tuple[int, ...], _Node] = {}  # by the tokens themselves: equality is exact, no hash decides
+        # Keyed by the tokens themselves, so that no hash collision can match another text.
+        self.children: dict[tuple[int, ...], _Node] = {}
 
 
 class _Root(_Node):
-    """The root of one salt's trie. Every text that was stored under this salt hangs below it."""
+    """The root of one salt's trie, without a block of its own; every text stored under the salt hangs below it."""
 
     def __init__(self, salt: str | None):
         super().__init__(0, None, ())
@@ -47,47 +51,65 @@ class _Root(_Node):
 
 
 class BlockManager:
-    """Blocks 1..blocks-1, leased to rows. Block 0 is never leased: idle rows and padding write there.
+    """Allocates blocks 1 to blocks - 1 to rows and finds stored prefixes that a row can reuse.
 
-    A row writes only to its own blocks. It shares full blocks strictly before the first token that it computes, and it
-    publishes full blocks of committed tokens, which it does not write to again.
-    Every call takes time in proportion to the row's blocks; so does eviction, spread over the blocks once published.
+    Block 0 is never allocated: idle rows and padding write there. A row writes only to blocks that it does not share.
+    It shares full blocks strictly before the first token that it computes, and publishes full blocks of committed
+    tokens, which it does not write to again. Every call takes time in proportion to the row's blocks; so does eviction,
+    spread over the blocks once published.
     """
 
     def __init__(self, blocks: int):
+        """Begin with all blocks free.
+
+        Args:
+            blocks: Blocks of the pool, block 0 included.
+        """
         assert blocks > 0, "block 0 is always there"
         self._blocks = blocks
         self._rows = [0] * blocks  # rows that hold each block
-        self._empty = deque(range(1, blocks))  # held by no row, findable by no text
-        # Held by no row but findable, in order of eviction: least recently used first. Whatever stands here, the blocks
-        # before it in its text are held by a row or stand further back.
+        self._empty = deque(range(1, blocks))  # held by no row, and no text is stored there
+        # Held by no row, but a text is stored there; in order of eviction, least recently used first. The blocks before
+        # such a block in its text are held by a row or come later in this order.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._roots: dict[str | None, _Root] = {}  # by salt; a salt without a stored block has none
-        self._nodes: dict[int, _Node] = {}  # of each findable block
+        self._nodes: dict[int, _Node] = {}  # of each block that stores a text
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that rows may hold."""
+        """Number of blocks that rows may hold."""
         return self._blocks - 1
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `admit` could hand out now: those held by no row, whether or not a text is still stored there."""
+        """Number of blocks held by no row, whether or not a text is still stored there."""
         return len(self._empty) + len(self._idle)
 
-    def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: str | None = None) -> BlockTable:
-        """Blocks for a row that will never touch more than `slots` slots: prompt, new tokens and scratch.
+    @property
+    def salts(self) -> set[str | None]:
+        """Salts under which a text is stored."""
+        return set(self._roots)
 
-        The longest stored chain of full blocks of `prompt[:-1]` is shared: at least the last token is computed anew,
-        for its logits; without `reuse`, all is. Only what rows with the same `salt` have stored is shared. Raises
-        `CacheFullError`, with nothing changed, when too few blocks are free.
+    def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: str | None = None) -> BlockTable:
+        """Allocate the blocks of a new row.
+
+        The longest stored chain of full blocks of `prompt[:-1]` is shared. At least the last token is computed anew,
+        for its logits.
+
+        Args:
+            prompt: Tokens of the row.
+            slots: The most slots that the row will touch: prompt, new tokens and scratch.
+            reuse: Whether to share stored blocks; without, the whole prompt is computed.
+            salt: Only blocks stored by rows with the same salt are shared.
+
+        Raises:
+            CacheFullError: Too few blocks are free; nothing has changed then.
         """
         assert 0 < len(prompt) <= slots
         shared = [node.block for node in self._find(prompt[:-1], salt)] if reuse else []
         fresh = -(-slots // BLOCK_SIZE) - len(shared)
-        free = self.num_free_blocks - sum(
-            block in self._idle for block in shared
-        )  # what is shared cannot be evicted for the rest
+        # A shared block cannot be evicted to make room for the rest.
+        free = self.num_free_blocks - sum(block in self._idle for block in shared)
         if fresh > free:
             raise CacheFullError(
                 f"the KV cache is full: {slots} tokens need {fresh} blocks of {BLOCK_SIZE} "
@@ -96,27 +118,35 @@ class BlockManager:
             )
         for block in shared:
             self._idle.pop(block, None)
-        blocks = shared + [self._empty.popleft() if self._empty else self._evict() for _ in range(fresh)]
+        blocks = shared + [self._take_free_block() for _ in range(fresh)]
         for block in blocks:
             self._rows[block] += 1
         return BlockTable(blocks, len(shared) * BLOCK_SIZE, salt)
 
     def grow(self, block_table: BlockTable, slots: int) -> None:
-        """Let a row touch `slots` slots. Raises `CacheFullError`, with nothing changed, when too few are free."""
+        """Add blocks to a row until it may touch `slots` slots.
+
+        Raises:
+            CacheFullError: Too few blocks are free; nothing has changed then.
+        """
         fresh = -(-slots // BLOCK_SIZE) - len(block_table.blocks)
         if fresh > self.num_free_blocks:
             raise CacheFullError(
                 f"the KV cache is full: {fresh} more blocks of {BLOCK_SIZE} are needed, {self.num_free_blocks} are free"
             )
         for _ in range(fresh):
-            block = self._empty.popleft() if self._empty else self._evict()
+            block = self._take_free_block()
             self._rows[block] += 1
             block_table.blocks.append(block)
 
     def publish(self, block_table: BlockTable, tokens: Sequence[int]) -> None:
-        """Let later rows reuse the full blocks of `tokens`: the row's committed tokens from its first on, whose keys
-        and values are valid in its blocks. Of blocks with an equal text and salt, the one published first stays the one
-        found.
+        """Let later rows reuse the full blocks of a row's text.
+
+        Of blocks with an equal text and salt, the one published first stays the one that is found.
+
+        Args:
+            block_table: The row's blocks.
+            tokens: The row's committed tokens from its first one on; their keys and values are valid in its blocks.
         """
         full = len(tokens) // BLOCK_SIZE
         assert full <= len(block_table.blocks), "more tokens than the row has slots"
@@ -124,17 +154,17 @@ class BlockManager:
             return
         node: _Node = self._roots.setdefault(block_table.salt, _Root(block_table.salt))
         for index, block in enumerate(block_table.blocks[:full]):
-            piece = tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
-            if piece not in node.children:
+            block_tokens = tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
+            if block_tokens not in node.children:
                 assert block not in self._nodes, "the row's text has changed since it was published"
-                node.children[piece] = self._nodes[block] = _Node(block, node, piece)
-            node = node.children[piece]
+                node.children[block_tokens] = self._nodes[block] = _Node(block, node, block_tokens)
+            node = node.children[block_tokens]
 
     def release(self, block_table: BlockTable) -> None:
-        """Take the row's blocks back, once; its block_table is empty then.
+        """Take a row's blocks back and empty its block table. Call it once.
 
-        Published ones stay findable until they are needed for something else. They are evicted least recently released
-        first, and of one text the end before the beginning.
+        Published blocks can be found until they are needed for another row. They are evicted least recently released
+        first, and the end of a text before its beginning.
         """
         assert block_table.blocks, "released twice"
         blocks, block_table.blocks = block_table.blocks, []
@@ -147,7 +177,7 @@ class BlockManager:
                     self._idle[block] = None
                 else:
                     self._empty.append(block)
-        # By way of parents, not of the row's blocks in reverse: where another row published the same beginning first,
+        # Follow the parents and not the row's blocks in reverse: where another row published the same beginning first,
         # it is that row's block that must outlast this row's end.
         while last is not None and last.parent is not None:
             if last.block in self._idle:
@@ -155,21 +185,25 @@ class BlockManager:
             last = last.parent
 
     def _find(self, tokens: Sequence[int], salt: str | None) -> list[_Node]:
-        """The longest chain of full blocks, stored under `salt`, that `tokens` begin with."""
-        found: list[_Node] = []
+        """Return the longest chain of full blocks, stored under `salt`, that `tokens` begin with."""
+        chain: list[_Node] = []
         node: _Node | None = self._roots.get(salt)
         if node is None:
-            return found
-        for start in range(0, len(tokens), BLOCK_SIZE):  # a short last piece is nobody's child
+            return chain
+        for start in range(0, len(tokens), BLOCK_SIZE):  # the tokens of a last block that is not full match no child
             child = node.children.get(tuple(tokens[start : start + BLOCK_SIZE]))
             if child is None:
                 break
-            found.append(child)
+            chain.append(child)
             node = child
-        return found
+        return chain
+
+    def _take_free_block(self) -> int:
+        """Return a block that no row holds; one that stores no text, if there is one."""
+        return self._empty.popleft() if self._empty else self._evict()
 
     def _evict(self) -> int:
-        """Forget the least recently used block's text, and every text that goes on from there. Returns the block."""
+        """Forget the text of the least recently used idle block and all texts that continue it; return the block."""
         block, _ = self._idle.popitem(last=False)
         node = self._nodes[block]
         parent = node.parent
@@ -177,11 +211,11 @@ class BlockManager:
         del parent.children[node.tokens]
         if isinstance(parent, _Root) and not parent.children:
             del self._roots[parent.salt]
-        cut = [node]
-        while cut:
-            node = cut.pop()
+        subtree = [node]
+        while subtree:
+            node = subtree.pop()
             del self._nodes[node.block]
-            cut.extend(node.children.values())
-            # Below it, only blocks that rows hold: an idle one would have stood before it and been evicted earlier.
+            subtree.extend(node.children.values())
+            # Blocks below are held by rows: an idle one would have come earlier in the order and be evicted by now.
             assert node.block not in self._idle
         return block

@@ -1,7 +1,7 @@
-"""A key/value cache whose rows have their own lengths and whose newest slots hold a tree.
+"""A KV cache with one buffer per row, whose rows have their own lengths and end in the slots of a tree.
 
-It is a Hugging Face `Cache`, so any stock model writes to it and reads from it. All layers of one shape live in one
-pool, so that committing a path is one gather and one scatter for the whole model.
+It is a Hugging Face `Cache`, so any stock model writes to it and reads from it. All layers of one shape share a pool,
+so that committing a path is one gather and one scatter for the whole model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,21 @@ from redrafter.attention.prefill import Piece
 
 __all__ = ["DenseCache", "LayerShape", "group_by_shape"]
 
-WINDOW_STEP_SLOTS = 64  # slots; the window grows in these steps, so that shapes seldom change
+WINDOW_STEP_SLOTS = 64  # the window grows in steps of this size, so that shapes seldom change
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores per slot: heads and width of its keys and of its values, their dtype and device.
+    """The keys and values that one layer stores per slot.
 
-    A layer of 0 heads stores nothing: it attends to what the layer `source` stores, or to nothing of the text.
+    Attributes:
+        heads: Key heads; 0 for a layer that stores nothing.
+        key_dim: Width of a head's key.
+        value_dim: Width of a head's value.
+        dtype: Dtype of keys and values.
+        device: Where the layer runs.
+        source: For a layer that stores nothing, the layer whose keys and values it attends to; None where it attends to
+            no tokens before it.
     """
 
     heads: int
@@ -39,11 +46,11 @@ class LayerShape:
         return LayerShape(0, 0, 0, self.dtype, self.device, source)
 
 
-Group = tuple[int, int, torch.dtype, torch.device]  # heads, dim, dtype, device: what a pool's layers have in common
+Group = tuple[int, int, torch.dtype, torch.device]  # heads, width, dtype, device: the same for all layers of a pool
 
 
 def group_by_shape(shapes: Sequence[LayerShape]) -> dict[Group, list[tuple[int, str]]]:
-    """Which layers' "keys" and "values" may share a pool."""
+    """Return which layers' "keys" and "values" can share a pool, by their shape."""
     groups: dict[Group, list[tuple[int, str]]] = {}
     for layer, shape in enumerate(shapes):
         if not shape.heads:
@@ -54,17 +61,18 @@ def group_by_shape(shapes: Sequence[LayerShape]) -> dict[Group, list[tuple[int, 
 
 
 class _Pool:
-    """Tensors of one shape `[G, B * S, heads, dim]`: keys or values of G layers. Slot s of row b is at `b * S + s`."""
+    """Keys or values of G layers in one tensor `[G, B * S, heads, dim]`; slot s of row b is at index `b * S + s`."""
 
     def __init__(self, count: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device):
         self.data = torch.empty(count, 0, heads, dim, dtype=dtype, device=device)
 
     def grow(self, rows: int, old: int, new: int) -> None:
+        """Enlarge each row from `old` to `new` slots and keep what is stored."""
         grown = self.data.new_zeros(self.data.shape[0], rows, new, *self.data.shape[2:])
         if old:
             grown[:, :, :old] = rearrange(self.data, "g (b s) h d -> g b s h d", b=rows)
         self.data = rearrange(grown, "g b s h d -> g (b s) h d")
-        self.slots = self.data.unbind(0)  # G of `[B * S, heads, dim]`, to write to
+        self.slots = self.data.unbind(0)  # G tensors `[B * S, heads, dim]`, to write to
 
     def set_window(self, rows: int, window: int) -> None:
         """Let attention read the first `window` slots of each row."""
@@ -72,9 +80,9 @@ class _Pool:
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's window onto its pools. `update` is what the model's attention calls."""
+    """One layer's view of its pools; the model's attention calls `update`."""
 
-    is_sliding = False  # full length is kept on sliding layers too: there is no ring buffer to roll back
+    is_sliding = False  # sliding layers keep all tokens too, so that there is no ring buffer to roll back
     is_initialized = True
 
     def __init__(self, cache: "DenseCache", keys: tuple[_Pool, int], values: tuple[_Pool, int]):
@@ -82,23 +90,29 @@ class _Layer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
-        """`[B, heads, S, dim]`, what attention reads."""
+        """Keys that attention reads, `[B, heads, S, dim]`."""
         pool, index = self.stores[0]
         return pool.visible[index]
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
-        """`[B, heads, S, dim]`, what attention reads."""
+        """Values that attention reads, `[B, heads, S, dim]`."""
         pool, index = self.stores[1]
         return pool.visible[index]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values `[B, heads, N, dim]`, one per node, or `[1, heads, T, dim]` of prompts.
+        """Store the new keys and values, and return those that attention reads.
+
+        Args:
+            key_states: New keys, `[B, heads, N, dim]` of a tree or `[1, heads, T, dim]` of pieces of prompts.
+            value_states: New values, of the same shape but for the width.
+            args: Ignored.
+            kwargs: Ignored.
 
         Returns:
-            What attention reads, `[B, heads, S, dim]` each.
+            Keys and values in the window, `[B, heads, S, dim]` each.
         """
         slots = self._cache.slots(key_states.device)
         for states, (pool, index) in zip((key_states, value_states), self.stores, strict=True):
@@ -108,22 +122,25 @@ class _Layer(CacheLayerMixin):
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: shapes are known before the first forward."""
+        """Do nothing, since shapes are known before the first forward."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of slots that attention reads, and the first of them."""
         return self._cache.window, 0
 
     def get_seq_length(self) -> int:
+        """Return the length that the model is told, see `DenseCache.committed`."""
         return self._cache.committed
 
     def get_max_length(self) -> int:
+        """Return -1: the cache grows without a bound of its own."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
 
 class _EmptyLayer(_Layer):
-    """A layer that stores nothing, and so looks as it does before any forward."""
+    """A layer that stores nothing, which transformers sees as a layer before any forward."""
 
     is_initialized = False
     keys = values = None  # type: ignore[assignment]
@@ -134,23 +151,37 @@ class _EmptyLayer(_Layer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        """Raise `RuntimeError`: such a layer is never given keys and values."""
         raise RuntimeError("a layer that stored nothing in a plain forward was given keys and values to store")
 
     def get_seq_length(self) -> int:
+        """Return 0, since nothing is stored."""
         return 0
 
 
 class DenseCache(Cache):
-    """Keys and values of `rows` rows. Row b's committed tokens are in slots 0..n_b-1; a tree's node i goes to n_b + i.
+    """Keys and values of the rows of a batch, one buffer per row.
 
-    window: slots that attention reads, a host number at least as large as every row's length plus the tree.
-    committed: what the model is told of the length, for masks of its own making. 0, because rows differ and positions
-    and masks are passed to it; but after `reserve_one_token` the number of committed tokens.
-    contiguous: give attention copies whose heads stand one behind the other, as transformers' own cache does. Slower;
-    some models read keys by `view` and so cannot do with less.
+    Row b's n_b committed tokens are in slots 0 to n_b - 1; node i of a tree goes to slot n_b + i.
+
+    Attributes:
+        rows: B, rows of the batch.
+        window: Slots per row that attention reads; a number on the host, at least every row's length plus the tree.
+        committed: The length that the model is told, for masks of its own making. 0, because lengths differ and
+            positions and masks are passed to the model; after `reserve_one_token`, the number of committed tokens.
+        contiguous: Whether attention is given contiguous copies, as by transformers' own cache.
+        pools: The tensors of all layers, one pool for all keys or values of one shape.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], rows: int, contiguous: bool = False):
+        """Begin without slots; `reserve` makes some.
+
+        Args:
+            shapes: What each layer stores.
+            rows: B, rows of the batch.
+            contiguous: Give attention contiguous copies of keys and values. Slower, but some models read keys through
+                `view`, which needs them.
+        """
         self.contiguous = contiguous
         self.pools = []
         stores: dict[tuple[int, str], tuple[_Pool, int]] = {}
@@ -167,21 +198,25 @@ class DenseCache(Cache):
         self._shapes = shapes
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots a row, and let attention read that many, rounded up so that shapes seldom change.
+        """Provide `slots` slots per row and let attention read that many.
 
-        Room doubles when it must grow.
+        The number is rounded up so that shapes seldom change. Memory at least doubles when it must grow.
         """
         self.committed = 0
         self._set_window(-(-slots // WINDOW_STEP_SLOTS) * WINDOW_STEP_SLOTS)
 
     def reserve_one_token(self, committed: int) -> None:
-        """Make room for one token of the only row behind `committed` ones. Then all that attention reads is to be seen,
-        so the next forward is ordinary decoding and needs no mask."""
+        """Provide a slot for one more token of the only row, after its `committed` tokens.
+
+        Attention then reads exactly the slots that the token may see, so the next forward is ordinary decoding and
+        needs no mask.
+        """
         assert self.rows == 1, "rows of one length only"
         self.committed = committed
         self._set_window(committed + 1)
 
     def _set_window(self, window: int) -> None:
+        """Let attention read the first `window` slots of each row, growing the pools where they have fewer."""
         if window > self._capacity:
             capacity = -(-max(window, 2 * self._capacity) // WINDOW_STEP_SLOTS) * WINDOW_STEP_SLOTS
             for pool in self.pools:
@@ -194,38 +229,47 @@ class DenseCache(Cache):
 
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["DenseCache"]:
-        """Give a cache of these rows alone, `[B']` int64, whose first `slots` slots a row are theirs afterwards."""
+        """Yield an empty cache for some of the rows, and copy it over them at the end of the context.
+
+        Args:
+            rows: Indices of the rows, `[B']` int64.
+            slots: Leading slots of each row that are copied.
+        """
         part = DenseCache(self._shapes, len(rows), self.contiguous)
         part.reserve(slots)
         yield part
-        for mine, its in zip(self.pools, part.pools, strict=True):
-            to = rearrange(mine.data, "g (b s) h d -> g b s h d", b=self.rows)
-            of = rearrange(its.data, "g (b s) h d -> g b s h d", b=part.rows)
-            to[:, rows.to(to.device), :slots] = of[:, :, :slots]
+        for pool, part_pool in zip(self.pools, part.pools, strict=True):
+            data = rearrange(pool.data, "g (b s) h d -> g b s h d", b=self.rows)
+            part_data = rearrange(part_pool.data, "g (b s) h d -> g b s h d", b=part.rows)
+            data[:, rows.to(data.device), :slots] = part_data[:, :, :slots]
 
     def write_after(self, length: Tensor, nodes: int) -> None:
-        """Send the next forward's `nodes` nodes to the slots after each row's `length` `[B]`."""
+        """Let the next forward store its `nodes` nodes after each row's committed tokens, `length` `[B]`."""
         self._slots = {length.device: self._flat(length, torch.arange(nodes, device=length.device)).flatten()}
 
     def plan_prefill(self, forward: Sequence[Piece]) -> None:
-        """Send the next forward's tokens, of pieces of prompts one behind the other, to the slots of their rows."""
+        """Let the next forward store its tokens, which are those of all pieces in turn, in the slots of their rows."""
         slots = [piece.row * self._capacity + torch.arange(piece.first, piece.end) for piece in forward]
         self._slots = {torch.device("cpu"): torch.cat(slots)}
 
     def slots(self, device: torch.device) -> Tensor:
-        """`[B * N]` or `[T]` int64, where what this forward reads goes, on a layer's own device."""
+        """Return the slots that the next forward stores its tokens in, `[B * N]` or `[T]` int64, on `device`."""
         if device not in self._slots:
             self._slots[device] = next(iter(self._slots.values())).to(device)
         return self._slots[device]
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
-        """Move the path's keys and values next to the committed ones: node `nodes[b, d]` to slot `length[b] + d`.
+        """Move the keys and values of accepted nodes next to those of the committed tokens.
 
-        length: `[B]`. nodes: `[B, K+1]`, in order of depth. A source is never before its destination, and all are read
-        before any is written. What stands past a path's end is copied too, into scratch slots that nothing reads.
+        Node `nodes[b, d]` goes to slot `length[b] + d`. A source is never before its destination, and all are read
+        before any is written. Entries past a path's end are copied too, into scratch slots that nothing reads.
+
+        Args:
+            length: Committed tokens of each row, `[B]` int64.
+            nodes: Accepted nodes by depth, `[B, K+1]` int64.
         """
         if nodes.shape[1] == 1:
-            return  # node 0 already stands where it belongs
+            return  # the root is in its final slot already
         source = self._flat(length, nodes).flatten()
         target = self._flat(length, torch.arange(nodes.shape[1], device=nodes.device)).flatten()
         for pool in self.pools:
@@ -234,6 +278,6 @@ class DenseCache(Cache):
             pool.data.index_copy_(1, target.to(device), moved)
 
     def _flat(self, length: Tensor, offset: Tensor) -> Tensor:
-        """`[B]` lengths and `[B, M]` or `[M]` offsets to `[B, M]` flat slots."""
+        """Return indices into the pools, `[B, M]`, of slots `length` `[B]` plus `offset` `[B, M]` or `[M]`."""
         row = torch.arange(self.rows, device=length.device) * self._capacity
         return (row + length)[:, None] + offset

@@ -1,4 +1,4 @@
-"""Keys and values in blocks that any row may hold, so that memory is shared and prefixes are computed once."""
+"""A KV cache in blocks that any row may hold, so that rows share memory and a shared prefix is computed once."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,14 +20,25 @@ __all__ = ["KVCache", "KVCachePool", "PagedCache", "stack_block_tables"]
 
 
 class KVCachePool:
-    """The memory of one model: pools of `count` blocks.
+    """The memory for keys and values of one model, in blocks of `BLOCK_SIZE` slots.
 
-    All layers whose keys or values have one shape share a pool `[G, blocks * BLOCK_SIZE, heads, dim]`, so that
-    committing a path is one gather and one scatter a pool. Block 0 belongs to nobody: idle rows and padding write
-    there.
+    All layers whose keys or values have one shape share a tensor, so that committing a path is one gather and one
+    scatter per tensor. Block 0 belongs to no row: idle rows and padding write there.
+
+    Attributes:
+        num_blocks: Number of blocks, block 0 included.
+        pools: The tensors, `[G, num_blocks * BLOCK_SIZE, heads, dim]` each.
+        layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
+            None for a layer that attends to no tokens before it.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int):
+        """Allocate the memory, filled with zeros.
+
+        Args:
+            shapes: What each layer stores.
+            num_blocks: Number of blocks, block 0 included.
+        """
         self.num_blocks = num_blocks
         self.pools: list[Tensor] = []
         stores: dict[tuple[int, str], tuple[Tensor, int]] = {}
@@ -41,58 +52,79 @@ class KVCachePool:
 
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape]) -> int:
-        """Bytes of one block over all layers."""
+        """Return the bytes of one block, summed over all layers."""
         return BLOCK_SIZE * sum(s.heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in shapes)
 
     @classmethod
     def in_free_memory(
         cls, models: Sequence[Sequence[LayerShape]], *, fraction: float, max_blocks: int
     ) -> list["KVCachePool"]:
-        """One for each model, of the same count: at most `most` blocks, in at most `fraction` of their device's memory
-        that is free now. models: what their layers store."""
+        """Allocate one pool for each model, all of the same number of blocks, in the memory that is free now.
+
+        Args:
+            models: What the layers of each model store.
+            fraction: Part of the device's free memory to use, from 0 to 1.
+            max_blocks: The most blocks that rows can need, block 0 not included.
+
+        Raises:
+            CacheFullError: There is no memory for a single block.
+        """
         free = _free_memory(models[0][0].device)
-        count = min(int(free * fraction) // sum(map(cls.block_bytes, models)), max_blocks + 1)
-        if count < 2:
+        num_blocks = min(int(free * fraction) // sum(map(cls.block_bytes, models)), max_blocks + 1)
+        if num_blocks < 2:
             raise CacheFullError(
                 f"{free / 2**30:.2f} GiB of memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
                 "it holds not one block of keys and values: raise it, or free memory"
             )
-        return [cls(shapes, count) for shapes in models]
+        return [cls(shapes, num_blocks) for shapes in models]
 
 
 class PagedCache:
-    """The rows of one batch: a store, and the blocks of each row, `table` `[B, M]` int32, 0 where a row has none.
+    """Keys and values of the rows of a batch, in blocks of a pool.
 
-    What is here has fixed shapes and reads nothing on the host, so it may stand in a CUDA graph.
+    Shapes are fixed and nothing is read on the host, so its methods can be captured in a CUDA graph.
+
+    Attributes:
+        pool: The memory that the blocks are in.
+        table: Blocks of each row in order of position, `[B, M]` int32; 0 where a row has fewer.
+        window: Slots per row, `M * BLOCK_SIZE`.
     """
 
     def __init__(self, pool: KVCachePool, table: Tensor):
+        """Make a cache of the pool's blocks that `table` lists; `[B, M]` int32."""
         self.pool, self.table = pool, table
         self.window = table.shape[1] * BLOCK_SIZE
 
     def plan(self, tree: Tree, length: Tensor, windows: tuple[int, ...]) -> Plan:
-        """Return what attention must know of a forward over `tree`'s new nodes.
+        """Return what attention needs for a forward over the new nodes of a tree.
 
         Args:
-            tree: the nodes.
-            length: `[B]` int64, committed tokens of each row.
-            windows: positions that each layer looks back, 0 for all.
+            tree: The nodes.
+            length: Committed tokens of each row, `[B]` int64.
+            windows: Positions that each layer looks back, 0 for all.
         """
-        return Plan(self.pool.layer_pools, windows, *map(_spare, (length, tree.depth, tree.ancestors, self.table)))
+        return Plan(
+            self.pool.layer_pools, windows, *map(_flatten_with_spare, (length, tree.depth, tree.ancestors, self.table))
+        )
 
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
-        """Give the cache of these rows alone, `[B']` int64, to be written from their first slot on."""
+        """Yield the cache of rows `rows` `[B']` int64 alone, to be written from their first slot on."""
         yield PagedCache(self.pool, self.table[rows])
 
     def plan_prefill(self, forward: Sequence[Piece]) -> PagedPrompt:
-        """Where the tokens of a forward over pieces of prompts go, and where those are that they see."""
+        """Return the slots that a forward over pieces of prompts stores its tokens in, and those it attends to."""
         return PagedPrompt.of(self.pool.layer_pools, self.table, forward)
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
-        """Move the path's keys and values next to the committed ones, as `DenseCache.commit` does."""
+        """Move the keys and values of accepted nodes next to those of the committed tokens.
+
+        Args:
+            length: Committed tokens of each row, `[B]` int64.
+            nodes: Accepted nodes by depth, `[B, K+1]` int64; see `DenseCache.commit`.
+        """
         if nodes.shape[1] == 1:
-            return  # node 0 already stands where it belongs
+            return  # the root is in its final slot already
         if kernels.TRITON and length.is_cuda:
             for pool in self.pool.pools:
                 kernels.commit(pool, self.table, length, nodes)
@@ -102,19 +134,21 @@ class PagedCache:
         for pool in self.pool.pools:
             pool.index_copy_(1, target, pool.index_select(1, source))
 
-    def slots(self, at: Tensor) -> Tensor:
-        """Map slots `[B, M']` counted along each row, to flat ones of the pools, `[B * M']`."""
-        return (self.table.gather(1, at // BLOCK_SIZE) * BLOCK_SIZE + at % BLOCK_SIZE).flatten()
+    def slots(self, row_slots: Tensor) -> Tensor:
+        """Map slots counted along each row, `[B, M']`, to slots of the pools, `[B * M']`."""
+        blocks = self.table.gather(1, row_slots // BLOCK_SIZE)
+        return (blocks * BLOCK_SIZE + row_slots % BLOCK_SIZE).flatten()
 
 
 def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device) -> Tensor:
-    """The blocks of some rows as a cache's table, `[B, M]` int32."""
+    """Return the blocks of several rows in one tensor `[B, M]` int32, padded with 0."""
     width = max(len(table.blocks) for table in block_tables)
     rows = [table.blocks + [0] * (width - len(table.blocks)) for table in block_tables]
     return torch.tensor(rows, dtype=torch.int32).to(device)
 
 
 def _free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
@@ -123,10 +157,10 @@ def _free_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-def _spare(x: Tensor) -> Tensor:
-    """Flat, with one entry more; see `Plan`."""
+def _flatten_with_spare(x: Tensor) -> Tensor:
+    """Return a flat copy with one more entry at its end, which `Plan` explains."""
     return torch.cat([x.flatten(), x.new_zeros(1)])
 
 
 KVCache: TypeAlias = DenseCache | PagedCache
-"""Keys and values of `B` rows, in either form."""
+"""Keys and values of the rows of a batch, in either form."""

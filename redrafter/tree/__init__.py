@@ -1,1 +1,1 @@
-"""The tree of drafts that one step verifies: its shape, its search, and which of it is accepted."""
+"""The tree of draft tokens that a step verifies: its shape, the beam search that grows it, and acceptance."""

@@ -1,8 +1,8 @@
-"""Which nodes of a tree the target's own draws confirm.
+"""Acceptance: the path of drafts that agree with the target's own draws.
 
-This is the line that makes the output exact: a node is kept only when the target, asked at the node's parent, drew that
-node's very token. Whatever the drafter proposed, the tokens that come out are the target's own draws, each made after
-exactly the prefix that plain decoding would have had.
+The comparison in `accept` makes the output exact: a node is accepted only if the target, at the node's parent, drew
+that node's token. Whatever was drafted, the tokens that come out are the target's own draws, each made after the prefix
+that plain decoding would have had.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,11 @@ __all__ = ["Path", "accept"]
 
 @dataclass(frozen=True)
 class Path:
-    """The kept nodes, from node 0 down.
+    """The accepted nodes of each row's tree, from the root down.
 
-    nodes: `[B, K+1]` int64; entries past `accepted` are 0. accepted: `[B]` int64, the number of kept drafts.
+    Attributes:
+        nodes: Index of the accepted node at each depth, `[B, K+1]` int64; 0 past `accepted`.
+        accepted: Number of accepted drafts, `[B]` int64; the root is none.
     """
 
     nodes: Tensor
@@ -27,28 +29,32 @@ class Path:
 
     @property
     def end(self) -> Tensor:
-        """`[B]` int64, the deepest kept node."""
+        """Index of the deepest accepted node, `[B]` int64."""
         return self.nodes.gather(1, self.accepted[:, None]).squeeze(1)
 
     def without_drafts(self, rows: Tensor) -> "Path":
-        """Keep node 0 alone in some rows, `[B]` bool."""
+        """Return the path with only the root accepted in the rows marked in `rows`, `[B]` bool."""
         return Path(self.nodes.masked_fill(rows[:, None], 0), self.accepted.masked_fill(rows, 0))
 
 
 def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
-    """Keep node 0, and every node whose parent is kept and whose token is what was drawn at its parent.
+    """Accept the root, and every node whose parent is accepted and whose token was drawn at its parent.
 
-    drawn: `[B, N]` int64, the target's own next token at every node. max_depth: K, at least the depth of every node.
-    Siblings differ, so the kept nodes are one path.
+    Siblings have different tokens, so the accepted nodes are one path.
+
+    Args:
+        tree: The verified tree.
+        drawn: The target's own next token at every node, `[B, N]` int64.
+        max_depth: K, at least the depth of every node.
     """
     rows, nodes = drawn.shape
-    if max_depth == 0:  # plain decoding: node 0 alone
-        nothing = torch.zeros(rows, 1, dtype=torch.long, device=drawn.device)
-        return Path(nothing, nothing[:, 0])
+    if max_depth == 0:  # plain decoding: the root alone
+        root = torch.zeros(rows, 1, dtype=torch.long, device=drawn.device)
+        return Path(root, root[:, 0])
     confirmed = tree.tokens == drawn.gather(1, tree.parents)  # [B, N]
     confirmed[:, 0] = True
-    kept = ~(tree.ancestors & ~confirmed[:, None, :]).any(dim=-1)  # a node and all above it are confirmed
-    level = torch.where(kept, tree.depth, max_depth + 1)  # what is not kept goes to a column that is cut off
+    accepted = ~(tree.ancestors & ~confirmed[:, None, :]).any(dim=-1)  # [B, N]: the node and its ancestors agree
+    level = torch.where(accepted, tree.depth, max_depth + 1)  # other nodes go to a column that is cut off
     path = torch.zeros(rows, max_depth + 2, dtype=torch.long, device=drawn.device)
     path.scatter_(1, level, torch.arange(nodes, device=drawn.device).expand(rows, nodes))
-    return Path(path[:, : max_depth + 1], kept.sum(dim=1) - 1)
+    return Path(path[:, : max_depth + 1], accepted.sum(dim=1) - 1)

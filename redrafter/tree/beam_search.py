@@ -1,8 +1,9 @@
-"""Beam search over a proposer's steps, keeping the whole lattice.
+"""Beam search that keeps every candidate it selected, as a token tree.
 
 Each of the K search steps selects W distinct (source beam, token) pairs. All of them become nodes, linked by their
-back-pointers: `N = 1 + W * K`, with no duplicates by construction. The published method keeps only the prefixes of the
-W beams that survive to the end; the lattice costs the drafter nothing more and is accepted further.
+back-pointers (a lattice): `N = 1 + W * K`, without duplicates by construction. The published method keeps only the
+prefixes of the W beams that survive to the end; the lattice costs the drafter nothing more, and more of its drafts are
+accepted.
 """
 
 from collections.abc import Callable
@@ -18,11 +19,14 @@ from redrafter.tree.token_tree import Tree, chain, keep_best, tree_of
 
 __all__ = ["Expand", "beam_search", "node_count", "top_continuations"]
 
-CPU_NODE_BUDGET = 12  # a node costs arithmetic there; measured best for the boxed pair, see README.md
+CPU_NODE_BUDGET = 12  # nodes; on a CPU each costs arithmetic. Measured best for the boxed pair, see README.md
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]
-"""`expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`: unnormalised log-probabilities of what may follow
-each beam's last token at search step k. `sources` says which of the previous step's beams each one continues."""
+"""Scores the next tokens of every beam: `expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`.
+
+`k` is the search step, `tokens` the last token of each beam, and `sources` the beam of the previous step that each one
+continues. The scores are unnormalised log-probabilities.
+"""
 
 
 def beam_search(
@@ -35,17 +39,23 @@ def beam_search(
     ids: Tensor | None = None,
     should_stop: Callable[[Tensor], bool] | None = None,
 ) -> Tree:
-    """Search `depth` steps with `beams` beams and keep the `nodes` nodes of highest cumulative log-probability.
+    """Search `depth` steps with `beams` beams and return the best `nodes` candidates as a tree.
 
-    root: `[B]` int64, the pending token. ids: `[V']` int64, the target's id of each of the proposer's ids; None where
-    they are the same. should_stop: asked after each step, with the cumulative log-probabilities `[B, W]` of its beams,
-    whether to end there.
+    Args:
+        root: The pending token of each row, `[B]` int64.
+        expand: Scores the next tokens of every beam.
+        beams: W, beams kept at each search step.
+        depth: K, search steps.
+        nodes: Nodes to keep, the root included: those of highest cumulative log-probability.
+        ids: The target's id of each of the proposer's ids, `[V']` int64; None where they are the same.
+        should_stop: Called after each search step with the beams' cumulative log-probabilities `[B, W]`; the search
+            ends where it returns true. None to search all steps.
     """
     rows = len(root)
     level, first, score, source = _layout(rows, beams, depth, root.device)
     token = root[:, None]
     tokens, sources, scores = [token], [source], [score]
-    for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # of a chain, nothing is drafted to be cut
+    for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # a chain is never cut
         score, source, token = top_continuations(expand(k, token, source), score, beams, ids)  # [B, W] each
         tokens.append(token)
         sources.append(source)
@@ -64,26 +74,44 @@ def beam_search(
 
 
 def node_count(budget: int | None, beams: int, depth: int, device: torch.device) -> int:
-    """Nodes to keep of a search's `1 + beams * depth`: as many as are asked for, or as suit the device."""
+    """Return how many of a search's `1 + beams * depth` nodes to keep.
+
+    Args:
+        budget: The most nodes that the user wants; None for a default that suits the device.
+        beams: W, beams of the search.
+        depth: K, steps of the search.
+        device: Where the target runs.
+    """
     lattice = 1 + beams * depth
-    suits = max(CPU_NODE_BUDGET, 1 + depth) if device.type == "cpu" else lattice
-    return min(budget or suits, lattice)
+    default = max(CPU_NODE_BUDGET, 1 + depth) if device.type == "cpu" else lattice
+    return min(budget or default, lattice)
 
 
 @lru_cache(maxsize=64)
 def _layout(rows: int, beams: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What every search begins with. Of each node, its depth and the node that the previous step's first beam ends in,
-    `[N]` int64; of each row's root, its score and its source, `[B, 1]`. Not to be written to."""
+    """Return the constants of a search; shared between searches, so never write to them.
+
+    Returns:
+        Of each node: its depth and the node where the previous step's first beam ends, `[N]` int64 each. Of each row's
+        root: its score, float32, and its source, int64, `[B, 1]` each.
+    """
     level = (torch.arange(1 + beams * depth, device=device) + beams - 1) // beams
     zero = torch.zeros(rows, 1, device=device)
     return level, (1 + (level - 2) * beams).clamp_(min=0), zero, zero.long()
 
 
 def top_continuations(scores: Tensor, total: Tensor, wide: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The `wide` = W best pairs of a beam and what follows it.
+    """Select the best pairs of a beam and a token that follows it.
 
-    scores: `[B, w, V']`, unnormalised log-probabilities. total: `[B, w]` float32, of the beams so far. ids: as in
-    `beam_search`. Returns their cumulative log-probabilities float32, beams and tokens int64, `[B, W]`, best first.
+    Args:
+        scores: Unnormalised log-probabilities of the next token, `[B, w, V']`.
+        total: Cumulative log-probabilities of the beams so far, `[B, w]` float32.
+        wide: W, pairs to select.
+        ids: The target's id of each of the proposer's ids, `[V']` int64; None where they are the same.
+
+    Returns:
+        Cumulative log-probabilities (float32), beams and tokens (int64) of the selected pairs, `[B, W]` each, best
+        first.
     """
     if kernels.TRITON and scores.is_cuda:
         return kernels.top_continuations(scores, total, wide, ids)

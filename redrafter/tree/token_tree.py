@@ -1,7 +1,7 @@
 """The token tree that one step verifies.
 
-Nodes stand in depth-major order, so a parent always comes before its children. Node 0 is the pending token: known,
-not yet in the cache. Siblings never share a token, so at most one path through a tree can match a text.
+Nodes are in depth-major order, so a parent always comes before its children. Node 0, the root, is the pending token:
+known, not yet in the cache. Siblings have different tokens, so at most one path through a tree can match a text.
 """
 
 import math
@@ -16,24 +16,28 @@ from redrafter.errors import ArgumentError
 
 __all__ = ["Tree", "chain", "check_size", "keep_best", "tree_of"]
 
-MAX_BEAMS = 1024  # beams, and levels; a tree's memory grows with the square of its nodes
+MAX_BEAMS = 1024  # also of levels; a tree's memory grows with the square of its nodes
 
 
 @dataclass(frozen=True)
 class Tree:
-    """`N` candidate tokens for each of `B` rows, of which a forward computes the last `M`: all of them, except while a
-    draft model grows a tree level by level and has its upper nodes cached already.
+    """A tree of `N` candidate tokens for each of `B` rows.
 
-    tokens: `[B, N]` int64, token ids of the target's vocabulary.
-    parents: `[B, N]` int64, index of each node's parent; node 0 is its own.
-    depth: `[B, N]` int64, 0 at node 0; node i stands at position `n + depth[i]` of its row.
-    ancestors: `[B, M, N]` bool, `[b, i, j]` is true when j is node N - M + i or one of that node's ancestors.
-    levels: how deep it was drafted below the root, known to the host. branches: whether a node may have several
-        children; where none has, kept nodes already stand where they belong.
-    sampled_from: `[B, N-1, V]` float32, unnormalised log-probabilities that node i + 1 was sampled from; None where
-        drafts were chosen, whatever for.
-    slots: `[B, N]` int64, where the proposer's own cache holds each node, counted from n; None where node i is in slot
-        n + i, or where there is no such cache.
+    A forward computes the last `M` nodes. M is N, except while a draft model grows a tree level by level: the keys and
+    values of the upper nodes are cached already then. Below, n is a row's number of committed tokens.
+
+    Attributes:
+        tokens: Token ids of the target's vocabulary, `[B, N]` int64.
+        parents: Index of each node's parent, `[B, N]` int64; the root is its own.
+        depth: Depth of each node, 0 at the root, `[B, N]` int64; node i is at position `n + depth[i]` of its row.
+        ancestors: `[B, M, N]` bool; `[b, i, j]` is true when j is node N - M + i or one of that node's ancestors.
+        levels: Levels drafted below the root; a number on the host.
+        branches: Whether a node may have several children. In a tree without branches the keys and values of accepted
+            nodes are in their final slots already.
+        sampled_from: Unnormalised log-probabilities that node i + 1 was sampled from, `[B, N-1, V]` float32; None
+            where drafts are not samples of a distribution.
+        slots: Slot of each node in the draft model's cache, counted from n, `[B, N]` int64; None where node i is in
+            slot n + i, or where there is no draft model.
     """
 
     tokens: Tensor
@@ -47,21 +51,31 @@ class Tree:
 
     @property
     def new(self) -> int:
-        """M, the nodes to be computed."""
+        """M, the number of nodes that the next forward computes."""
         return self.ancestors.shape[1]
 
     def last(self, count: int) -> "Tree":
-        """The same tree, of which only the last `count` nodes are to be computed."""
+        """Return the same tree with only its last `count` nodes to be computed."""
         return replace(self, ancestors=self.ancestors[:, -count:])
 
     def to(self, device: torch.device) -> "Tree":
-        """On another device."""
+        """Return the tree on another device."""
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **moved)
 
 
 def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int) -> Tree:
-    """Close the parent relation: `ancestors = (I + P)^(2^m)` with `2^m >= max_depth`, by repeated squaring."""
+    """Make a tree of its nodes' tokens, parents and depths, all `[B, N]` int64.
+
+    Ancestors are the closure of the parent relation: `(I + P)^(2^m)` with `2^m >= max_depth`, by repeated squaring; on
+    a GPU, a kernel walks up from each node instead.
+
+    Args:
+        tokens: Token ids of the target's vocabulary.
+        parents: Index of each node's parent; the root is its own.
+        depth: Depth of each node, 0 at the root.
+        max_depth: At least the depth of every node.
+    """
     if kernels.TRITON and tokens.is_cuda:
         return Tree(tokens, parents, depth, kernels.find_ancestors(parents, max_depth), max_depth)
     nodes = tokens.shape[1]
@@ -73,7 +87,10 @@ def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int) -> T
 
 
 def chain(tokens: Tensor) -> Tree:
-    """A tree without branches: `tokens` `[B, N]` one below the other. A prompt is one; so is a pending token alone."""
+    """Make a tree without branches: `tokens` `[B, N]`, each the child of the one before.
+
+    A prompt is such a tree, and so is a pending token alone.
+    """
     rows, nodes = tokens.shape
     depth = torch.arange(nodes, device=tokens.device)
     ancestors = depth[:, None] >= depth[None, :]
@@ -88,7 +105,7 @@ def chain(tokens: Tensor) -> Tree:
 
 
 def check_size(name: str, value: object) -> None:
-    """Raise `ArgumentError` unless value can be a number of beams, of levels, or of nodes to keep."""
+    """Raise `ArgumentError` unless `value` can be the number of beams, levels or nodes that argument `name` sets."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_BEAMS**2:
         raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
     if value > MAX_BEAMS and name != "node_budget":
@@ -98,11 +115,19 @@ def check_size(name: str, value: object) -> None:
 def keep_best(
     tokens: Tensor, parents: Tensor, depth: Tensor, score: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The `nodes` best-scored nodes of a lattice, still in depth-major order, with parents renumbered; and, last, which
-    they were.
+    """Select the nodes of highest score, in depth-major order, with parents renumbered.
 
-    tokens, parents, depth: `[B, N]`. score: `[B, N]`, never higher than the parent's, highest at node 0, so that
-    what is kept is a tree. The sort is stable: on an exact tie the parent, which comes first, is kept.
+    The sort is stable: on an exact tie the parent, which comes first, is kept, so the result is a tree.
+
+    Args:
+        tokens: Token of each node, `[B, N]` int64.
+        parents: Index of each node's parent, `[B, N]` int64.
+        depth: Depth of each node, `[B, N]` int64.
+        score: Score of each node, `[B, N]`; highest at the root and never higher than the parent's.
+        nodes: How many to keep.
+
+    Returns:
+        Tokens, parents and depths of the kept nodes, and their indices before, `[B, nodes]` int64 each.
     """
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     kept = order.sort(dim=1).values  # [B, nodes], depth-major again
