@@ -1,8 +1,9 @@
-"""Tree attention on a GPU: GQA-native, split along the committed tokens, reading only the live part of the cache.
+"""Tree attention on a GPU: native to GQA, split along the committed tokens, reading only the used part of the cache.
 
-A program takes one row, one key head, one tile of that head's queries (all nodes of all query heads that share it) and
-one split of the committed tokens; the last split takes the tree instead, its new nodes straight from the new keys and
-values, and stores those. Splits are merged by log-sum-exp in a second kernel (flash-decoding; Dao et al. 2023).
+A program handles one row, one key head, one tile of that head's queries (all nodes of all query heads that share the
+key head) and one split of the committed tokens. The last split handles the tree: it attends to the new nodes' keys and
+values directly and stores them in the cache. A second kernel merges the splits by log-sum-exp (flash-decoding; Dao et
+al. 2023).
 """
 
 import torch
@@ -11,19 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.launch import follows_closely
+from redrafter.kernels.launch import supports_dependent_launch
 
 __all__ = ["tree_attention"]
 
-PROGRAMS = 264  # about two for each multiprocessor of a large GPU
-WARPS = 4  # never 8: with those, Triton 3.6 pipelines these loops into a race (wrong in 1 of 3 rows of a prompt)
-LONG = 8192  # tokens: beyond, larger tiles pay
+TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
+NUM_WARPS = 4  # never 8: Triton 3.6 then pipelines these loops into a race (wrong in 1 of 3 rows of a prompt)
+LONG_CONTEXT_TOKENS = 8192  # for longer rows, larger tiles are faster
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _scores(q, k, scale, SOFTCAP: tl.constexpr):
-    """`[M, S]` in units of log 2, so that exp2 serves."""
+def _scaled_scores(q, k, scale, SOFTCAP: tl.constexpr):
+    """Return the scores `[M, S]` divided by log 2, for `exp2` in place of `exp`."""
     x = tl.dot(q, k, input_precision="ieee")
     if SOFTCAP > 0:
         return SOFTCAP * (2 * tl.sigmoid(2 * scale / SOFTCAP * x) - 1) * LOG2E  # tanh
@@ -31,8 +32,8 @@ def _scores(q, k, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _fold(scores, v, top, total, acc):
-    """One tile of an online softmax."""
+def _update_softmax(scores, v, top, total, acc):
+    """Add one tile of keys to an online softmax."""
     new_top = tl.maximum(top, tl.max(scores, 1))
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - anchor[:, None])
@@ -43,35 +44,35 @@ def _fold(scores, v, top, total, acc):
 
 
 @triton.jit
-def _committed(
+def _attend_committed(
     q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE, cache_k, cache_v, head, scale,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of committed tokens; all but the last of a split need no mask."""
+    """Attend to one tile of committed tokens; without a sliding window, only the last tile of a split is masked."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     s = start + tl.arange(0, BLOCK_S)
     if MASKED:
-        held = s < high
-        page = tl.load(TABLE + s // PAGE, held, 0).to(tl.int64)
+        inside = s < high
+        page = tl.load(TABLE + s // PAGE, inside, 0).to(tl.int64)
         slot = page * PAGE + s % PAGE
-        k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], held & (dk[:, None] < DK), 0.0)
-        v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, held[:, None] & (dv < DV), 0.0)
-        seen = held[None, :]
+        k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], inside & (dk[:, None] < DK), 0.0)
+        v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, inside[:, None] & (dv < DV), 0.0)
+        visible = inside[None, :]
         if WINDOW > 0:
-            seen = seen & (n + depth[:, None] - s[None, :] < WINDOW)
-        x = tl.where(seen, _scores(q, k, scale, SOFTCAP), float("-inf"))
+            visible = visible & (n + depth[:, None] - s[None, :] < WINDOW)
+        x = tl.where(visible, _scaled_scores(q, k, scale, SOFTCAP), float("-inf"))
     else:
         page = tl.load(TABLE + s // PAGE).to(tl.int64)
         slot = page * PAGE + s % PAGE
         k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], dk[:, None] < DK, 0.0)
         v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, dv < DV, 0.0)
-        x = _scores(q, k, scale, SOFTCAP)
-    return _fold(x, v, top, total, acc)
+        x = _scaled_scores(q, k, scale, SOFTCAP)
+    return _update_softmax(x, v, top, total, acc)
 
 
 @triton.jit(do_not_specialize=["nodes", "cached", "blocks", "splits", "tiles"])
-def _attend(
+def _attend_kernel(
     Q, K, V, KEYS, VALUES, LENGTH, DEPTH, ANCESTORS, TABLE, SINKS, OUT, PART, TOPS,
     q_token, q_head, k_token, k_head, v_token, v_head, cache_k, cache_v,
     scale, nodes, cached, blocks, splits, tiles,
@@ -80,6 +81,10 @@ def _attend(
     PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
     CACHED: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
+    """Attend with one tile of queries to one split of the committed tokens, or to the tree.
+
+    Without splits (`SPLIT` is false), the one program of a tile does both and writes the output.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) // tiles
     tile = tl.program_id(1) % tiles
@@ -100,7 +105,7 @@ def _attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-    # The committed tokens of this split; where there are several, the last has none.
+    # The committed tokens of this split. Where there are several splits, the last one has none.
     first = 0
     if WINDOW > 0:
         first = tl.maximum(n - WINDOW + 1, 0) // BLOCK_S * BLOCK_S
@@ -111,17 +116,17 @@ def _attend(
     if WINDOW > 0:
         whole = low
     for start in range(low, whole, BLOCK_S):
-        top, total, acc = _committed(
+        top, total, acc = _attend_committed(
             q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
             scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, SOFTCAP, False,
         )  # fmt: skip
     for start in range(whole, high, BLOCK_S):
-        top, total, acc = _committed(
+        top, total, acc = _attend_committed(
             q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
             scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, SOFTCAP, True,
         )  # fmt: skip
 
-    # The tree: nodes of earlier forwards, which stand in the cache, then the new ones, which the first tile stores.
+    # The tree: first the nodes of earlier forwards, from the cache; then the new ones, which the first tile stores.
     if split == splits - 1:
         if CACHED:
             for start in range(0, cached, BLOCK_S):
@@ -135,20 +140,20 @@ def _attend(
                 if WINDOW > 0:
                     above = tl.load(DEPTH + row * all_nodes + j, held, 0).to(tl.int32)
                     seen = seen & (depth[:, None] - above < WINDOW)
-                x = tl.where(seen, _scores(q, k, scale, SOFTCAP), float("-inf"))
-                top, total, acc = _fold(x, v, top, total, acc)
+                x = tl.where(seen, _scaled_scores(q, k, scale, SOFTCAP), float("-inf"))
+                top, total, acc = _update_softmax(x, v, top, total, acc)
         for start in range(0, nodes, BLOCK_S):
             j = start + tl.arange(0, BLOCK_S)
             held = j < nodes
             other = row * nodes + j
             k = tl.load(K + other * k_token + head * k_head + dk[:, None], held & (dk[:, None] < DK), 0.0)
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
-            x = _scores(q, k, scale, SOFTCAP)
+            x = _scaled_scores(q, k, scale, SOFTCAP)
             seen = tl.load(ANCESTORS + token[:, None] * all_nodes + cached + j, live[:, None] & held, 0) != 0
             if WINDOW > 0:
                 level = tl.load(DEPTH + row * all_nodes + cached + j, held, 0).to(tl.int32)
                 seen = seen & (depth[:, None] - level < WINDOW)
-            top, total, acc = _fold(tl.where(seen, x, float("-inf")), v, top, total, acc)
+            top, total, acc = _update_softmax(tl.where(seen, x, float("-inf")), v, top, total, acc)
             if tile == 0:
                 at = n + cached + j
                 inside = held & (at // PAGE < blocks)
@@ -158,11 +163,11 @@ def _attend(
 
     out = token * (HEADS * GROUP) + q_of
     if SPLIT:
-        place = out * splits + split
-        tl.store(TOPS + place * 2, top, live)
-        tl.store(TOPS + place * 2 + 1, total, live)
-        some = live & (total > 0)
-        tl.store(PART + place[:, None] * DV + dv, acc, some[:, None] & (dv < DV))
+        index = out * splits + split
+        tl.store(TOPS + index * 2, top, live)
+        tl.store(TOPS + index * 2 + 1, total, live)
+        attended = live & (total > 0)
+        tl.store(PART + index[:, None] * DV + dv, acc, attended[:, None] & (dv < DV))
     else:
         if HAS_SINKS:
             sink = tl.load(SINKS + q_of, live, 0.0).to(tl.float32) * LOG2E
@@ -175,25 +180,26 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["splits", "count"])
-def _merge(
+def _merge_splits_kernel(
     PART, TOPS, SINKS, OUT, splits, count,
     QUERY_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
+    """Merge what the splits found for one query head of one node, by log-sum-exp; padding comes out as 0."""
     out = tl.program_id(0).to(tl.int64)
     s, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
-    place = out * splits + s
+    index = out * splits + s
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
-    live = (s < splits) & (out < count)  # what is past the end is padding
-    top = tl.load(TOPS + place * 2, live, float("-inf"))
-    total = tl.load(TOPS + place * 2 + 1, live, 0.0)
+    live = (s < splits) & (out < count)  # outputs past the end are padding
+    top = tl.load(TOPS + index * 2, live, float("-inf"))
+    total = tl.load(TOPS + index * 2 + 1, live, 0.0)
     best = tl.max(top, 0)
     if HAS_SINKS:
         sink = tl.load(SINKS + out % QUERY_HEADS).to(tl.float32) * LOG2E
         best = tl.maximum(best, sink)
     weight = tl.where(total > 0, tl.exp2(tl.where(total > 0, top - best, 0.0)), 0.0)
-    part = tl.load(PART + place[:, None] * DV + dv, (total > 0)[:, None] & (dv < DV), 0.0)
+    part = tl.load(PART + index[:, None] * DV + dv, (total > 0)[:, None] & (dv < DV), 0.0)
     whole = tl.sum(total * weight, 0)
     if HAS_SINKS:
         whole += tl.exp2(sink - best)
@@ -201,25 +207,31 @@ def _merge(
     tl.store(OUT + out * DV + dv, result.to(OUT.dtype.element_ty), dv < DV)
 
 
-def _shape(groups: int, queries: int, blocks: int, small: bool) -> tuple[int, int, int, int]:
-    """Queries and keys per tile, splits and stages, for `groups` = rows x key heads of `queries` queries each.
+def _choose_tiling(groups: int, queries: int, blocks: int, small: bool) -> tuple[int, int, int, int]:
+    """Choose the tiling by size, as measured on an H200 (docs/gpu.md has the table).
 
-    blocks: width of the table, for how long a row may be. small: whether keys are half precision and at most 128 wide.
-    Measured on an H200; docs/gpu.md has the table.
+    Args:
+        groups: Rows times key heads.
+        queries: Queries per group: nodes times the query heads that share a key head.
+        blocks: Width of the table of blocks, which bounds a row's length.
+        small: Whether keys are in half precision and at most 128 wide.
+
+    Returns:
+        Queries per tile, keys per tile, splits, and pipeline stages.
     """
     block_m = max(triton.next_power_of_2(queries), 16)
-    long = blocks * BLOCK_SIZE > LONG
+    long = blocks * BLOCK_SIZE > LONG_CONTEXT_TOKENS
     if not small:
         block_m, block_s, stages = min(block_m, 32), 32, 1
     elif block_m <= 16:
         block_s, stages = 128 if long else 32, 2
     elif block_m <= 32:
         block_s, stages = 64, 3
-    elif long or groups * triton.cdiv(queries, 64) > PROGRAMS // 2:
+    elif long or groups * triton.cdiv(queries, 64) > TARGET_PROGRAMS // 2:
         block_m, block_s, stages = 64, 64, 3
     else:
         block_m, block_s, stages = 64, 32, 2
-    return block_m, block_s, max(PROGRAMS // (groups * triton.cdiv(queries, block_m)), 1), stages
+    return block_m, block_s, max(TARGET_PROGRAMS // (groups * triton.cdiv(queries, block_m)), 1), stages
 
 
 def tree_attention(
@@ -239,7 +251,7 @@ def tree_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`redrafter.attention.tree_attention.tree_attention` on a GPU; the same arguments."""
+    """Do what the operator `redrafter.attention.tree_attention.tree_attention` does, with the same arguments."""
     rows = length.shape[0] - 1
     all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
     nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)
@@ -249,7 +261,7 @@ def tree_attention(
     group = query_heads // heads
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
     half = query.element_size() == 2
-    block_m, block_s, splits, stages = _shape(rows * heads, nodes * group, blocks, half and dk <= 128)
+    block_m, block_s, splits, stages = _choose_tiling(rows * heads, nodes * group, blocks, half and dk <= 128)
     tiles = triton.cdiv(nodes * group, block_m)
     out = query.new_empty(query.shape[0], query_heads, dv)
     if query.shape[0] > count and splits == 1:
@@ -257,19 +269,19 @@ def tree_attention(
     part = out if splits == 1 else query.new_empty(count, query_heads, splits, dv, dtype=torch.float32)
     tops = out if splits == 1 else query.new_empty(count, query_heads, splits, 2, dtype=torch.float32)
     block_dk, block_dv = (max(triton.next_power_of_2(d), 16) for d in (dk, dv))
-    follow = follows_closely(query.device)
+    follow = supports_dependent_launch(query.device)
     k_pool, v_pool = keys[key_layer], values[value_layer]
-    _attend[(rows, heads * tiles, splits)](
+    _attend_kernel[(rows, heads * tiles, splits)](
         query, key, value, k_pool, v_pool, length, depth, ancestors, table, sinks, out, part, tops,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         k_pool.stride(0), v_pool.stride(0),
         scale, nodes, cached, blocks, splits, tiles,
         HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_S=block_s,
         PAGE=BLOCK_SIZE, WINDOW=window, SOFTCAP=softcap, SPLIT=splits > 1, HAS_SINKS=sinks is not None,
-        CACHED=cached > 0, FOLLOW=follow, launch_pdl=follow, num_warps=WARPS, num_stages=stages,
+        CACHED=cached > 0, FOLLOW=follow, launch_pdl=follow, num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
-        _merge[(query.shape[0] * query_heads,)](
+        _merge_splits_kernel[(query.shape[0] * query_heads,)](
             part, tops, sinks, out, splits, count * query_heads,
             QUERY_HEADS=query_heads, DV=dv, BLOCK_DV=block_dv, BLOCK_SPLITS=triton.next_power_of_2(splits),
             HAS_SINKS=sinks is not None, FOLLOW=follow, launch_pdl=follow, num_warps=1 if block_dv <= 64 else 2,

@@ -1,5 +1,5 @@
-"""The size of a block of the paged cache, which kernels are compiled for and the block manager hands out."""
+"""The size of a block of the paged cache, for which the kernels are compiled."""
 
 __all__ = ["BLOCK_SIZE"]
 
-BLOCK_SIZE = 16  # slots, each for one token's keys and values
+BLOCK_SIZE = 16  # slots; a slot holds the keys and values of one token

@@ -1,14 +1,16 @@
-"""How kernels are launched."""
+"""Launch options of the kernels that depend on the device."""
 
 import functools
 
 import torch
 
-__all__ = ["follows_closely"]
+__all__ = ["supports_dependent_launch"]
 
 
 @functools.cache
-def follows_closely(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one in front of it is done, to wait for it on the device itself
-    (programmatic dependent launch, from Hopper on)."""
+def supports_dependent_launch(device: torch.device) -> bool:
+    """Return whether a kernel can be launched before the previous one is done, and wait for it on the device.
+
+    This is programmatic dependent launch, which GPUs have from Hopper on.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,7 +1,7 @@
-"""A linear layer for few tokens, where reading the weight is all the work.
+"""A linear layer for few tokens, whose time is that of reading the weight: a split-K matrix product in one launch.
 
-Each program reads a tile of the weight along a part of its rows; the last of those that share a tile adds up what they
-found, so that a product is one launch. The order of the sum is fixed: the result does not depend on who is last.
+Each program reads a tile of the weight along a part of its input features. The last program of a tile to finish adds up
+the parts. The order of that sum is fixed, so the result does not depend on which program is last.
 """
 
 import functools
@@ -11,22 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redrafter.kernels.launch import follows_closely
+from redrafter.kernels.launch import supports_dependent_launch
 
 __all__ = ["MAX_THIN_TOKENS", "is_supported_weight", "split_k_linear"]
 
-MAX_THIN_TOKENS = 32  # beyond it the library's product is as fast
-MAX_FEATURES = 4608  # beyond it there are tiles for all multiprocessors, and the library's product is as fast
-MIN_WEIGHT_BYTES = 8 << 20  # of a weight
-PROGRAMS = 132  # one for each multiprocessor of a large GPU
-TILE = 64
+MAX_THIN_TOKENS = 32  # for more tokens torch's product is as fast
+MAX_FEATURES = 4608  # wider weights have tiles for all multiprocessors, and torch's product is as fast
+MIN_WEIGHT_BYTES = 8 << 20
+TARGET_PROGRAMS = 132  # programs to launch: one for each multiprocessor of a large GPU
+TILE = 64  # output features per program
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
-def _product(
+def _split_k_kernel(
     X, W, OUT, PARTS, COUNTS, tokens, features, inner, splits,
     TOKENS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
+    """Compute one tile of output features from one split of the input features."""
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * TILE + tl.arange(0, TILE)
     t, k = tl.arange(0, TOKENS), tl.arange(0, STEP)
@@ -43,10 +44,10 @@ def _product(
         x = tl.load(x_at + start, (t < tokens)[None, :], 0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee")
     out = OUT + t[None, :] * features + n[:, None]
-    held = (t < tokens)[None, :] & (n < features)[:, None]
+    mask = (t < tokens)[None, :] & (n < features)[:, None]
     if SPLIT:
-        own = tl.arange(0, TILE)[:, None] * TOKENS + t[None, :]
-        parts = PARTS + tile.to(tl.int64) * splits * TILE * TOKENS + own
+        within_tile = tl.arange(0, TILE)[:, None] * TOKENS + t[None, :]
+        parts = PARTS + tile.to(tl.int64) * splits * TILE * TOKENS + within_tile
         tl.store(parts + split * TILE * TOKENS, acc)
         tl.debug_barrier()
         if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") == splits - 1:
@@ -54,13 +55,13 @@ def _product(
             for other in range(splits):
                 acc += tl.load(parts + other * TILE * TOKENS, cache_modifier=".cg")
             tl.store(COUNTS + tile, 0)
-            tl.store(out, acc.to(OUT.dtype.element_ty), held)
+            tl.store(out, acc.to(OUT.dtype.element_ty), mask)
     else:
-        tl.store(out, acc.to(OUT.dtype.element_ty), held)
+        tl.store(out, acc.to(OUT.dtype.element_ty), mask)
 
 
 def is_supported_weight(weight: Tensor) -> bool:
-    """Whether `split_k_linear` can take a weight and is worth it."""
+    """Return whether `split_k_linear` can multiply with a weight `[F, D]` and is faster than torch's product."""
     features, inner = weight.shape
     return (
         weight.element_size() == 2
@@ -73,17 +74,22 @@ def is_supported_weight(weight: Tensor) -> bool:
 
 
 def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x: `[T, D]` of at most `MAX_THIN_TOKENS` tokens; weight: `[F, D]`, as `nn.Linear` has it. Returns `[T, F]`."""
+    """Return `x @ weight.T`, `[T, F]`.
+
+    Args:
+        x: Inputs, `[T, D]` of at most `MAX_THIN_TOKENS` tokens.
+        weight: Weight as `nn.Linear` has it, `[F, D]`, for which `is_supported_weight` is true.
+    """
     tokens, inner = x.shape
     features = weight.shape[0]
     tiles = features // TILE
-    splits = max(min(PROGRAMS // tiles, inner // 512), 1)
+    splits = max(min(TARGET_PROGRAMS // tiles, inner // 512), 1)
     block = max(triton.next_power_of_2(tokens), 16)
     out = x.new_empty(tokens, features)
     parts = out if splits == 1 else x.new_empty(tiles * splits * TILE * block, dtype=torch.float32)
-    follow = follows_closely(x.device)
-    _product[(tiles, splits)](
-        x.contiguous(), weight, out, parts, _counts(x.device), tokens, features, inner, splits,
+    follow = supports_dependent_launch(x.device)
+    _split_k_kernel[(tiles, splits)](
+        x.contiguous(), weight, out, parts, _finished_counts(x.device), tokens, features, inner, splits,
         TOKENS=block, TILE=TILE, STEP=128, SPLIT=splits > 1, FOLLOW=follow, launch_pdl=follow,
         num_warps=4, num_stages=4,
     )  # fmt: skip
@@ -91,6 +97,6 @@ def split_k_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @functools.cache
-def _counts(device: torch.device) -> Tensor:
-    """How many programs are done with each tile: 0 between launches, which follow one another on a device."""
+def _finished_counts(device: torch.device) -> Tensor:
+    """Return the counters of programs done with each tile; 0 between launches, of which a device runs one at a time."""
     return torch.zeros(MAX_FEATURES // TILE, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The thin_linear of a linear layer, for few tokens by a kernel of its own."""
+"""The operator for linear layers that often see few tokens: a kernel for those, torch's product otherwise."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,18 @@ __all__ = ["has_thin_kernel", "thin_linear"]
 
 
 def has_thin_kernel(weight: Tensor) -> bool:
-    """Whether `thin_linear` with this weight is ever more than the library's."""
+    """Return whether `thin_linear` has a kernel for few tokens with this weight `[F, D]`."""
     return kernels.TRITON and weight.is_cuda and kernels.is_supported_weight(weight)
 
 
 @torch.library.custom_op("redrafter::linear", mutates_args=())
 def thin_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x: `[..., D]`; weight: `[F, D]`, as `nn.Linear` has it. Returns `[..., F]`."""
+    """Return `x @ weight.T`, `[..., F]`.
+
+    Args:
+        x: Inputs, `[..., D]`.
+        weight: Weight as `nn.Linear` has it, `[F, D]`.
+    """
     return linear(x, weight)
 
 

@@ -1,4 +1,4 @@
-"""The ancestors of every node of a tree, by walking up from each."""
+"""The ancestors of every node of a tree, found by walking up from each node."""
 
 import torch
 import triton
@@ -9,7 +9,8 @@ __all__ = ["find_ancestors"]
 
 
 @triton.jit(do_not_specialize=["nodes", "levels"])
-def _climb(PARENTS, OUT, nodes, levels, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _ancestors_kernel(PARENTS, OUT, nodes, levels, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Mark the ancestors of a block of nodes of one row."""
     row = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = node < nodes
@@ -23,10 +24,15 @@ def _climb(PARENTS, OUT, nodes, levels, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 
 
 def find_ancestors(parents: Tensor, max_depth: int) -> Tensor:
-    """parents: `[B, N]` int64, of nodes at most `max_depth` deep. Returns `[B, N, N]` bool, as `Tree.ancestors`."""
+    """Return which nodes are a node itself or its ancestors, `[B, N, N]` bool, as in `Tree.ancestors`.
+
+    Args:
+        parents: Index of each node's parent, `[B, N]` int64; the root is its own.
+        max_depth: At least the depth of every node.
+    """
     rows, nodes = parents.shape
     out = torch.empty(rows, nodes, nodes, dtype=torch.bool, device=parents.device)
-    _climb[(rows, triton.cdiv(nodes, 32))](
+    _ancestors_kernel[(rows, triton.cdiv(nodes, 32))](
         parents.contiguous(),
         out.view(torch.uint8),
         nodes,

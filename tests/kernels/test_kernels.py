@@ -1,6 +1,8 @@
-"""Tree attention: the Triton kernel against the slow reference, in Triton's interpreter where there is no GPU."""
+"""Every Triton kernel against its slow reference in torch, in Triton's interpreter where there is no GPU."""
 
 import os
+import pkgutil
+from importlib import import_module
 
 import pytest
 import torch
@@ -23,7 +25,6 @@ from redrafter.tree.beam_search import top_continuations
 from redrafter.tree.token_tree import chain, tree_of
 
 DEVICE = "cuda" if CUDA else "cpu"
-REFERENCE = tree_attention._init_fn
 
 
 def problem(
@@ -40,8 +41,21 @@ def problem(
     padding=0,
     layers=2,
 ):
-    """Arguments of the operator for rows of `lengths` committed tokens, on shuffled blocks, with random trees. new:
-    nodes to be computed; the others stand in the cache already."""
+    """Make arguments of the operator, on shuffled blocks, with random trees.
+
+    Args:
+        lengths: Committed tokens of each row.
+        nodes: Nodes of each tree.
+        new: Nodes to be computed; the others are in the cache already. None for all.
+        heads: Key heads.
+        group: Query heads that share a key head.
+        dk: Width of a key.
+        dv: Width of a value.
+        dtype: Dtype of queries, keys and values.
+        causal: Whether the trees are chains.
+        padding: Queries past those of the batch.
+        layers: Layers of a pool.
+    """
     new = nodes if new is None else new
     generator = torch.Generator().manual_seed(len(lengths) * 1000 + nodes)
     rows, blocks = len(lengths), max(lengths) // BLOCK_SIZE + nodes // BLOCK_SIZE + 2
@@ -76,18 +90,21 @@ def problem(
     ]
 
 
+def on_cpu(arguments):
+    """Copy arguments to the CPU, where the operator runs its slow reference."""
+    return [x.cpu().clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
 def check(arguments, *, scale=0.3, window=0, softcap=0.0, sinks=None, tolerance=2e-5):
-    """Both write the same cache and return the same; every row that is not a batch's is 0."""
-    other = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
-    expected = REFERENCE(*other, scale, window, softcap, sinks)
-    found = kernel(*arguments, scale, window, softcap, sinks)
+    """Fail unless kernel and reference write the same cache and return the same."""
+    other = on_cpu(arguments)
+    expected = tree_attention(*other, scale, window, softcap, None if sinks is None else sinks.cpu())
+    found = kernel(*arguments, scale, window, softcap, sinks).cpu()
     for pool in (3, 5):
-        assert torch.equal(
-            arguments[pool][:, BLOCK_SIZE:], other[pool][:, BLOCK_SIZE:]
-        )  # block 0 holds what nobody reads
-    assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance), (
-        (found - expected).abs().max()
-    )
+        # Block 0 is left out: nobody reads it.
+        assert torch.equal(arguments[pool][:, BLOCK_SIZE:].cpu(), other[pool][:, BLOCK_SIZE:])
+    worst = (found - expected).abs().max()
+    assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance), worst
 
 
 @pytest.mark.parametrize("nodes", [1, 7, 26])
@@ -153,15 +170,15 @@ def test_half_precision_beside_nodes_of_earlier_forwards(width):
 
 
 def test_the_reference_reads_nodes_of_earlier_forwards_as_it_reads_new_ones():
-    """Against itself: the last nodes alone, once all have been stored, and all nodes at once."""
-    whole = problem([33, 0], 20)
-    expected = REFERENCE(*whole, 0.3, 5, 0.0, None).view(2, 20, 4, 16)
-    last = [x.clone() if isinstance(x, torch.Tensor) else x for x in problem([33, 0], 20, new=6)]
+    """Compare the reference with itself: the last nodes alone, once all are stored, and all nodes at once."""
+    whole = on_cpu(problem([33, 0], 20))
+    expected = tree_attention(*whole, 0.3, 5, 0.0, None).view(2, 20, 4, 16)
+    last = on_cpu(problem([33, 0], 20, new=6))
     last[:3] = (x.view(2, 20, *x.shape[1:])[:, -6:].flatten(0, 1) for x in whole[:3])
     last[3:7] = whole[3:7]
     last[8], last[10] = whole[8], whole[10]
     last[9] = torch.cat([whole[9][:-1].view(2, 20, 20)[:, -6:].flatten(), whole[9][-1:]])
-    assert_close_by_scale(REFERENCE(*last, 0.3, 5, 0.0, None).view(2, 6, 4, 16), expected[:, -6:], 5e-6)
+    assert_close_by_scale(tree_attention(*last, 0.3, 5, 0.0, None).view(2, 6, 4, 16), expected[:, -6:], 5e-6)
 
 
 def test_half_precision():
@@ -170,7 +187,7 @@ def test_half_precision():
 
 @pytest.mark.parametrize("width", [16, 128])
 def test_prompts_in_half_precision_come_out_right_and_twice_the_same(width):
-    """On a GPU, tiles as large as they get: a race in a pipelined loop showed here and nowhere else."""
+    """Use the largest tiles on a GPU: a race in a pipelined loop showed here and nowhere else."""
     rows, nodes = ([0, 300, 512, 40] * 8, 199) if CUDA else ([0, 20], 40)
     dtype = torch.bfloat16 if CUDA else torch.float16
     arguments = problem(rows, nodes, heads=2, group=4, dk=width, dv=width, dtype=dtype, causal=True)
@@ -199,7 +216,7 @@ def test_committing_equals_one_gather_and_scatter():
     assert torch.equal(pool, expected)
 
 
-def test_picking_equals_the_reference():
+def test_top_continuations_equal_the_reference():
     generator = torch.Generator().manual_seed(0)
     for rows, beams, vocab, wide in ((2, 1, 50, 3), (1, 5, 2500, 5), (3, 4, 1024, 10)):
         scores = torch.randn(rows, beams, vocab, generator=generator).to(DEVICE)
@@ -208,34 +225,39 @@ def test_picking_equals_the_reference():
         found = kernel_top_continuations(scores, total, wide, None if ids is None else ids.to(DEVICE))
         expected = [x.to(DEVICE) for x in top_continuations(scores.cpu(), total.cpu(), wide, ids)]
         assert torch.allclose(found[0], expected[0], atol=1e-5)
-        assert torch.equal(found[1], expected[1]) and torch.equal(found[2], expected[2])
+        assert torch.equal(found[1], expected[1])
+        assert torch.equal(found[2], expected[2])
 
 
-def test_what_is_no_number_leads_to_no_id_past_the_vocabulary():
+def test_a_nan_leads_to_no_id_past_the_vocabulary():
     logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     logits[0, 0], logits[0, 1, 7:], logits[1, 2, 30] = torch.nan, torch.nan, torch.nan
     zeros = torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
     ones, noise = torch.ones(2, device=DEVICE), torch.zeros(2, 1, 50, device=DEVICE)
-    for each in (None, noise):
-        assert torch.equal(kernels.sample_tokens(logits, ones, each, zeros), logits.argmax(-1))
+    for optional_noise in (None, noise):
+        assert torch.equal(kernels.sample_tokens(logits, ones, optional_noise, zeros), logits.argmax(-1))
     for ids in (None, torch.arange(100, 150, device=DEVICE)):
         score, source, token = kernel_top_continuations(logits, torch.zeros(2, 3, device=DEVICE), 5, ids)
         first = 0 if ids is None else 100
-        assert source.min() >= 0 and source.max() < 3 and token.min() >= first and token.max() < first + 50
+        assert 0 <= source.min() <= source.max() < 3
+        assert first <= token.min() <= token.max() < first + 50
         pairs = zip(source.tolist(), token.tolist(), strict=True)
-        assert all(len(set(zip(*row, strict=True))) == 5 for row in pairs)  # of twins, both would be accepted
+        assert all(
+            len(set(zip(*row, strict=True))) == 5 for row in pairs
+        )  # of two equal siblings, both would be accepted
         assert score.isfinite().all()
 
 
-def test_climbing_equals_squaring():
+def test_ancestors_found_by_walking_up_equal_those_found_by_squaring():
     generator = torch.Generator().manual_seed(0)
     parents = torch.stack([torch.randint(0, max(i, 1), (2,), generator=generator) for i in range(70)], 1)
     tokens = torch.zeros_like(parents)
-    assert torch.equal(find_ancestors(parents.to(DEVICE), 69).cpu(), tree_of(tokens, parents, tokens, 69).ancestors)
+    expected = tree_of(tokens, parents, tokens, 69).ancestors
+    assert torch.equal(find_ancestors(parents.to(DEVICE), 69).cpu(), expected)
 
 
 @pytest.mark.parametrize("tokens, features, inner", [(1, 128, 1024), (5, 192, 512), (33, 64, 2048)])
-def test_a_thin_product_equals_the_library(tokens, features, inner):
+def test_a_split_product_equals_that_of_torch(tokens, features, inner):
     generator = torch.Generator().manual_seed(tokens)
     dtype = torch.bfloat16 if CUDA else torch.float16
     x, weight = (torch.randn(n, inner, generator=generator).to(DEVICE, dtype) for n in (tokens, features))
@@ -244,7 +266,7 @@ def test_a_thin_product_equals_the_library(tokens, features, inner):
         assert torch.allclose(found.float(), x.float() @ weight.float().T, atol=0.2, rtol=5e-3)
 
 
-def test_drawing_equals_an_argmax_with_noise():
+def test_sampling_equals_an_argmax_with_noise():
     generator = torch.Generator().manual_seed(0)
     for rows, nodes, vocab in ((1, 3, 50), (2, 5, 9000)):
         logits = torch.randn(rows, nodes, vocab, generator=generator).to(DEVICE)
@@ -262,3 +284,10 @@ def test_noise_equals_the_reference():
     expected = gumbel(seeds, positions, torch.arange(9000))
     found = kernels.gumbel(streams(seeds, positions).to(DEVICE), 9000).cpu()
     assert torch.allclose(found, expected, atol=2e-6, rtol=2e-6)
+
+
+def test_no_module_hides_a_kernel_of_the_same_name():
+    for module in pkgutil.iter_modules(kernels.__path__, "redrafter.kernels."):
+        import_module(module.name)
+    functions = set(kernels.__all__) - {"MAX_THIN_TOKENS", "TRITON"}
+    assert all(callable(getattr(kernels, name)) for name in functions)
