@@ -1,1 +1,1 @@
-"""What proposes the tree of drafts: a recurrent drafter, a smaller LM, or the text itself."""
+"""Proposers of token trees: a recurrent drafter, a smaller LM, or the text's own repetitions."""

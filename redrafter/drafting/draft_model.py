@@ -1,4 +1,4 @@
-"""A second, smaller LM as a proposer of trees."""
+"""The proposer that drafts with a second, smaller LM."""
 
 import math
 from collections.abc import Callable
@@ -19,22 +19,28 @@ from redrafter.tree.token_tree import Tree, chain, tree_of
 
 __all__ = ["DraftModelProposer"]
 
-MIN_SCORE = -1e9  # in place of -inf: a sum of such scores is still a number, and of two the higher one still wins
+MIN_SCORE = -1e9  # in place of -inf: sums of such scores stay finite and comparable
 
 
 @dataclass(frozen=True)
 class DraftModelProposer:
-    """The draft model's top continuations: `beams` = W wide, `depth` = K deep, cut to the `nodes` = N best nodes.
+    """Drafts by beam search with a draft model, and keeps the best nodes.
 
-    It draws as the target will, from scores that went through the same processing and under the same noise, so a draft
-    model that knows what the target knows guesses every token. Its cache follows the accepted path as the target's
-    does; one token is read again each step, the last committed one, which is the only one it may not have seen.
+    The draft model draws as the target will: its logits go through the same processors and are drawn under the same
+    noise, so a draft model equal to the target guesses every token. Its cache follows the accepted path as the target's
+    does. Each step reads the last committed token again, the only one that the draft model may not have read.
 
-    model: the draft model. vocab_size: ids of the target, V; what the draft model has beyond is padding, and what it
-    lacks it never proposes. sampled: draw drafts under noise of their own and keep what they were drawn from, for
-    rejection sampling; W is 1 then. confidence: end a step's drafting once its likeliest beam is, on average over the
-    rows that move, less likely to be right throughout than this says for so many rows; None to draft K deep always, as
-    a captured step must.
+    Attributes:
+        model: The draft model.
+        vocab_size: V, ids of the target. Ids that the draft model has beyond are padding; ids that it lacks are never
+            drafted.
+        beams: W, beams of the search; 1 where drafts are sampled.
+        depth: K, steps of the search.
+        nodes: N, nodes of the tree, the pending token included.
+        sampled: Whether to draw drafts under noise of their own and keep their distributions, for rejection sampling.
+        confidence: Ends a search early. It is called with the number of active rows and returns a probability; the
+            search ends once the best beam is, on average over those rows, less likely than that. None to search K
+            steps always, as a captured step must.
     """
 
     model: Target
@@ -47,13 +53,14 @@ class DraftModelProposer:
 
     @property
     def scratch_slots(self) -> int:
-        """Of the draft model, which holds what is cut, too."""
+        """Slots after a row's committed tokens that a step writes to, those of nodes that are cut included."""
         return 1 + self.beams * self.depth
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None) -> Tree:
+        """Draft a tree by beam search, on the draft model's device; see `Proposer.propose`."""
         assert cache is not None, "a draft model has a cache"
         home, away = state.length.device, self.model.device
-        if home != away:  # ids alone cross
+        if home != away:  # only tokens, lengths and flags are moved, no logits
             ids = {name: getattr(state, name).to(away) for name in ("tokens", "length", "active")}
             state, sampler = replace(state, **ids), sampler.to(away)
         if self.sampled and noise is not None:
@@ -68,26 +75,26 @@ class DraftModelProposer:
     def _search(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache
     ) -> tuple[Tree, list[Tensor]]:
-        """The tree, and per level the scores `[B, W, V]` that its tokens were picked from, before noise."""
-        grown = _Lattice(state.pending)
-        seen: list[Tensor] = []
+        """Return the tree, and per level the scores `[B, W, V]` that its tokens were chosen from, before noise."""
+        lattice = _Lattice(state.pending)
+        level_scores: list[Tensor] = []
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             if k:
-                grown.add(tokens, sources)
-            tree, window = grown.tree, min(cache.window, state.tokens.shape[1])
-            logits = self._ask(tree, state.length, cache) if k else self._ask_first(state, cache)  # [B, w, V]
+                lattice.add(tokens, sources)
+            tree, window = lattice.tree, min(cache.window, state.tokens.shape[1])
+            logits = self._new_logits(tree, state.length, cache) if k else self._first_logits(state, cache)  # [B, w, V]
             prefixes = Prefixes(state.tokens, state.length, sampler.prompt, sampler.limit, tree, window)
             scores = sampler.process(logits, prefixes)
-            seen.append(scores)
+            level_scores.append(scores)
             if noise is not None:
                 scores = scores + noise[:, k, None]
-            return scores if scores is logits else scores.clamp(min=MIN_SCORE)  # a grammar may leave nothing at all
+            return scores if scores is logits else scores.clamp(min=MIN_SCORE)  # a grammar may allow no token at all
 
         def should_stop(total: Tensor) -> bool:
             rows = zip(total[:, 0].tolist(), state.active.tolist(), strict=True)  # the best beam is the first
-            likely = [math.exp(best) for best, moves in rows if moves]
-            return self.confidence is not None and sum(likely) < self.confidence(len(likely)) * len(likely)
+            chances = [math.exp(best) for best, active in rows if active]
+            return self.confidence is not None and sum(chances) < self.confidence(len(chances)) * len(chances)
 
         tree = beam_search(
             state.pending[:, 0],
@@ -97,17 +104,20 @@ class DraftModelProposer:
             nodes=self.nodes,
             should_stop=should_stop if self.confidence else None,
         )
-        return tree, seen
+        return tree, level_scores
 
-    def _ask_first(self, state: State, cache: KVCache) -> Tensor:
-        """What may follow the pending token, `[B, 1, V]`. The last committed token goes before it: when all drafts of a
-        step are kept, the last of them is one that the draft model has proposed and not read."""
-        behind = (state.length - 1).clamp(min=0)  # rows that hold nothing stand still in block 0
-        pair = state.tokens.gather(1, behind[:, None] + torch.arange(2, device=behind.device))  # [B, 2]
-        return self._ask(chain(pair), behind, cache, only=torch.ones_like(behind))
+    def _first_logits(self, state: State, cache: KVCache) -> Tensor:
+        """Return the draft model's logits at the pending token, `[B, 1, V]`.
 
-    def _ask(self, tree: Tree, length: Tensor, cache: KVCache, only: Tensor | None = None) -> Tensor:
-        """Logits at the tree's new nodes over the target's ids, `[B, M, V]`."""
+        The last committed token is read before it: when a step accepts all its drafts, the last of them is one that the
+        draft model has drafted and not read.
+        """
+        before = (state.length - 1).clamp(min=0)  # rows without tokens are idle and write to block 0
+        pair = state.tokens.gather(1, before[:, None] + torch.arange(2, device=before.device))  # [B, 2]
+        return self._new_logits(chain(pair), before, cache, only=torch.ones_like(before))
+
+    def _new_logits(self, tree: Tree, length: Tensor, cache: KVCache, only: Tensor | None = None) -> Tensor:
+        """Return the logits at the tree's new nodes over the target's ids, `[B, M, V]`."""
         tree = replace(tree, tokens=self.model.clamp_to_vocab(tree.tokens))
         logits, _ = self.model.verify(tree, length, cache, only)
         if logits.shape[-1] < self.vocab_size:
@@ -116,21 +126,29 @@ class DraftModelProposer:
 
 
 class _Lattice:
-    """A tree as beam search grows it: each level's nodes are the new ones."""
+    """The tree of a running beam search, which grows by a level at each search step.
+
+    The nodes of the last level are those that the next forward computes.
+    """
 
     def __init__(self, root: Tensor):
         self.tree = chain(root)
-        self._levels, self._above = 0, 0  # how many there are below the root; where the last one begins
+        self._levels, self._last_level_start = 0, 0  # levels below the root; index of the last level's first node
 
     def add(self, tokens: Tensor, sources: Tensor) -> None:
-        """tokens, sources: `[B, W]`, and which nodes of the level above they continue."""
+        """Add a level of nodes.
+
+        Args:
+            tokens: Tokens of the new nodes, `[B, W]` int64.
+            sources: Which nodes of the last level they continue, `[B, W]` int64.
+        """
         tree, wide = self.tree, tokens.shape[1]
         whole = torch.cat([tree.tokens, tokens], dim=1)
         if wide == 1:
             self.tree = chain(whole).last(1)
             return
         self._levels += 1
-        parents = torch.cat([tree.parents, sources + self._above], dim=1)
+        parents = torch.cat([tree.parents, sources + self._last_level_start], dim=1)
         depth = torch.cat([tree.depth, torch.full_like(tokens, self._levels)], dim=1)
-        self._above = tree.tokens.shape[1]
+        self._last_level_start = tree.tokens.shape[1]
         self.tree = tree_of(whole, parents, depth, max_depth=self._levels).last(wide)

@@ -1,7 +1,7 @@
-"""The recurrent drafter: a small head that writes a few tokens ahead from the target's last hidden state.
+"""The recurrent drafter: a small head that drafts a few tokens ahead from the target's last hidden state.
 
-Zhang et al. 2024, "Recurrent Drafter for Fast Speculative Decoding in Large Language Models" (arXiv 2403.09919). One
-`step` is used by training and by drafting alike, so that what was trained is what runs.
+Zhang et al. 2024, "Recurrent Drafter for Fast Speculative Decoding in Large Language Models" (arXiv 2403.09919).
+Training and drafting call the same `RecurrentDrafter.step`, so that what was trained is what runs.
 """
 
 from __future__ import annotations
@@ -23,26 +23,37 @@ from redrafter.kernels.thin_linear import thin_linear
 __all__ = ["DrafterConfig", "RecurrentDrafter"]
 
 RECURRENCES = ("apple", "trtllm", "gated")
-MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a size; of residual layers
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
 
 
 class DrafterConfig(PretrainedConfig):
-    """What a drafter is; saved as `config.json` beside its weights.
+    """The architecture of a drafter, saved as `config.json` beside its weights.
 
-    vocab_size: V, ids of the target. hidden_size: D of the target. exit_dim: E, width of the head, 2D when None.
-    num_draft_layers: residual layers before the head. rnn: whether the recurrence is learned; without it the state is
-    the running sum of embeddings (the paper's first version).
-    recurrence: "apple", `s' = SiLU(W e + U s + b)` from `s = 0`, what the public trainers train; or "trtllm",
-    `s' = W e` at the first step and `W e + U s + b` after, what TensorRT-LLM's engine computed; or "gated",
-    `s' = (1 - g) s + g SiLU(c)` with `g = sigmoid(a)` and `[a, c] = G [e, s, h] + b`, which accepts more.
-    target_layers: decoder layers of the target, ascending from 0, whose outputs are read beside its last hidden state.
-    rms_norm_eps: added to the mean square of a layer's output where that is brought to a root mean square of 1.
-    head_rank: the head goes through so many dimensions, which makes it smaller by E / head_rank; None for the whole.
-    draft_vocab_size: V' when the head knows only a part of the vocabulary, with an id map in the weights; None for all.
-    draft_beams, draft_len_per_beam: the beam search's defaults (transformers keeps the name `num_beams` for itself in a
-    saved config). trained_draft_len: steps it was trained for.
-    base_model: the target's name. base_embedding_norms: norms of a few rows of the target's embedding table, by which a
-    drafter that was made for another base is told.
+    Below, e is the embedding of the last token, s the recurrent state, and h the target's hidden state.
+
+    Args:
+        vocab_size: V, ids of the target.
+        hidden_size: D, hidden size of the target.
+        exit_dim: E, width of the head; 2D when None.
+        num_draft_layers: Residual layers before the head.
+        rnn: Whether the recurrence is learned; without it, the state is the running sum of embeddings (the paper's
+            first version).
+        recurrence: "apple", `s' = SiLU(W e + U s + b)` from `s = 0`, as the public trainers train it; "trtllm",
+            `s' = W e` at the first step and `W e + U s + b` after, as TensorRT-LLM's engine computed it; or "gated",
+            `s' = (1 - g) s + g SiLU(c)` with `g = sigmoid(a)` and `[a, c] = G [e, s, h] + b`, whose drafts are
+            accepted more often.
+        target_layers: Decoder layers of the target, ascending from 0, whose outputs the drafter reads beside the last
+            hidden state.
+        rms_norm_eps: Epsilon of the RMS norm that is applied to the outputs of `target_layers`.
+        head_rank: Rank of the head's weight, which makes it smaller by E / head_rank; None for full rank.
+        draft_vocab_size: V', ids that the head can draft, with a map to the target's ids in the weights; None for all.
+        draft_beams: Default number of beams (transformers reserves the name `num_beams` in a saved config).
+        draft_len_per_beam: Default draft length.
+        trained_draft_len: Steps that the drafter was trained for.
+        base_model: Name of the target.
+        base_embedding_norms: Norms of a few rows of the target's embedding table, which tell whether a drafter was made
+            for another base.
+        kwargs: Passed to `PretrainedConfig`.
     """
 
     model_type = MODEL_TYPE
@@ -84,7 +95,7 @@ class DrafterConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
     def check(self) -> None:
-        """Raise `ArgumentError` for values that make no drafter."""
+        """Raise `ArgumentError` for values that no drafter can have."""
         for name in ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam"):
             self._check_size(name)
         for name in ("head_rank", "trained_draft_len", "draft_vocab_size"):
@@ -117,21 +128,23 @@ class DrafterConfig(PretrainedConfig):
 
 
 class _Residual(nn.Module):
-    """`x + SiLU(W x + b)`."""
+    """The residual layer `x + SiLU(W x + b)`."""
 
     def __init__(self, width: int):
         super().__init__()
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to `[..., E]`."""
         return x + silu(self.linear(x))
 
 
 class RecurrentDrafter(PreTrainedModel):
-    """The head and its recurrence. The target's embedding table is shared, not stored.
+    """The drafter's recurrence and head; the target's embedding table is shared and not stored.
 
-    draft_ids: `[V']` int64 buffer, the target's id of each drafter id; None when the head knows the whole vocabulary.
-    Raises `ArgumentError` for a config that makes no drafter.
+    Attributes:
+        draft_ids: The target's id of each of the head's ids, `[V']` int64; None where the head has all ids.
+        rnn_joined: W and U side by side, `[D, 2D]`, after `join_recurrence`; None before.
     """
 
     config_class = DrafterConfig
@@ -140,6 +153,14 @@ class RecurrentDrafter(PreTrainedModel):
     main_input_name = "embedding"
 
     def __init__(self, config: DrafterConfig):
+        """Make a drafter with random weights.
+
+        Args:
+            config: The architecture.
+
+        Raises:
+            ArgumentError: No drafter can have the config's values.
+        """
         config.check()
         super().__init__(config)
         hidden, exit_dim = config.hidden_size, config.exit_dim
@@ -163,12 +184,20 @@ class RecurrentDrafter(PreTrainedModel):
 
     @property
     def feature_size(self) -> int:
-        """F, of the hidden states that `take` is given."""
+        """F, width of the target's hidden states that `fuse_hidden` reads."""
         return self.config.hidden_size * (1 + len(self.config.target_layers))
 
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
-        """What all steps of a draft read of the target's hidden state: `[..., F]`, the last one after the final norm
-        and then the outputs of `target_layers`, to `[..., D]`. Those are brought to a root mean square of 1."""
+        """Fuse the target's last hidden state with the outputs of `target_layers`, once for all steps of a draft.
+
+        The outputs are RMS-normalised first.
+
+        Args:
+            hidden: The last hidden state, after the final norm, and then the outputs of `target_layers`, `[..., F]`.
+
+        Returns:
+            The hidden state that `step` reads, `[..., D]`.
+        """
         if self.fuse is None:
             return hidden
         size = self.config.hidden_size
@@ -178,11 +207,16 @@ class RecurrentDrafter(PreTrainedModel):
         return last + self.fuse(torch.cat([last, normed.flatten(-2)], dim=-1))
 
     def step(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of the recurrence.
+        """Make one step of the recurrence and compute the logits of the next token.
 
-        embedding: `[..., D]`, the target's embedding of the last token. state: `[..., D]`, or None at the first step.
-        hidden: `[..., D]`, what `take` made of the hidden state that produced the draft's first token.
-        Returns logits `[..., V']` over the drafter's vocabulary and the new state `[..., D]`.
+        Args:
+            embedding: The target's embedding of the last token, `[..., D]`.
+            state: The recurrent state, `[..., D]`; None at the first step.
+            hidden: The target's hidden state that produced the token before the first draft, as `fuse_hidden` returns
+                it, `[..., D]`.
+
+        Returns:
+            Logits `[..., V']` over the drafter's vocabulary and the new state `[..., D]`.
         """
         x, state = self.advance(embedding, state, hidden)
         return self.lm_head(x), state
@@ -190,7 +224,11 @@ class RecurrentDrafter(PreTrainedModel):
     forward = step
 
     def advance(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """`step` up to its last product: what `lm_head` reads, `[..., R]`, and the new state."""
+        """Make one step without its last product, for the same arguments as `step`.
+
+        Returns:
+            The input of `lm_head`, `[..., R]`, and the new state `[..., D]`.
+        """
         state = self._recur(embedding, state, hidden)
         x = torch.cat([hidden.expand_as(state), state], dim=-1)  # [..., 2D]
         if self.input_proj is not None:
@@ -200,23 +238,27 @@ class RecurrentDrafter(PreTrainedModel):
         return x if self.head_proj is None else self.head_proj(x), state
 
     def join_recurrence(self) -> None:
-        """From now on, until training, compute `W e + U s` as one product, from a copy of both weights: two small ones
-        leave a GPU's memory bus idle half the time."""
+        """Compute `W e + U s` as one product from now on, from a copy of both weights.
+
+        Two small products leave a GPU's memory bus idle half the time. `train` undoes it.
+        """
         if self.config.rnn and self.config.recurrence != "gated":
             self.rnn_joined = torch.cat([self.rnn_w.weight, self.rnn_u.weight], dim=1).detach()
 
     def train(self, mode: bool = True) -> RecurrentDrafter:
+        """Set training or evaluation mode; training drops the copy that `join_recurrence` made."""
         if mode:
             self.rnn_joined = None
         return super().train(mode)
 
     def _recur(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> Tensor:
+        """Return the new recurrent state, `[..., D]`; the equations are in `DrafterConfig`."""
         if not self.config.rnn:
             return embedding if state is None else state + embedding
         if self.config.recurrence == "gated":
             before = torch.zeros_like(embedding) if state is None else state
-            read = torch.cat([embedding, before, hidden.expand_as(embedding)], dim=-1)  # [..., 3D]
-            gate, new = self.rnn_gate(read).chunk(2, dim=-1)
+            inputs = torch.cat([embedding, before, hidden.expand_as(embedding)], dim=-1)  # [..., 3D]
+            gate, new = self.rnn_gate(inputs).chunk(2, dim=-1)
             return before + gate.sigmoid() * (silu(new) - before)
         if self.rnn_joined is not None and state is not None:
             joined = thin_linear(torch.cat([embedding, state], dim=-1), self.rnn_joined) + self.rnn_u.bias
@@ -228,17 +270,27 @@ class RecurrentDrafter(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As `PreTrainedModel.from_pretrained`, but files that are missing, cut short, or that do not hold exactly
-        this drafter's tensors raise `CheckpointError` instead of being filled with random weights."""
-        place = Path(name) / kwargs.get("subfolder", "") if os.path.isdir(name) else name
-        check_drafter(place)
+        """Load a drafter, and refuse a checkpoint that does not hold exactly its tensors.
+
+        `PreTrainedModel.from_pretrained` would fill missing tensors with random weights.
+
+        Args:
+            name: A directory or the name of a repository on the Hugging Face hub.
+            args: As in `PreTrainedModel.from_pretrained`.
+            kwargs: As in `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            CheckpointError: Files are missing or truncated, or hold other tensors.
+        """
+        source = Path(name) / kwargs.get("subfolder", "") if os.path.isdir(name) else name
+        check_drafter(source)
         wants_info = kwargs.pop("output_loading_info", False)
         try:
             loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         except Exception as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise load_error("drafter", place, error) from error
+            raise load_error("drafter", source, error) from error
         model, info = loaded
         wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
         wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]

@@ -1,4 +1,4 @@
-"""What a step asks of whatever proposes its tree, and the state of the rows that it is given."""
+"""The interface of all proposers, and the state of the rows that a step starts from."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,12 +15,16 @@ __all__ = ["PlainProposer", "Proposer", "State"]
 
 @dataclass(frozen=True)
 class State:
-    """Where `B` rows stand. A row's committed tokens are in the cache; its pending token is known, not yet cached.
+    """The rows of a batch between two steps.
 
-    tokens: `[B, T]` int64, each row's own text by position, without padding; written in place, as the cache is.
-    length: `[B]` int64, committed tokens n; the pending token is `tokens[b, n]`.
-    hidden: `[B, F]`, the target's hidden state that produced the pending token.
-    active: `[B]` bool; a row that is not stands still.
+    A row's n committed tokens have their keys and values in the cache. Its pending token, at position n, is known but
+    not in the cache yet.
+
+    Attributes:
+        tokens: Each row's text by position, without padding, `[B, T]` int64; written in place, as the cache is.
+        length: Committed tokens n of each row, `[B]` int64.
+        hidden: The target's hidden state that produced the pending token, `[B, F]`.
+        active: Rows that a step advances, `[B]` bool; the others stay as they are.
     """
 
     tokens: Tensor
@@ -30,45 +34,56 @@ class State:
 
     @property
     def pending(self) -> Tensor:
-        """`[B, 1]` int64."""
+        """The pending token of each row, `[B, 1]` int64."""
         return self.tokens.gather(1, self.length[:, None])
 
     def at(self, rows: Tensor) -> "State":
-        """These rows alone; rows: `[B']` int64."""
+        """Return the state of rows `rows` `[B']` int64 alone."""
         return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows])
 
     def with_active(self, active: Tensor) -> "State":
-        """The same, with other rows active."""
+        """Return the same state with the rows marked in `active` `[B]` bool active."""
         return replace(self, active=active)
 
 
 class Proposer(Protocol):
-    """What proposes a tree of `nodes` = N nodes at most `depth` = K deep. Both are fixed, so every shape of a step
-    is.
+    """Drafts the tree that a step verifies.
 
-    scratch_slots: slots behind a row's committed ones that a step writes to.
-    model: the LM that proposes, whose keys and values of the same rows are then `cache`; None for what keeps none.
+    The size of the tree is fixed, and so are all shapes of a step.
     """
 
     @property
-    def nodes(self) -> int: ...
+    def nodes(self) -> int:
+        """N, the nodes of the tree, the pending token included."""
 
     @property
-    def depth(self) -> int: ...
+    def depth(self) -> int:
+        """K, the most levels of drafts below the pending token."""
 
     @property
-    def scratch_slots(self) -> int: ...
+    def scratch_slots(self) -> int:
+        """Slots after a row's committed tokens that a step writes to."""
 
     @property
-    def model(self) -> Target | None: ...
+    def model(self) -> Target | None:
+        """The LM that drafts and has a KV cache of its own; None for a proposer without one."""
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None) -> Tree: ...
+    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None) -> Tree:
+        """Draft a tree whose root is each row's pending token.
+
+        Args:
+            state: Where the rows stand.
+            sampler: How the target will draw.
+            noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
+            cache: The keys and values of `model`; None without a model.
+        """
 
 
 class PlainProposer:
-    """Proposes nothing: plain decoding, in the same engine."""
+    """Drafts nothing: plain decoding, in the same engine."""
 
     nodes, depth, scratch_slots, model = 1, 0, 1, None
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None) -> Tree:
+        """Return the pending token alone."""
         return chain(state.pending)

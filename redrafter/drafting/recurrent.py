@@ -1,4 +1,4 @@
-"""The recurrent drafter as a proposer of trees."""
+"""The proposer that drafts with a recurrent drafter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +21,15 @@ __all__ = ["RecurrentProposer"]
 
 @dataclass(frozen=True)
 class RecurrentProposer:
-    """Beam search with a drafter's `step`: `beams` = W wide, `depth` = K deep, cut to the `nodes` = N best nodes.
+    """Drafts by beam search with a recurrent drafter, and keeps the best nodes.
 
-    compiled: run the drafter's step as torch.compile makes it, at the cost of some seconds at its first use.
+    Attributes:
+        drafter: The recurrent drafter.
+        target: The target, whose embedding table the drafter shares.
+        beams: W, beams of the search.
+        depth: K, steps of the search.
+        nodes: N, nodes of the tree, the pending token included.
+        compiled: Whether to run the drafter's step through torch.compile, which takes some seconds at its first use.
     """
 
     drafter: RecurrentDrafter
@@ -33,20 +39,29 @@ class RecurrentProposer:
     nodes: int
     compiled: bool = False
 
-    model = None  # its drafter keeps no keys and values
+    model = None  # a recurrent drafter keeps no keys and values
 
     @property
     def scratch_slots(self) -> int:
+        """Slots after a row's committed tokens that a step writes to."""
         return self.nodes
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None = None) -> Tree:
+        """Draft a tree by beam search; see `Proposer.propose`."""
         return self.search(state, sampler, noise)
 
     def search(
         self, state: State, sampler: Sampler, noise: Tensor | None, should_stop: Callable[[Tensor], bool] | None = None
     ) -> Tree:
-        """The tree after each row's pending token. should_stop: as `beam_search` asks it."""
-        carried: Tensor | None = None  # [B, w, D], the recurrence of each beam
+        """Draft a tree whose root is each row's pending token.
+
+        Args:
+            state: Where the rows stand.
+            sampler: How the target will draw.
+            noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
+            should_stop: Ends the search early, as `beam_search` describes; None to search all steps.
+        """
+        carried: Tensor | None = None  # [B, w, D], the recurrent state of each beam
         hidden, ids = self.drafter.fuse_hidden(state.hidden)[:, None], self.drafter.draft_ids
         advance = _compiled_advance() if self.compiled else _advance
 
@@ -74,8 +89,19 @@ def _advance(
     carried: Tensor | None,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One drafter step of every beam, from the recurrence of the beam that it continues. tokens, sources: `[B, w]`;
-    carried: `[B, w', D]`; hidden: `[B, 1, D]`. Returns logits `[B, w, V']` and the new recurrence `[B, w, D]`."""
+    """Make one drafter step for every beam, from the recurrent state of the beam that it continues.
+
+    Args:
+        drafter: The recurrent drafter.
+        embedding: The target's embedding table.
+        tokens: Last token of each beam, `[B, w]` int64.
+        sources: Beam of the previous step that each beam continues, `[B, w]` int64.
+        carried: Recurrent states after the previous step, `[B, w', D]`; None at the first step.
+        hidden: The target's hidden state as the drafter reads it, `[B, 1, D]`.
+
+    Returns:
+        Logits `[B, w, V']` and the new recurrent states `[B, w, D]`.
+    """
     if carried is not None:
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
     return drafter.step(embedding(tokens), carried, hidden)
@@ -83,4 +109,5 @@ def _advance(
 
 @cache
 def _compiled_advance() -> Any:
+    """Return `_advance` compiled, once for all proposers."""
     return torch.compile(_advance, dynamic=True)
