@@ -28,7 +28,8 @@ from redrafter.version import __version__
 
 if TYPE_CHECKING:
     from redrafter.checkpoints.merged import boxed_pair
-    from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
+    from redrafter.drafting.drafter import RecurrentDrafter
+    from redrafter.drafting.drafter_config import DrafterConfig
     from redrafter.engine.draft_target import DraftTarget
     from redrafter.engine.engine import Engine
     from redrafter.engine.outputs import GenerateOutput, GenerateStats, Stats
@@ -63,7 +64,7 @@ __all__ = [
 # must not wait for it.
 _MODULES = {
     "DraftTarget": "engine.draft_target",
-    "DrafterConfig": "drafting.drafter",
+    "DrafterConfig": "drafting.drafter_config",
     "Engine": "engine.engine",
     "GenerateOutput": "engine.outputs",
     "GenerateStats": "engine.outputs",

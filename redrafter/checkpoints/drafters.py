@@ -7,7 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
-from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.target.target import Target

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.convert.tensors import Stored
-from redrafter.drafting.drafter import DrafterConfig
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import APPLE_MODEL_TYPE
 

@@ -12,7 +12,7 @@ from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.headers import read_base
 from redrafter.convert import trtllm, trtllm_base
 from redrafter.convert.tensors import Stored, of_file
-from redrafter.drafting.drafter import DrafterConfig
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.files.checkpoint_kind import SHAPE_FILE, kind_of
 from redrafter.target.supported import said_width
 

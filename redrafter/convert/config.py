@@ -10,7 +10,7 @@ from redrafter.app.flags import add_options, flag, option, read_options, yes_or_
 from redrafter.app.parser import Parser
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.drafting.drafter import RECURRENCES
+from redrafter.drafting.drafter_config import RECURRENCES
 from redrafter.errors import ArgumentError
 
 __all__ = ["ConvertConfig", "parse", "parser"]

@@ -20,7 +20,7 @@ from redrafter.checkpoints.merged import Defaults
 from redrafter.convert import apple, trtllm
 from redrafter.convert.base import FLOATS
 from redrafter.convert.tensors import CODES, Stored, held, of_file
-from redrafter.drafting.drafter import DrafterConfig
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, kind_of, read_json
 from redrafter.files.dtype_names import dtype_name

@@ -17,7 +17,7 @@ from redrafter.convert.base import TOKENIZER, Base
 from redrafter.convert.drafters import Drafter
 from redrafter.convert.plan import Plan
 from redrafter.convert.tensors import Stored, cast, shards
-from redrafter.drafting.drafter import DrafterConfig
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.dtype_names import dtype_name

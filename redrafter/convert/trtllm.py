@@ -14,7 +14,7 @@ from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert.apple import check_form
 from redrafter.convert.tensors import Stored, joined, of_file, padded, rows
-from redrafter.drafting.drafter import DrafterConfig
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.target.supported import said_width
 from redrafter.train.config import TrainConfig
 

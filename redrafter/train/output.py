@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.files.atomic_folder import check_output_folder, write_folder
 
 __all__ = ["check_output", "save"]

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from redrafter.data.windows import Windows
-from redrafter.drafting.drafter import DrafterConfig, RecurrentDrafter
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import CheckpointError, first_line
 from redrafter.files.checkpoint_kind import load_error
 from redrafter.target.target import context_of

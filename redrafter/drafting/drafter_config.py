@@ -1,0 +1,115 @@
+"""The configuration of a recurrent drafter: its architecture, and the defaults of the search that drafts with it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from redrafter.errors import ArgumentError
+from redrafter.files.checkpoint_kind import MODEL_TYPE
+
+__all__ = ["RECURRENCES", "DrafterConfig"]
+
+RECURRENCES = ("apple", "trtllm", "gated")
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
+
+
+class DrafterConfig(PretrainedConfig):
+    """The architecture of a drafter, saved as `config.json` beside its weights.
+
+    Below, e is the embedding of the last token, s the recurrent state, and h the target's hidden state.
+
+    Args:
+        vocab_size: V, ids of the target.
+        hidden_size: D, hidden size of the target.
+        exit_dim: E, width of the head; 2D when None.
+        num_draft_layers: Residual layers before the head.
+        rnn: Whether the recurrence is learned; without it, the state is the running sum of embeddings (the paper's
+            first version).
+        recurrence: "apple", `s' = SiLU(W e + U s + b)` from `s = 0`, as the public trainers train it; "trtllm",
+            `s' = W e` at the first step and `W e + U s + b` after, as TensorRT-LLM's engine computed it; or "gated",
+            `s' = (1 - g) s + g SiLU(c)` with `g = sigmoid(a)` and `[a, c] = G [e, s, h] + b`, whose drafts are
+            accepted more often.
+        target_layers: Decoder layers of the target, ascending from 0, whose outputs the drafter reads beside the last
+            hidden state.
+        rms_norm_eps: Epsilon of the RMS norm that is applied to the outputs of `target_layers`.
+        head_rank: Rank of the head's weight, which makes it smaller by E / head_rank; None for full rank.
+        draft_vocab_size: V', ids that the head can draft, with a map to the target's ids in the weights; None for all.
+        draft_beams: Default number of beams (transformers reserves the name `num_beams` in a saved config).
+        draft_len_per_beam: Default draft length.
+        trained_draft_len: Steps that the drafter was trained for.
+        base_model: Name of the target.
+        base_embedding_norms: Norms of a few rows of the target's embedding table, which tell whether a drafter was made
+            for another base.
+        kwargs: Passed to `PretrainedConfig`.
+    """
+
+    model_type = MODEL_TYPE
+
+    def __init__(
+        self,
+        vocab_size: int = 0,
+        hidden_size: int = 0,
+        exit_dim: int | None = None,
+        num_draft_layers: int = 2,
+        rnn: bool = True,
+        recurrence: str = "apple",
+        target_layers: Sequence[int] = (),
+        rms_norm_eps: float = 1e-6,
+        head_rank: int | None = None,
+        draft_vocab_size: int | None = None,
+        draft_beams: int = 5,
+        draft_len_per_beam: int = 5,
+        trained_draft_len: int | None = None,
+        base_model: str | None = None,
+        base_embedding_norms: list[float] | None = None,
+        **kwargs: Any,
+    ):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.exit_dim = 2 * hidden_size if exit_dim is None else exit_dim
+        self.num_draft_layers = num_draft_layers
+        self.rnn = rnn
+        self.recurrence = recurrence
+        self.target_layers = list(target_layers) if isinstance(target_layers, Sequence) else [target_layers]
+        self.rms_norm_eps = rms_norm_eps
+        self.head_rank = head_rank
+        self.draft_vocab_size = draft_vocab_size
+        self.draft_beams = draft_beams
+        self.draft_len_per_beam = draft_len_per_beam
+        self.trained_draft_len = trained_draft_len
+        self.base_model = base_model
+        self.base_embedding_norms = base_embedding_norms
+        super().__init__(**kwargs)
+
+    def check(self) -> None:
+        """Raise `ArgumentError` for values that no drafter can have."""
+        for name in ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam"):
+            self._check_size(name)
+        for name in ("head_rank", "trained_draft_len", "draft_vocab_size"):
+            if getattr(self, name) is not None:
+                self._check_size(name)
+        self._check_size("num_draft_layers", 0, MAX_LAYERS)
+        if not isinstance(self.rnn, bool):
+            raise ArgumentError(f"DrafterConfig.rnn must be true or false, got {self.rnn!r}")
+        if self.recurrence not in RECURRENCES:
+            raise ArgumentError(f"DrafterConfig.recurrence is one of {RECURRENCES}, got {self.recurrence!r}")
+        layers, norms = self.target_layers, self.base_embedding_norms
+        if not all(type(layer) is int and layer >= 0 for layer in layers) or layers != sorted(set(layers)):
+            raise ArgumentError(f"DrafterConfig.target_layers must be layer numbers that ascend, got {layers!r}")
+        if not isinstance(self.rms_norm_eps, float) or not 0 < self.rms_norm_eps < 1:
+            raise ArgumentError(f"DrafterConfig.rms_norm_eps must be between 0 and 1, got {self.rms_norm_eps!r}")
+        if norms is not None and not (
+            isinstance(norms, list) and norms and all(isinstance(norm, int | float) for norm in norms)
+        ):
+            raise ArgumentError(f"DrafterConfig.base_embedding_norms must be numbers or None, got {norms!r}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise ArgumentError(
+                f"DrafterConfig.draft_vocab_size must be from 1 to vocab_size={self.vocab_size}, "
+                f"got {self.draft_vocab_size!r}"
+            )
+
+    def _check_size(self, name: str, least: int = 1, most: int = MAX_SIZE) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or not least <= value <= most:
+            raise ArgumentError(f"DrafterConfig.{name} must be an integer from {least} to {most}, got {value!r}")
