@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from redrafter import kernels
-from redrafter.attention.prefill import PagedPrompt, Piece
+from redrafter.attention.prompt_attention import PagedPrompt, Piece
 from redrafter.attention.tree_attention import Plan
 from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.dense import DenseCache, LayerShape, group_by_shape

@@ -35,7 +35,7 @@ from redrafter.engine.request import (
 from redrafter.engine.streaming import ColumnStream, StepStreamer
 from redrafter.errors import ArgumentError
 from redrafter.sampling.grammar_masks import check_grammars
-from redrafter.target.autocast import check_autocast, check_eval
+from redrafter.target.mode_checks import check_autocast, check_eval
 from redrafter.target.target import Target
 
 __all__ = ["Engine"]

@@ -17,7 +17,16 @@ from redrafter.target.attention_probe import AttentionProbe
 from redrafter.target.aux_hidden import decoder_stack
 from redrafter.target.float32 import in_float32
 from redrafter.target.quantization import is_quantized
-from redrafter.target.trial_trees import WRONG, Bound, KVCache, Trial, far_lengths, far_trial, near_trial, run_trial
+from redrafter.target.self_test_trials import (
+    WRONG,
+    Bound,
+    KVCache,
+    Trial,
+    far_lengths,
+    far_trial,
+    near_trial,
+    run_trial,
+)
 
 __all__ = ["SelfTest"]
 

@@ -24,8 +24,8 @@ from redrafter.errors import MismatchError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
-from redrafter.target.autocast import check_autocast
 from redrafter.target.aux_hidden import decoder_layers, in_this_thread, join, tapped
+from redrafter.target.mode_checks import check_autocast
 from redrafter.target.quantization import warn_of_shared_scales
 from redrafter.target.rope import SwitchingRope, dynamic_context, find_rope, warn_of_dynamic_rope
 from redrafter.target.self_test import SelfTest

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 
 from redrafter.attention.mask import AttentionKind
 from redrafter.attention.positions import by_position
-from redrafter.attention.prefill import PROMPT_ATTENTION_NAME, PromptPlan, pieces
+from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME, PromptPlan, pieces
 from redrafter.attention.tree_attention import ATTENTION_NAME, RUNNING_PLAN, Plan, tree_attention_forward
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import PagedCache

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.models import ARCHITECTURES, HIDDEN, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.targets import CHUNKED
-from redrafter.attention.prefill import Piece, pieces
+from redrafter.attention.prompt_attention import Piece, pieces
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
@@ -64,8 +64,8 @@ def test_a_prompt_read_in_pieces_is_what_one_forward_with_its_mask_reads(archite
     assert target._unmasked, "its attention can be replaced"
     if on_pages and target.unpaged is not None:
         pytest.skip(target.unpaged)
-    monkeypatch.setattr("redrafter.attention.prefill.EDGE", 4)  # some blocks along the edge of a window
-    monkeypatch.setattr("redrafter.attention.prefill.SCORES", 500)
+    monkeypatch.setattr("redrafter.attention.prompt_attention.EDGE", 4)  # some blocks along the edge of a window
+    monkeypatch.setattr("redrafter.attention.prompt_attention.SCORES", 500)
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(2))
     target._unmasked = False
     expected = read(target, prompts, a_cache(target, False))
@@ -118,8 +118,8 @@ def test_a_model_with_attention_of_its_own_is_read_with_masks(attention):
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text"])
 @pytest.mark.parametrize("on_pages", [False, True])
 def test_texts_of_prompts_read_in_pieces_are_those_of_model_generate(architecture, on_pages, monkeypatch):
-    monkeypatch.setattr("redrafter.attention.prefill.FORWARD", 9)
-    monkeypatch.setattr("redrafter.attention.prefill.EDGE", 3)
+    monkeypatch.setattr("redrafter.attention.prompt_attention.FORWARD", 9)
+    monkeypatch.setattr("redrafter.attention.prompt_attention.EDGE", 3)
     model = a_target(architecture).model
     engine = with_tree(model, tiny_drafter(), 4, 3)
     if on_pages and engine.target.unpaged is not None:
@@ -160,8 +160,8 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("on_pages", [False, True])
 def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(architecture, on_pages, monkeypatch):
     most, prompt = 64, 1024
-    monkeypatch.setattr("redrafter.attention.prefill.EDGE", 16)
-    monkeypatch.setattr("redrafter.attention.prefill.SCORES", 4096)
+    monkeypatch.setattr("redrafter.attention.prompt_attention.EDGE", 16)
+    monkeypatch.setattr("redrafter.attention.prompt_attention.SCORES", 4096)
     target = a_target(architecture, max_position_embeddings=prompt)
     if on_pages and target.unpaged is not None:
         pytest.skip(target.unpaged)
