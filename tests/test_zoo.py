@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.attention.mask import AttentionKind
 from redrafter.target.target import Target
 from zoo import check as checking
@@ -64,7 +65,9 @@ def test_a_window_that_is_not_seen_is_reported(monkeypatch):
     class Blind(Target):
         def __init__(self, model):
             super().__init__(model)
-            self.kinds, self._layer_kinds = {"all": AttentionKind()}, None
+            blind = LayerKinds(None, {"all": AttentionKind()})
+            monkeypatch.setattr(self._padded_forward, "_kinds", blind)
+            monkeypatch.setattr(self.prompt_reader, "reads_without_masks", lambda cache: False)
 
     monkeypatch.setattr(checking, "Target", Blind)
     outcome = checked("mistral", "window 67")

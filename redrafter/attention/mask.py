@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionKind", "additive", "visible"]
+__all__ = ["AttentionKind", "additive_mask", "visible_slots"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class AttentionKind:
     chunk: int | None = None
 
 
-def visible(length: Tensor, depth: Tensor, ancestors: Tensor, slots: int, kind: AttentionKind) -> Tensor:
+def visible_slots(length: Tensor, depth: Tensor, ancestors: Tensor, slots: int, kind: AttentionKind) -> Tensor:
     """length: `[B]`; depth: `[B, N]`; ancestors: `[B, M, N]` bool. Returns `[B, M, S]` bool over the first S slots."""
     rows, nodes = depth.shape
     node = torch.arange(slots, device=length.device) - length[:, None]  # [B, S], negative where committed
@@ -39,7 +39,7 @@ def visible(length: Tensor, depth: Tensor, ancestors: Tensor, slots: int, kind: 
     return seen & ((depth[:, -new:, None] + base) // kind.chunk == (at + base) // kind.chunk)
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """`[B, M, S]` bool to `[B, 1, M, S]` float: 0 where seen, the lowest finite value elsewhere."""
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]

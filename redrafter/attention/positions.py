@@ -14,22 +14,22 @@ from torch import Tensor, nn
 
 from redrafter.attention.mask import AttentionKind
 
-__all__ = ["by_position", "slot_readers"]
+__all__ = ["answer_by_position", "find_slot_readers"]
 
 Seen = Callable[[AttentionKind], Tensor]  # what each new node sees under a kind of attention, `[B, M, S]` bool
 
 
-def slot_readers(model: nn.Module) -> list[Any]:
+def find_slot_readers(model: nn.Module) -> list[Any]:
     """Return the attention modules of a model that take positions from the cache."""
     return [module for module in model.modules() if type(module).__name__ in _STAND_INS]
 
 
 @contextmanager
-def by_position(modules: Sequence[Any], positions: Tensor, seen: Seen | None = None) -> Iterator[None]:
+def answer_by_position(modules: Sequence[Any], positions: Tensor, seen: Seen | None = None) -> Iterator[None]:
     """Let these modules answer by position inside the context.
 
     Args:
-        modules: what `slot_readers` found.
+        modules: what `find_slot_readers` found.
         positions: `[B, M]` int64, of the new nodes.
         seen: what each new node sees under a kind of attention; None where attention is ours and needs no mask.
     """

@@ -17,14 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from redrafter.attention.mask import AttentionKind, additive
+from redrafter.attention.mask import AttentionKind, additive_mask
 from redrafter.attention.tree_attention import RUNNING_PLAN, explicit_attention
 from redrafter.kernels.block_size import BLOCK_SIZE
 
-__all__ = ["PROMPT_ATTENTION_NAME", "PagedPrompt", "Piece", "PromptPlan", "pieces", "prompt_attention"]
+__all__ = ["PROMPT_ATTENTION_NAME", "PagedPrompt", "Piece", "PromptPlan", "cut_prompts", "prompt_attention"]
 
 PROMPT_ATTENTION_NAME = "redrafter_prompt"  # a name holding "sdpa" or "flash" would make transformers check for those
-FORWARD = 8192  # tokens of all rows in one; bounds what it holds beside the cache
 EDGE = 256  # tokens of a block along the edge of a sliding window
 SCORES = 1 << 23  # scores that are in memory at once, where each must be looked at
 
@@ -45,11 +44,11 @@ class Piece:
         return self.end - self.first
 
 
-def pieces(start: Sequence[int], length: Sequence[int], most: int | None = None) -> list[list[Piece]]:
+def cut_prompts(start: Sequence[int], length: Sequence[int], max_tokens: int) -> list[list[Piece]]:
     """Cut what each row has left to read, tokens `start` to `length`, into forwards of about equally many tokens, at
-    most `most` (None: `FORWARD`), one row behind the other."""
+    most `max_tokens`, one row behind the other."""
     total = sum(length) - sum(start)
-    count = -(-total // (most or FORWARD))
+    count = -(-total // max_tokens)
     size = -(-total // max(count, 1))
     forwards: list[list[Piece]] = []
     room = 0
@@ -128,7 +127,7 @@ class PromptPlan:
         key = (count, slots, dtype)
         if key not in self.masks:
             seen = torch.ones(1, count, slots, dtype=torch.bool).triu().tril(slots - count)
-            self.masks[key] = additive(seen, dtype)
+            self.masks[key] = additive_mask(seen, dtype)
         return self.masks[key]
 
 
@@ -253,6 +252,6 @@ def _scored(
         if kind.window is not None:
             seen &= at > mine - kind.window
         part = q[:, :, begin : begin + size].flatten(0, 1)[None]
-        whole = explicit_attention(part, k[None], v[None], additive(seen[None], q.dtype), scale, softcap, sinks)
+        whole = explicit_attention(part, k[None], v[None], additive_mask(seen[None], q.dtype), scale, softcap, sinks)
         found.append(whole[0])
     return torch.cat(found, dim=1).unflatten(0, q.shape[:2])

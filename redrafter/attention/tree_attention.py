@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from redrafter import kernels
-from redrafter.attention.mask import AttentionKind, additive, visible
+from redrafter.attention.mask import AttentionKind, additive_mask, visible_slots
 from redrafter.kernels.block_size import BLOCK_SIZE
 
 __all__ = [
@@ -81,8 +81,8 @@ class Plan:
             rows, nodes, new = self.sizes
             depth, ancestors = self.depth[:-1].view(rows, nodes), self.ancestors[:-1].view(rows, new, nodes)
             kind = AttentionKind(window=window or None)
-            seen = visible(self.length[:-1], depth, ancestors, self.slots[0].shape[1], kind)
-            self.masks[window, dtype] = additive(seen, dtype)
+            seen = visible_slots(self.length[:-1], depth, ancestors, self.slots[0].shape[1], kind)
+            self.masks[window, dtype] = additive_mask(seen, dtype)
         return self.masks[window, dtype]
 
 

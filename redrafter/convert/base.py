@@ -14,7 +14,7 @@ from redrafter.convert import trtllm, trtllm_base
 from redrafter.convert.tensors import Stored, of_file
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.files.checkpoint_kind import SHAPE_FILE, kind_of
-from redrafter.target.supported import said_width
+from redrafter.target.supported import config_width
 
 __all__ = ["Base", "read"]
 
@@ -64,7 +64,7 @@ class Base:
         """Of a few rows of each table that may be its embedding, by which a drafter knows it. Which table that is only
         the model's code knows; the head is the one other of its shape."""
         config = self.config.get_text_config(decoder=True)
-        shape = (getattr(config, "vocab_size", 0), said_width(config) if hasattr(config, "hidden_size") else 0)
+        shape = (getattr(config, "vocab_size", 0), config_width(config) if hasattr(config, "hidden_size") else 0)
         tables = {name: x for name, x in self.tensors.items() if x.shape == shape and x.dtype in FLOATS}
         picked = torch.linspace(0, max(shape[0] - 1, 0), NORM_ROWS).long().tolist()
         return {name: [x.read(row, row + 1).float().norm().item() for row in picked] for name, x in tables.items()}
@@ -73,7 +73,7 @@ class Base:
         """Raise `MismatchError`, with both values, when a drafter was made for another base."""
         config = self.config.get_text_config(decoder=True)
         hidden, vocabulary = (
-            (said_width(config), config.vocab_size)
+            (config_width(config), config.vocab_size)
             if self.said is None
             else (self.said["hidden_size"], self.said["vocab_size"])
         )

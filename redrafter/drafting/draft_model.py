@@ -114,12 +114,12 @@ class DraftModelProposer:
         """
         before = (state.length - 1).clamp(min=0)  # rows without tokens are idle and write to block 0
         pair = state.tokens.gather(1, before[:, None] + torch.arange(2, device=before.device))  # [B, 2]
-        return self._new_logits(chain(pair), before, cache, only=torch.ones_like(before))
+        return self._new_logits(chain(pair), before, cache, logits_index=torch.ones_like(before))
 
-    def _new_logits(self, tree: Tree, length: Tensor, cache: KVCache, only: Tensor | None = None) -> Tensor:
+    def _new_logits(self, tree: Tree, length: Tensor, cache: KVCache, logits_index: Tensor | None = None) -> Tensor:
         """Return the logits at the tree's new nodes over the target's ids, `[B, M, V]`."""
         tree = replace(tree, tokens=self.model.clamp_to_vocab(tree.tokens))
-        logits, _ = self.model.verify(tree, length, cache, only)
+        logits, _ = self.model.verify(tree, length, cache, logits_index)
         if logits.shape[-1] < self.vocab_size:
             return pad(logits, (0, self.vocab_size - logits.shape[-1]), value=torch.finfo(logits.dtype).min)
         return logits[..., : self.vocab_size]

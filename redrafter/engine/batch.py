@@ -75,7 +75,7 @@ class DenseBatch:
             self.cache.reserve_one_token(longest)
         else:
             self._reserve(longest + self.proposer.depth + self.proposer.scratch_slots)  # that overshoot
-        if self.target.rereads(longest):
+        if self.target.needs_reread(longest):
             self.target.reread(self.state.tokens, self.state.length, self.state.active, self.cache)
         self.state, drawn = step(
             self.state, self.proposer, self.target, self.cache, self.request.sampler, self.draft_cache
@@ -158,7 +158,7 @@ class PagedBatch:
     def step(self, longest: int) -> tuple[StepOutput, list[list[int]]]:
         assert self.captured is not None, "prefill comes first"
         state, target = self.captured.state, self.graphs.target
-        if target.rereads(longest):
+        if target.needs_reread(longest):
             with torch.inference_mode():
                 target.reread(state.tokens, state.length, state.active, self.captured.cache)
         self.captured.replay()
@@ -219,7 +219,7 @@ class PagedBatch:
 
     def _is_steady(self, limit: int) -> bool:
         """Tell whether blocks of a row of up to `limit` tokens hold what any row with the same text would have."""
-        steady = self.graphs.target.steady_context
+        steady = self.graphs.target.fixed_rope_context
         return steady is None or limit <= steady
 
     def _release(self) -> None:

@@ -174,7 +174,7 @@ class CUDAGraphRunner:
         )
         for model, store in zip(models, stores, strict=True):
             # It may be prepared, by another engine; and a model may draft for itself.
-            if target.device.type == "cuda" and not model.packed.prepared:
+            if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
                 prepare(model, store, options.compile)
         return cls(target, *stores)
 
@@ -239,8 +239,8 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
     cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
     forward = partial(target.verify, chain(zeros), zeros[:, 0], cache)
-    target.packed.merge(forward)
-    target.packed.compile(compile)
+    target.varlen_forward.fuse_linears(forward)
+    target.varlen_forward.compile(compile)
     if compile:
         _LOG.info(
             "compiling %s, once: about a second a layer (--no-compile or compile=False does without)", target.name
@@ -250,7 +250,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     try:
         forward()
     except Exception as error:
-        target.packed.compile(False)
+        target.varlen_forward.compile(False)
         warnings.warn(
             f"{target.name} cannot be compiled ({first_line(error)}): its steps are captured as they are, slower; "
             "compile=False avoids this warning",

@@ -70,7 +70,7 @@ class Engine:
         """The rows of a request, to be decoded with a proposer; to be closed. proposer_for: what proposes when so few
         are left; None to keep the ended ones in the batch."""
         lengths = self.lengths_for(proposer, request)
-        reason = self.target.unpacked or (proposer.model and self.draft_unpacked)
+        reason = self.target.varlen.reason or (proposer.model and self.draft_unpacked)
         if reason is None:
             # A captured step that belongs to one request alone is not worth capturing for every length.
             return PagedBatch(
@@ -99,11 +99,11 @@ class Engine:
     @property
     def draft_unpacked(self) -> str | None:
         """Why steps with the draft model cannot be captured; None when they can, or when there is none."""
-        if self.draft_model is None or self.target.unpacked is not None:
+        if self.draft_model is None or not self.target.varlen.ok:
             return None
         if self.draft_model.device != self.target.device:
             return f"the draft model is on {self.draft_model.device} and the target on {self.target.device}"
-        return self.draft_model.unpacked and f"the draft model: {self.draft_model.unpacked}"
+        return self.draft_model.varlen.reason and f"the draft model: {self.draft_model.varlen.reason}"
 
     def drop_graphs(self) -> None:
         """Forget captured steps, and so free what they hold; the next batch captures again. For when no batch is

@@ -48,7 +48,7 @@ class ReDrafter(Engine):
         assert depth is not None
         if told := draft_length_warning(config, depth):
             warnings.warn(told, stacklevel=3)
-        target.tap(config.target_layers)
+        target.read_aux_hidden(config.target_layers)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._proposers: dict[tuple[int, int, int], RecurrentProposer] = {}
         self._compiled = target.device.type == "cuda" and (options or EngineOptions()).compile

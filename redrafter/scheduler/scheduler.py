@@ -72,7 +72,7 @@ class Scheduler:
                 f"the draft model is on {engine.draft_model.device} and the target on {engine.target.device}; a server "
                 "needs both on one device"
             )
-        reason = engine.target.unpaged or (engine.draft_model and engine.draft_model.unpaged)
+        reason = engine.target.paged.reason or (engine.draft_model and engine.draft_model.paged.reason)
         if reason:
             raise UnsupportedError(f"{engine.target.name} cannot be served on a paged cache: {reason}")
         self.engine, self.graphs, self.limits = engine, graphs, limits
@@ -81,7 +81,7 @@ class Scheduler:
         self._blocks = SequenceBlocks(graphs, engine.draft_model is not None, limits.reuse)
         bounds = [
             limits.max_seq_len,
-            engine.target.steady_context,
+            engine.target.fixed_rope_context,
             (graphs.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot,
         ]
         self.longest = min(bound for bound in bounds if bound is not None)

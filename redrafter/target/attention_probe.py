@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.attention.mask import AttentionKind
 from redrafter.cache.dense import LayerShape
 from redrafter.errors import UnsupportedError, first_line
@@ -68,37 +69,22 @@ class AttentionProbe:
         if mask is not None and not known:
             self.changed.add(layer)
 
-    def by_layer(self, count: int) -> list[AttentionKind] | None:
-        """Return the kind of each of `count` layers, or None unless all are known. One that attends to nothing of the
-        text counts as the first that does."""
+    def layer_kinds(self, config: Any) -> LayerKinds:
+        """Return what each layer of the model with this decoder config attends to."""
+        by_layer = self._by_layer(config.num_hidden_layers)
+        return LayerKinds(by_layer, _by_name(by_layer, config))
+
+    def _by_layer(self, count: int) -> tuple[AttentionKind, ...] | None:
+        """Return the kind of each of `count` layers, or None unless all are known.
+
+        A layer that attends to nothing of the text counts as the first that does.
+        """
         default = next(iter(self.kinds.values()), None)
         if not self.kinds and len(self.rules) == 1:  # attention code of the model's own, under one mask for all layers
             default = self.rules[0]
         kinds = [self.kinds.get(layer, default) for layer in range(count)]
-        known = [kind for kind in kinds if kind is not None]
+        known = tuple(kind for kind in kinds if kind is not None)
         return known if len(known) == count else None
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Return how many positions each layer looks back, 0 for all; only of layers that were seen."""
-        kinds = (self.kinds.get(layer) for layer in range(1 + max(self.kinds, default=-1)))
-        return tuple(0 if kind is None else kind.window or 0 for kind in kinds)
-
-    def by_name(self, config: Any) -> dict[str, AttentionKind]:
-        """Return what each named kind of layer sees: one entry where all layers see alike, else one for each of
-        `config.layer_types`."""
-        kinds = self.by_layer(config.num_hidden_layers)
-        if kinds is None:
-            return _kinds_of_config(config)
-        if len(set(kinds)) == 1:
-            return {"all": kinds[0]}
-        names = getattr(config, "layer_types", None) or ()
-        by_name = dict(zip(names, kinds, strict=False))
-        if [by_name.get(name) for name in names] != kinds:
-            raise UnsupportedError(
-                "its layers differ in what they see, and config.layer_types does not tell them apart"
-            )
-        return dict(sorted(by_name.items()))
 
 
 def probe_attention(model: Any, config: Any, ids: Tensor) -> AttentionProbe:
@@ -174,6 +160,19 @@ def _chunk_length(rule: MaskRule, start: int) -> int | None:
     """Return the length of the chunk that ends before position `start`, or None where no chunk does."""
     before = _seen_from(rule, start - 1)
     return None if before is None else start - before
+
+
+def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict[str, AttentionKind]:
+    """Return the kinds of the layers by the names of masks; see `LayerKinds`."""
+    if by_layer is None:
+        return _kinds_of_config(config)
+    if len(set(by_layer)) == 1:
+        return {"all": by_layer[0]}
+    names = getattr(config, "layer_types", None) or ()
+    by_name = dict(zip(names, by_layer, strict=False))
+    if tuple(by_name.get(name) for name in names) != by_layer:
+        raise UnsupportedError("its layers differ in what they see, and config.layer_types does not tell them apart")
+    return dict(sorted(by_name.items()))
 
 
 def _kinds_of_config(config: object) -> dict[str, AttentionKind]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from redrafter.errors import MismatchError, UnsupportedError
 
-__all__ = ["decoder_layers", "decoder_stack", "in_this_thread", "join", "tapped"]
+__all__ = ["decoder_layers", "decoder_stack", "join_hidden", "only_in_this_thread", "watch_outputs"]
 
 
 def decoder_layers(model: PreTrainedModel, count: int, wanted: Sequence[int]) -> list[nn.Module]:
@@ -45,7 +45,7 @@ def decoder_stack(model: PreTrainedModel, count: int) -> nn.ModuleList | None:
     return next((each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == count), None)
 
 
-def join(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+def join_hidden(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
     """Join the last hidden state `[..., D]` and the outputs of layers, `[..., D]` each, to `[..., F]`, in the dtype of
     the last hidden state. F = (1 + layers) * D.
 
@@ -62,19 +62,19 @@ def join(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def tapped(layers: Sequence[nn.Module], see: Callable[[Tensor], None]) -> Iterator[None]:
+def watch_outputs(modules: Sequence[nn.Module], see: Callable[[Tensor], None]) -> Iterator[None]:
     """Show every output of these layers to `see`, in their order, while the context lasts."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         see(output[0] if isinstance(output, tuple) else output)
 
     with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(layer.register_forward_hook(hook).remove)
+        for module in modules:
+            stack.callback(module.register_forward_hook(hook).remove)
         yield
 
 
-def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+def only_in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a hook so that forwards of other threads pass it by.
 
     A hook stands on a module, which all threads share; what it does is for one forward alone.

@@ -57,13 +57,13 @@ def find_rope(model: Any, config: Any, cache: DenseCache) -> "SwitchingRope | No
 
     cache: an empty one for one row of the model.
     """
-    at = _switch_of(config)
-    if at is None:
+    switch_at = _switch_of(config)
+    if switch_at is None:
         return None
-    cache.committed = at
-    ids = torch.zeros(1, at + 1, dtype=torch.long, device=model.device)
+    cache.committed = switch_at
+    ids = torch.zeros(1, switch_at + 1, dtype=torch.long, device=model.device)
     prepared = model.prepare_inputs_for_generation(ids, past_key_values=cache, attention_mask=None)
-    return SwitchingRope(model, at, rereads=prepared.get("past_key_values") is None)
+    return SwitchingRope(model, switch_at, rereads=prepared.get("past_key_values") is None)
 
 
 def _switch_of(config: Any) -> int | None:
@@ -79,8 +79,8 @@ class SwitchingRope:
     tokens and goes on. Other models leave in the cache what is there.
     """
 
-    def __init__(self, model: nn.Module, at: int, rereads: bool):
-        self.at, self.rereads = at, rereads
+    def __init__(self, model: nn.Module, switch_at: int, rereads: bool):
+        self.switch_at, self.rereads = switch_at, rereads
         kinds = ((module, getattr(module, "rope_type", None)) for module in model.modules())
         self._modules = [
             module
@@ -88,11 +88,11 @@ class SwitchingRope:
             if kind == "longrope" or (isinstance(kind, dict) and "longrope" in kind.values())
         ]
 
-    def kept(self, tree: Tree, length: Tensor) -> Tree:
+    def drop_past_switch(self, tree: Tree, length: Tensor) -> Tree:
         """Return the tree without the tokens that cannot be accepted: those past the switch, behind a row of `length`
         `[B]` committed tokens that has not reached it. The row goes on from there in the next step."""
-        past = length[:, None] + tree.depth >= self.at  # [B, N]
-        return replace(tree, tokens=tree.tokens.masked_fill(past & (length < self.at)[:, None], -1))
+        past = length[:, None] + tree.depth >= self.switch_at  # [B, N]
+        return replace(tree, tokens=tree.tokens.masked_fill(past & (length < self.switch_at)[:, None], -1))
 
     @contextmanager
     def choosing(self, long: Callable[[], Tensor]) -> Iterator[None]:
@@ -106,9 +106,9 @@ class SwitchingRope:
             positions = args[1] if positions is None else positions
             rest = {name: value for name, value in kwargs.items() if name not in ("x", "position_ids")}
             rest |= {"layer_type": args[2]} if len(args) > 2 else {}
-            edge = positions.new_full((*positions.shape[:-1], 1), self.at)
+            edge = positions.new_full((*positions.shape[:-1], 1), self.switch_at)
             far = module.forward(states, torch.cat([positions, edge], dim=-1), **rest)
-            near = module.forward(states, positions.clamp(max=self.at - 1), **rest)
+            near = module.forward(states, positions.clamp(max=self.switch_at - 1), **rest)
             chosen = long().to(positions.device)[..., None]
             return tuple(torch.where(chosen, a[..., :-1, :], b) for a, b in zip(far, near, strict=True))
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.cache.dense import LayerShape
 from redrafter.errors import CheckpointError, UnsupportedError
-from redrafter.target.attention_probe import AttentionProbe
 from redrafter.target.aux_hidden import decoder_stack
 from redrafter.target.float32 import in_float32
 from redrafter.target.quantization import is_quantized
 from redrafter.target.self_test_trials import (
     WRONG,
-    Bound,
     KVCache,
+    TargetUnderTest,
     Trial,
     far_lengths,
     far_trial,
@@ -39,14 +39,14 @@ class SelfTest:
 
     Args:
         target: what is being bound; its `verify` and `prefill` are tried.
-        probe: what its layers attend to.
+        kinds: what its layers attend to.
         longest: tokens of a near trial's longer row.
 
     Attributes:
         output: of one of the model's own plain forwards.
     """
 
-    def __init__(self, target: Bound, probe: AttentionProbe, longest: int):
+    def __init__(self, target: TargetUnderTest, kinds: LayerKinds, longest: int):
         self._target, self._longest = target, longest
         self._near, self.output = near_trial(target, longest)
         if not bool(self._near.expected.isfinite().all()):
@@ -54,8 +54,8 @@ class SelfTest:
                 f"{target.name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow "
                 "for them"
             )
-        kinds = probe.by_layer(target.config.num_hidden_layers) or []
-        self._far_layers = max([FAR_LAYERS, *(1 + kinds.index(kind) for kind in set(kinds))])
+        by_layer = kinds.by_layer or ()
+        self._far_layers = max([FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
         self._native = _tolerance(target)
         self._widened = target.dtype in _HALF and not is_quantized(target.model.config)
 
@@ -122,7 +122,7 @@ _NARROW, _QUANTIZED = _Tolerance(float("inf"), 0.15), _Tolerance(float("inf"), 0
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _tolerance(target: Bound) -> _Tolerance:
+def _tolerance(target: TargetUnderTest) -> _Tolerance:
     """Return what is allowed to a model in the dtype that it computes in, which may not be that of its logits."""
     if is_quantized(target.model.config):
         return _QUANTIZED

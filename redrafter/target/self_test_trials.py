@@ -19,7 +19,7 @@ from redrafter.cache.paged import PagedCache
 from redrafter.errors import UnsupportedError, first_line
 from redrafter.tree.token_tree import Tree, chain, tree_of
 
-__all__ = ["WRONG", "Bound", "KVCache", "Trial", "far_lengths", "far_trial", "near_trial", "run_trial"]
+__all__ = ["WRONG", "KVCache", "TargetUnderTest", "Trial", "far_lengths", "far_trial", "near_trial", "run_trial"]
 
 ROOM = 8  # slots that a trial needs behind a row's committed tokens
 FAR_BYTES = 1 << 30  # of keys and values in one far trial; farther trials are left out
@@ -28,7 +28,7 @@ WRONG = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeErr
 KVCache = DenseCache | PagedCache
 
 
-class Bound(Protocol):
+class TargetUnderTest(Protocol):
     """What a trial asks of a target."""
 
     name: str
@@ -41,7 +41,7 @@ class Bound(Protocol):
     def verify(self, tree: Tree, length: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]: ...
 
     def prefill(
-        self, prompts: Tensor, length: Tensor, cache: KVCache, *, most: int | None = None
+        self, prompts: Tensor, length: Tensor, cache: KVCache, *, max_tokens: int | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -71,7 +71,7 @@ class Trial:
         return int(self.length.max()) + ROOM
 
 
-def near_trial(target: Bound, longest: int) -> tuple[Trial, Any]:
+def near_trial(target: TargetUnderTest, longest: int) -> tuple[Trial, Any]:
     """Return two rows, of `longest` and of two tokens fewer, and the model's own output for the second."""
     ids = _ids(target, 2 * longest + 6)
     prompts, nodes = ids[: 2 * longest].view(2, longest), ids[2 * longest :]
@@ -84,7 +84,7 @@ def near_trial(target: Bound, longest: int) -> tuple[Trial, Any]:
     return Trial(nodes, length, prompts, (), (), torch.stack(expected)), out
 
 
-def far_trial(target: Bound, length: int, shapes: Sequence[LayerShape]) -> Trial:
+def far_trial(target: TargetUnderTest, length: int, shapes: Sequence[LayerShape]) -> Trial:
     """Return one row of `length` committed tokens whose keys and values, of these layers, are random numbers."""
     nodes = _ids(target, 6)
     states = [_random_states(shape, length, layer) for layer, shape in enumerate(shapes)]
@@ -99,7 +99,7 @@ def far_trial(target: Bound, length: int, shapes: Sequence[LayerShape]) -> Trial
     return Trial(nodes, at, None, shapes, states, _along(out.logits.to(target.device))[None])
 
 
-def run_trial(target: Bound, trial: Trial, cache: KVCache) -> Tensor:
+def run_trial(target: TargetUnderTest, trial: Trial, cache: KVCache) -> Tensor:
     """Return the logits `[B, 6, V]` of the trial's tree on a cache: prefill, verify, commit, verify.
 
     Raises:
@@ -114,7 +114,7 @@ def run_trial(target: Bound, trial: Trial, cache: KVCache) -> Tensor:
             _fill(cache, trial)
         else:
             # In several forwards, as a long prompt is read.
-            target.prefill(trial.prompts, trial.length, cache, most=trial.prompts.shape[1])
+            target.prefill(trial.prompts, trial.length, cache, max_tokens=trial.prompts.shape[1])
         logits, _ = target.verify(tree_of(tokens, parents, depth, max_depth=2), trial.length, cache)
         cache.commit(trial.length, torch.tensor([0, 2, 4], device=device).expand(rows, 3))
         after, _ = target.verify(chain(e.expand(rows, 1)), trial.length + 3, cache)
@@ -145,7 +145,7 @@ def _integers(entries: Mapping[str, Any], inside: bool = False) -> Iterator[int]
             yield value
 
 
-def _ids(target: Bound, count: int) -> Tensor:
+def _ids(target: TargetUnderTest, count: int) -> Tensor:
     return (torch.arange(count, device=target.device) * 7919 + 11) % target.config.vocab_size
 
 

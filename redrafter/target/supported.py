@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from redrafter.cache.dense import LayerShape
 from redrafter.errors import ReDrafterError, UnsupportedError, first_line
 
-__all__ = ["check_supported", "explained", "head_width", "said_width", "stored_shapes"]
+__all__ = ["check_supported", "config_width", "head_width", "model_errors_named", "stored_shapes"]
 
 ATTENTION = ("eager", "sdpa")  # what takes a 4-D mask
 
 
-def explained(bind: Callable[..., None]) -> Callable[..., None]:
+def model_errors_named(bind: Callable[..., None]) -> Callable[..., None]:
     """Wrap a target's `__init__(self, model)`: what a model's own code raises becomes an `UnsupportedError` that names
     the model. Memory that ran out is nobody's architecture, and passes."""
 
     @wraps(bind)
-    def wrapped(self: Any, model: Any) -> None:
+    def wrapped(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            bind(self, model)
+            bind(self, model, *args, **kwargs)
         except (ReDrafterError, MemoryError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:
@@ -133,9 +133,9 @@ def _stores_nothing(layer: Any) -> bool:
 def head_width(head: nn.Module, config: Any) -> int:
     """Return D, the size of the hidden states that a model's head reads."""
     width = getattr(head, "in_features", None)
-    return width if isinstance(width, int) else said_width(config)
+    return width if isinstance(width, int) else config_width(config)
 
 
-def said_width(config: Any) -> int:
+def config_width(config: Any) -> int:
     """Return D as a config tells it: that of the layers, but where OPT projects what goes in and comes out of them."""
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size

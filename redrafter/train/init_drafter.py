@@ -6,7 +6,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.target.supported import said_width
+from redrafter.target.supported import config_width
 from redrafter.train.config import TrainConfig
 
 __all__ = ["new_config", "new_drafter"]
@@ -17,7 +17,7 @@ def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: in
     base = base.get_text_config(decoder=True)
     return DrafterConfig(
         vocab_size=base.vocab_size,
-        hidden_size=said_width(base),
+        hidden_size=config_width(base),
         exit_dim=config.exit_dim,
         num_draft_layers=config.num_layers,
         rnn=config.rnn,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from redrafter.attention.mask import AttentionKind, additive
+from redrafter.attention.mask import AttentionKind, additive_mask
 from redrafter.target.attention_probe import probe_attention
-from redrafter.target.aux_hidden import decoder_layers, join, tapped
+from redrafter.target.aux_hidden import decoder_layers, join_hidden, watch_outputs
 
 __all__ = ["Teacher", "TeacherOutput"]
 
@@ -55,15 +55,15 @@ class Teacher:
         config = model.config.get_text_config(decoder=True)
         ids = torch.zeros(2, dtype=torch.long, device=model.device)
         with torch.no_grad():
-            self._kinds = probe_attention(model, config, ids).by_name(config)
+            self._kinds = probe_attention(model, config, ids).layer_kinds(config).by_name
         self._layers = decoder_layers(model, config.num_hidden_layers, layers)
         self._seen: _Seen | None = None  # only while it reads; others run the model in between
 
     def __enter__(self) -> "Teacher":
         self._hooks = ExitStack()
         self._hooks.callback(self.model.get_output_embeddings().register_forward_pre_hook(self._tap).remove)
-        self._hooks.enter_context(tapped([self.model.get_input_embeddings()], self._see_embedding))
-        self._hooks.enter_context(tapped(self._layers, self._see_output))
+        self._hooks.enter_context(watch_outputs([self.model.get_input_embeddings()], self._see_embedding))
+        self._hooks.enter_context(watch_outputs(self._layers, self._see_output))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +93,7 @@ class Teacher:
             self._seen = None
         assert seen.last is not None, "the model did not call its head"
         assert seen.embedding is not None, "the model did not call its embedding"
-        return TeacherOutput(join(seen.last, seen.outputs), seen.embedding, logits)
+        return TeacherOutput(join_hidden(seen.last, seen.outputs), seen.embedding, logits)
 
     def _packed(self, segment: Tensor) -> dict[str, Any]:
         """Positions that begin anew with each text, and masks that keep texts from each other."""
@@ -102,7 +102,9 @@ class Teacher:
         begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
         position = place - torch.where(begins, place, 0).cummax(dim=1).values  # [B, T]
         same = (segment[:, :, None] == segment[:, None, :]) & (place[:, None] >= place)  # [B, T, T]
-        masks = {name: additive(same & _near(position, kind), self.model.dtype) for name, kind in self._kinds.items()}
+        masks = {
+            name: additive_mask(same & _near(position, kind), self.model.dtype) for name, kind in self._kinds.items()
+        }
         return {
             "position_ids": position,
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),

@@ -89,7 +89,7 @@ class _Session:
         self.config, self.accelerator, self.tokenizer, self.console = config, accelerator, tokenizer, console
         self.windows = _windows(config, tokenizer)
         self.target = _target(config, accelerator)  # refuses a base that could not be served
-        self.windows.check(self.target.vocab_size, self.target.steady_context)
+        self.windows.check(self.target.vocab_size, self.target.fixed_rope_context)
         self.base = short_name(self.target.model.config._name_or_path)
         self.checkpoints, self.resumed = self._checkpoints()
         self.drafter = self._drafter()
@@ -205,7 +205,7 @@ class _Session:
 
     def _held_out(self) -> HeldOut:
         """Held-out prompts as the base itself writes on from them, greedily."""
-        config, context = self.config, self.target.steady_context
+        config, context = self.config, self.target.fixed_rope_context
         rows = read_rows([config.validate] if config.validate else config.data)
         chosen = (row for row in rows if row.split == "val" or (config.validate and row.split != "train"))
         length = row_length(config)
@@ -248,9 +248,9 @@ def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
     load: dict[str, Any] = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
     if not config.shard_base:
         return Target(load_model(str(config.model), device=accelerator.device, **load))
-    target = Target(load_sharded(lambda: load_model(str(config.model), device="cpu", **load), accelerator))
-    target.name = target.name.removeprefix("FSDP")  # which sharding puts before a model's class
-    target.unpacked = "its layers are spread over several processes"
+    model = load_sharded(lambda: load_model(str(config.model), device="cpu", **load), accelerator)
+    target = Target(model, type(model).__name__.removeprefix("FSDP"))  # which sharding puts before a model's class
+    target.refuse_varlen("its layers are spread over several processes")
     return target
 
 

@@ -1,6 +1,6 @@
 import torch
 
-from redrafter.attention.mask import AttentionKind, additive, visible
+from redrafter.attention.mask import AttentionKind, additive_mask, visible_slots
 from redrafter.tree.token_tree import tree_of
 
 PARENTS, DEPTH = [0, 0, 0, 1, 2, 4], [0, 1, 1, 2, 2, 3]
@@ -35,7 +35,7 @@ def test_visibility_is_what_the_definition_says():
     )
     lengths = torch.tensor([0, 3, 8, 15])
     for kind in (AttentionKind(), AttentionKind(window=4), AttentionKind(window=1), AttentionKind(chunk=5)):
-        found = visible(lengths, tree.depth, tree.ancestors, SLOTS, kind)
+        found = visible_slots(lengths, tree.depth, tree.ancestors, SLOTS, kind)
         for row, length in enumerate(lengths.tolist()):
             assert torch.equal(found[row], slow(length, kind)), (kind, length)
 
@@ -44,14 +44,14 @@ def test_the_last_nodes_see_what_they_see_in_the_whole_tree():
     whole = tree_of(torch.zeros(4, 6).long(), torch.tensor(PARENTS).expand(4, 6), torch.tensor(DEPTH).expand(4, 6), 3)
     lengths = torch.tensor([0, 3, 8, 15])
     for kind in (AttentionKind(), AttentionKind(window=2), AttentionKind(window=4), AttentionKind(chunk=5)):
-        expected = visible(lengths, whole.depth, whole.ancestors, SLOTS, kind)
+        expected = visible_slots(lengths, whole.depth, whole.ancestors, SLOTS, kind)
         for count in (1, 2, 5, 6):
             tree = whole.last(count)
             assert tree.new == count
-            assert torch.equal(visible(lengths, tree.depth, tree.ancestors, SLOTS, kind), expected[:, -count:])
+            assert torch.equal(visible_slots(lengths, tree.depth, tree.ancestors, SLOTS, kind), expected[:, -count:])
 
 
 def test_the_mask_is_an_additive_float():
-    mask = additive(torch.tensor([[[True, False]]]), torch.bfloat16)
+    mask = additive_mask(torch.tensor([[[True, False]]]), torch.bfloat16)
     assert mask.shape == (1, 1, 1, 2) and mask.dtype == torch.bfloat16
     assert mask.flatten().tolist() == [0.0, torch.finfo(torch.bfloat16).min]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.models import ARCHITECTURES, HIDDEN, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.targets import CHUNKED
-from redrafter.attention.prompt_attention import Piece, pieces
+from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
@@ -48,31 +48,34 @@ def read(target: Target, prompts: Tensor, cache: object, **how: object) -> tuple
 
 
 def test_pieces_are_of_one_size_and_leave_nothing_out():
-    forwards = pieces([3, 0, 16], [9, 20, 17], most=10)
+    forwards = cut_prompts([3, 0, 16], [9, 20, 17], max_tokens=10)
     assert forwards == [
         [Piece(0, 3, 9), Piece(1, 0, 3)],
         [Piece(1, 3, 12)],
         [Piece(1, 12, 20), Piece(2, 16, 17)],
     ]
-    assert pieces([0], [4], most=9) == [[Piece(0, 0, 4)]]
+    assert cut_prompts([0], [4], max_tokens=9) == [[Piece(0, 0, 4)]]
 
 
 @pytest.mark.parametrize("architecture", ALL)
 @pytest.mark.parametrize("on_pages", [False, True])
 def test_a_prompt_read_in_pieces_is_what_one_forward_with_its_mask_reads(architecture, on_pages, monkeypatch):
     target = a_target(architecture)
-    assert target._unmasked, "its attention can be replaced"
-    if on_pages and target.unpaged is not None:
-        pytest.skip(target.unpaged)
+    reader = target.prompt_reader
+    assert reader.reads_without_masks(a_cache(target, False)), "its attention can be replaced"
+    if on_pages and not target.paged.ok:
+        pytest.skip(target.paged.reason)
     monkeypatch.setattr("redrafter.attention.prompt_attention.EDGE", 4)  # some blocks along the edge of a window
     monkeypatch.setattr("redrafter.attention.prompt_attention.SCORES", 500)
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(2))
-    target._unmasked = False
+    reader.use_masks_on_dense_cache(True)
     expected = read(target, prompts, a_cache(target, False))
-    target._unmasked = True
-    monkeypatch.setattr(target, "_read_masked", None)  # is not to be called
-    for most in (8192, 17, 3):
-        for mine, theirs in zip(read(target, prompts, a_cache(target, on_pages), most=most), expected, strict=True):
+    reader.use_masks_on_dense_cache(False)
+    monkeypatch.setattr(reader, "_read_chunks", None)  # is not to be called
+    for max_tokens in (8192, 17, 3):
+        for mine, theirs in zip(
+            read(target, prompts, a_cache(target, on_pages), max_tokens=max_tokens), expected, strict=True
+        ):
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -84,7 +87,7 @@ def test_what_the_cache_holds_of_a_prompt_is_read_on_from(on_pages):
     cache = a_cache(target, on_pages)
     with torch.inference_mode():
         target.prefill(prompts, torch.tensor([21, 12, 1]), cache)
-    found = read(target, prompts, cache, start=torch.tensor([21, 12, 1]), new=28, most=9)
+    found = read(target, prompts, cache, start=torch.tensor([21, 12, 1]), new=28, max_tokens=9)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
@@ -93,11 +96,13 @@ def test_what_the_cache_holds_of_a_prompt_is_read_on_from(on_pages):
 def test_a_prompt_of_many_chunks_is_read_as_one(masked):
     model = tiny_model("mistral")
     target = Target(own_attention(model) if masked else model)
-    assert target._unmasked is not masked
+    assert target.prompt_reader.reads_without_masks(a_cache(target, False)) is not masked
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(4))
     expected = read(target, prompts, a_cache(target, False))
-    for most in (12, 3):
-        for mine, theirs in zip(read(target, prompts, a_cache(target, False), most=most), expected, strict=True):
+    for max_tokens in (12, 3):
+        for mine, theirs in zip(
+            read(target, prompts, a_cache(target, False), max_tokens=max_tokens), expected, strict=True
+        ):
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -107,7 +112,8 @@ def test_a_model_with_attention_of_its_own_is_read_with_masks(attention):
     model.set_attn_implementation(attention)
     own_attention(model)
     engine = with_tree(model, tiny_drafter(), 4, 3)
-    assert not engine.target._unmasked and "cannot be replaced" in engine.target.unpaged
+    assert not engine.target.prompt_reader.reads_without_masks(engine.target.new_cache(1))
+    assert "cannot be replaced" in engine.target.paged.reason
     ids, mask = uneven_batch()
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     for speculate in (True, False):
@@ -118,12 +124,12 @@ def test_a_model_with_attention_of_its_own_is_read_with_masks(attention):
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text"])
 @pytest.mark.parametrize("on_pages", [False, True])
 def test_texts_of_prompts_read_in_pieces_are_those_of_model_generate(architecture, on_pages, monkeypatch):
-    monkeypatch.setattr("redrafter.attention.prompt_attention.FORWARD", 9)
+    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_FORWARD_TOKENS", 9)
     monkeypatch.setattr("redrafter.attention.prompt_attention.EDGE", 3)
     model = a_target(architecture).model
     engine = with_tree(model, tiny_drafter(), 4, 3)
-    if on_pages and engine.target.unpaged is not None:
-        pytest.skip(engine.target.unpaged)
+    if on_pages and not engine.target.paged.ok:
+        pytest.skip(engine.target.paged.reason)
     engine = paged(engine) if on_pages else engine
     ids, mask = uneven_batch(longest=31)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
@@ -136,7 +142,7 @@ def test_half_precision_is_read_in_pieces_as_in_one():
     target = Target(tiny_model("llama").bfloat16())
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(6))
     whole, *_ = read(target, prompts, a_cache(target, False))
-    cut, *_ = read(target, prompts, a_cache(target, False), most=7)
+    cut, *_ = read(target, prompts, a_cache(target, False), max_tokens=7)
     assert cut.dtype == torch.bfloat16 and (cut - whole).float().std() < 0.05 * whole.float().std()
 
 
@@ -159,19 +165,19 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "llama4_text"])
 @pytest.mark.parametrize("on_pages", [False, True])
 def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(architecture, on_pages, monkeypatch):
-    most, prompt = 64, 1024
+    max_tokens, prompt = 64, 1024
     monkeypatch.setattr("redrafter.attention.prompt_attention.EDGE", 16)
     monkeypatch.setattr("redrafter.attention.prompt_attention.SCORES", 4096)
     target = a_target(architecture, max_position_embeddings=prompt)
-    if on_pages and target.unpaged is not None:
-        pytest.skip(target.unpaged)
+    if on_pages and not target.paged.ok:
+        pytest.skip(target.paged.reason)
     cache = a_cache(target, on_pages, rows=2, slots=prompt)
     pools = cache.pool.pools if on_pages else [pool.data for pool in cache.pools]
     keys = prompt * max(shape.heads * max(shape.key_dim, shape.value_dim) for shape in target.shapes)
     ids, length = torch.randint(3, VOCAB, (2, prompt)), torch.tensor([prompt, prompt // 2])
     with torch.inference_mode(), _Largest(iter([*target.model.parameters(), *pools])) as largest:
-        target.prefill(ids, length, cache, most=most)
+        target.prefill(ids, length, cache, max_tokens=max_tokens)
     # Tokens of a forward, each with what the widest layer makes of it; on pages, the keys of one row beside each other.
     widest = max(parameter.shape[0] for parameter in target.model.parameters())
-    assert largest.bytes <= 4 * max(keys if on_pages else 0, most * max(widest, 8 * HIDDEN), 4 * prompt, 4096)
-    assert largest.bytes >= 4 * most * HIDDEN  # it sees what is made
+    assert largest.bytes <= 4 * max(keys if on_pages else 0, max_tokens * max(widest, 8 * HIDDEN), 4 * prompt, 4096)
+    assert largest.bytes >= 4 * max_tokens * HIDDEN  # it sees what is made

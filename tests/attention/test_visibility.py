@@ -91,12 +91,13 @@ def test_layers_are_known_by_the_masks_that_they_are_given():
     model = tiny_model("gemma3_text", sliding_window=6)
     probe = probe_attention(model, model.config, torch.arange(5) % VOCAB)
     near, far = AttentionKind(window=6), AttentionKind()
-    assert probe.by_layer(3) == [near, far, near]
-    assert probe.windows == (6, 0, 6)
-    assert probe.by_name(model.config) == {"full_attention": far, "sliding_attention": near}
+    kinds = probe.layer_kinds(model.config)
+    assert kinds.by_layer == (near, far, near)
+    assert kinds.windows == (6, 0, 6)
+    assert kinds.by_name == {"full_attention": far, "sliding_attention": near}
 
 
 def test_chunks_are_told_from_windows():
     model = tiny_model("llama4_text", **_LLAMA4)
     probe = probe_attention(model, model.config, torch.arange(5))
-    assert probe.by_layer(4) == [AttentionKind(chunk=32)] * 3 + [AttentionKind()]
+    assert probe.layer_kinds(model.config).by_layer == (AttentionKind(chunk=32),) * 3 + (AttentionKind(),)

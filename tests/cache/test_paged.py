@@ -81,7 +81,7 @@ def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architectu
             found = target.verify(tree, lengths, cache)
             for mine, theirs in zip(found, expected, strict=True):
                 assert_close_by_scale(mine, theirs, 2e-5)
-            target.packed.merge(lambda cache=cache: target.verify(tree, lengths, cache))
+            target.varlen_forward.fuse_linears(lambda cache=cache: target.verify(tree, lengths, cache))
     assert before == dict(model.named_modules())  # what stood in is gone
     assert model.config._attn_implementation != ATTENTION_NAME
     assert not target.head._forward_pre_hooks
@@ -120,13 +120,14 @@ def test_what_another_request_computed_is_not_computed_again(llama, monkeypatch)
     other = torch.cat([first[:, :60], torch.tensor([[5, 6]])], dim=1)
     expected = llama.generate(other, **arguments)
     read = []
-    forward = engine.target.packed.read
+    reader = engine.target.prompt_reader
+    forward = reader._read_pieces
 
     def counted(prompts, start, length, *rest):
         read.append(int(length - start))
         return forward(prompts, start, length, *rest)
 
-    monkeypatch.setattr(engine.target.packed, "read", counted)
+    monkeypatch.setattr(reader, "_read_pieces", counted)
     assert torch.equal(engine.generate(other, **arguments), expected)
     assert read == [62 - 48]  # three blocks of 16 stood there: of the prompt, and of what was written after it
     read.clear()
@@ -193,7 +194,7 @@ def test_a_prefill_that_failed_leaves_nothing_to_reuse(llama, monkeypatch):
         raise KeyError("mine")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.target.packed, "read", fails)
+        patch.setattr(engine.target.prompt_reader, "_read_pieces", fails)
         with pytest.raises(KeyError):
             engine.generate(prompt, max_new_tokens=8, do_sample=False)
     expected = llama.generate(prompt, max_new_tokens=8, do_sample=False)

@@ -186,7 +186,7 @@ def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
     assert [shape and shape.node_budget for shape in found] == [26, 26, 26, 16, 16, 8, 4, 2, 2, None]
     assert [shape and shape.draft_len_per_beam for shape in found] == [5, 5, 5, 4, 4, 3, 2, 1, 1, None]
     assert default_shape(1, 10, 5) == TreeShape(10, 5, 51) and default_shape(64, 1, 2) == TreeShape(1, 1, 2)
-    gpu = types.SimpleNamespace(device=torch.device("cuda"), tap=lambda layers: None)
+    gpu = types.SimpleNamespace(device=torch.device("cuda"), read_aux_hidden=lambda layers: None)
     engine = ReDrafter(gpu, tiny_drafter())
     assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
     assert (engine.proposer_for(16).beams, engine.proposer_for(16).nodes) == (5, 8)

@@ -162,7 +162,7 @@ def paged(engine: Engine, blocks: int = 200) -> Engine:
     engine._graphs = CUDAGraphRunner(engine.target, *stores)
     with torch.inference_mode():
         for model, store in zip(models, stores, strict=True):
-            model.unpacked = None
+            model.allow_varlen()
             prepare(model, store, compile=False)
     return engine
 

@@ -121,8 +121,8 @@ def test_nothing_is_collected_while_a_step_is_captured():
 
 def test_a_target_knows_whether_it_can_be_packed():
     target = Target(tiny_model("llama").cuda())
-    assert target.unpacked is None
-    assert Target(tiny_model("llama")).unpacked == "it is not on a GPU"
+    assert target.varlen.ok
+    assert Target(tiny_model("llama")).varlen.reason == "it is not on a GPU"
 
 
 def drafting(architecture: str, draft: str, *, compile: bool = False, **how: object) -> DraftTarget:

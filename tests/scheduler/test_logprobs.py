@@ -62,7 +62,7 @@ def test_a_prompts_scores_are_the_models_own(architecture, masked, monkeypatch):
     model.generation_config.eos_token_id = None
     engine = with_tree(model, tiny_drafter(), 3, 4)
     if masked:
-        monkeypatch.setattr(engine.target, "_layer_kinds", ())
+        monkeypatch.setattr(engine.target.prompt_reader, "reads_without_masks", lambda cache: False)
     mine = [scored_sequence(length, seed=length) for length in (1, 2, 17, 40)]
     run(scheduler(engine), mine)
     for each in mine:
@@ -89,7 +89,7 @@ def test_chunks_and_neighbours_change_nothing(limits, apart, engine):
 
 def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypatch):
     served = scheduler(engine)
-    monkeypatch.setattr("redrafter.target.target.SHOWN_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_SHOWN_LOGITS", 7 * VOCAB)
     monkeypatch.setattr("redrafter.scheduler.logprobs.MAX_LOGITS_AT_ONCE", 3 * VOCAB)
     seen: list[int] = []
     hook = engine.model.lm_head.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))

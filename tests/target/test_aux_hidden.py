@@ -25,7 +25,7 @@ from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
-from redrafter.target.aux_hidden import decoder_layers, join
+from redrafter.target.aux_hidden import decoder_layers, join_hidden
 from redrafter.target.target import Target
 from redrafter.train.teacher import Teacher
 from redrafter.tree.token_tree import Tree, tree_of
@@ -145,7 +145,7 @@ def forward_caches(target: Target, rows: int) -> Iterator[object]:
 def test_verification_returns_what_the_model_says_of_its_layers(architecture):
     model = tiny_model(architecture)
     target = Target(model)
-    target.tap((0, 1))
+    target.read_aux_hidden((0, 1))
     lengths, prompts = torch.tensor([9, 6]), (torch.arange(18).view(2, 9) * 7 + 11) % VOCAB
     parents, depth = torch.tensor([0, 0, 0, 1, 2]).expand(2, 5), torch.tensor([0, 1, 1, 2, 2]).expand(2, 5)
     tokens = (torch.arange(10).view(2, 5) * 5 + 3) % VOCAB
@@ -170,7 +170,7 @@ def test_verification_returns_what_the_model_says_of_its_layers(architecture):
 def test_a_forward_that_failed_leaves_no_features_to_the_next():
     model, length = tiny_model("llama"), torch.tensor([9])
     target, layer = Target(model), model.model.layers[2]
-    target.tap((0, 1))
+    target.read_aux_hidden((0, 1))
     prompt = torch.randint(3, VOCAB, (1, 9))
     with torch.inference_mode():
         for cache in forward_caches(target, 1):
@@ -185,7 +185,7 @@ def test_a_forward_that_failed_leaves_no_features_to_the_next():
 def test_the_output_of_the_last_layer_is_what_the_final_norm_reads():
     """That of a new llama has a weight of 1."""
     target = Target(tiny_model("llama"))
-    target.tap((2,))
+    target.read_aux_hidden((2,))
     cache = target.new_cache(1)
     cache.reserve(8)
     with torch.inference_mode():
@@ -197,20 +197,20 @@ def test_the_output_of_the_last_layer_is_what_the_final_norm_reads():
 def test_a_prompt_of_many_chunks_leaves_the_features_of_its_last_token(masked):
     model, prompts = tiny_model("mistral"), torch.randint(3, VOCAB, (2, 11))
     target = Target(model)
-    target._unmasked = not masked
-    target.tap((1,))
+    target.prompt_reader.use_masks_on_dense_cache(masked)
+    target.read_aux_hidden((1,))
     cache = target.new_cache(2)
     cache.reserve(16)
     with torch.inference_mode():
-        _, hidden = target.prefill(prompts, torch.tensor([11, 6]), cache, most=7)
+        _, hidden = target.prefill(prompts, torch.tensor([11, 6]), cache, max_tokens=7)
     expected = [plain_features(model, text, (1,))[-1] for text in (prompts[0], prompts[1, :6])]
     torch.testing.assert_close(hidden, torch.stack(expected), atol=5e-5, rtol=1e-3)
 
 
 def test_features_have_the_dtype_of_the_last():
     last, early = torch.randn(2, 3, HIDDEN).bfloat16(), 300 * torch.randn(2, 3, HIDDEN)
-    assert join(last, []) is last
-    joined = join(last, [early])
+    assert join_hidden(last, []) is last
+    joined = join_hidden(last, [early])
     assert joined.dtype == torch.bfloat16 and torch.equal(joined, torch.cat([last, early.bfloat16()], dim=-1))
 
 
@@ -222,7 +222,7 @@ def test_layers_that_a_target_has_not_are_refused(layers):
     model = tiny_model("llama")
     target = Target(model)
     with pytest.raises(MismatchError, match=f"reads layer {layers[-1]}; LlamaForCausalLM has 3 layers, from 0 to 2"):
-        target.tap(layers)
+        target.read_aux_hidden(layers)
     with pytest.raises(MismatchError, match=f"reads layer {layers[-1]}"):
         Teacher(model, layers)
 

@@ -94,7 +94,7 @@ def engines(model: PreTrainedModel, model_type: str) -> list[ReDrafter]:
     """Return an engine for each kind of cache that serves the model."""
     made = [with_tree(model, tiny_drafter(), 5, 3)]
     if model_type not in NOT_PAGED:
-        assert made[0].target.unpaged is None
+        assert made[0].target.paged.ok
         made.append(paged(with_tree(model, tiny_drafter(), 5, 3)))
     return made
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+import redrafter.target.padded_forward
 import redrafter.target.target
 from helpers.models import paged, tiny_drafter, tiny_model
 from helpers.quantized import keys, save_compressed
 from redrafter import ReDrafter, UnsupportedError, boxed_pair
-from redrafter.attention.mask import visible
+from redrafter.attention.mask import visible_slots
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.headers import read_base
 from redrafter.convert.convert_checkpoint import merge
@@ -160,9 +161,9 @@ def test_a_deep_quantised_base_is_bound_unless_its_tree_sees_too_much(tmp_path, 
         Target(load(tmp_path))
 
     def all_visible(length, depth, ancestors, *more):
-        return visible(length, depth, torch.ones_like(ancestors), *more)
+        return visible_slots(length, depth, torch.ones_like(ancestors), *more)
 
-    monkeypatch.setattr(redrafter.target.target, "visible", all_visible)
+    monkeypatch.setattr(redrafter.target.padded_forward, "visible_slots", all_visible)
     with pytest.warns(UserWarning, match="per-tensor"), pytest.raises(UnsupportedError, match="other logits"):
         Target(load(tmp_path))
 

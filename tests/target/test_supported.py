@@ -8,7 +8,7 @@ from helpers.drafters import random_drafter
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.checkpoints.drafters import check_fits_target
-from redrafter.target.supported import said_width
+from redrafter.target.supported import config_width
 from redrafter.target.target import Target
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.teacher import Teacher
@@ -143,7 +143,7 @@ def test_memory_that_ran_out_is_not_blamed_on_the_architecture(monkeypatch):
 
 def test_a_drafter_for_a_model_that_projects_its_embeddings_has_their_size():
     model = tiny_model("opt", **SMALL_OPT)
-    assert said_width(model.config) == Target(model).hidden_size == HIDDEN // 2
+    assert config_width(model.config) == Target(model).hidden_size == HIDDEN // 2
     drafter = new_drafter(model, TrainConfig(model="m", data=("d",), output="o", target_layers=()))
     assert drafter.config.hidden_size == HIDDEN // 2
     with Teacher(model) as teacher:

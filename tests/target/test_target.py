@@ -54,7 +54,7 @@ def test_a_hybrid_of_that_class_is_refused_with_the_kind_of_its_layers():
 def test_a_model_that_reads_keys_by_view_is_given_contiguous_ones():
     model = tiny_model("gpt_neox_japanese", intermediate_multiple_size=2, attention_dropout=0.0, hidden_dropout=0.0)
     engine = with_tree(model, tiny_drafter(), 5, 3)
-    assert "its attention cannot be replaced: no layer attends through" in engine.target.unpaged
+    assert "its attention cannot be replaced: no layer attends through" in engine.target.paged.reason
     ids, mask = uneven_batch()
     for rows in (slice(0, 4), slice(0, 1)):
         expected = model.generate(ids[rows], attention_mask=mask[rows], max_new_tokens=20, do_sample=False)
@@ -155,7 +155,7 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, page
                 tree = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], 3).last(end - start)
                 pieces.append(target.verify(tree, length, cache))
                 one = torch.tensor([end - start - 1, 0, (end - start) // 2])  # the head at one of the new nodes
-                alone = target.verify(tree, length, cache, only=one)
+                alone = target.verify(tree, length, cache, logits_index=one)
                 for part, all_of in zip(alone, pieces[-1], strict=True):
                     assert torch.allclose(part[:, 0], all_of[torch.arange(3), one], atol=2e-5)
             found.append([torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)])

@@ -109,7 +109,7 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
     model = tiny_model(base)
     target, drafter = Target(model), random_drafter(**FORMS[form], draft_beams=30)
     layers, known = drafter.config.target_layers, drafter.draft_ids
-    target.tap(layers)
+    target.read_aux_hidden(layers)
     ids = list(range(VOCAB)) if known is None else known.tolist()
     config = TrainConfig(draft_len=3, distill=0.7, decay=0.8, reach=0.6, chunk=7)
     text = torch.tensor([[5, 2, 40, 64, 7, 64, 33, 12, 90]])

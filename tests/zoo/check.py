@@ -72,8 +72,8 @@ def _check(model_type: str, variant: Variant) -> Outcome:
         return Outcome(UNMADE, f"by model.generate: {_told(error)}")
     for cache in ("dense", "paged"):
         try:
-            if cache == "paged" and target.unpaged is not None:
-                return Outcome(EQUAL, unpaged=target.unpaged)
+            if cache == "paged" and not target.paged.ok:
+                return Outcome(EQUAL, unpaged=target.paged.reason)
             for what in _differences(target, ids, mask, expected, logits, cache):
                 return Outcome(DIFFERENT, f"{cache}, {what}")
         except ReDrafterError as error:

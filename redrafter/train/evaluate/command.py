@@ -120,7 +120,7 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
                 f"--shapes {tree.beams}x{tree.depth} has {tree.lattice} nodes; at most {LARGEST}, please"
             )
     target, found = engine.target, []
-    context = target.steady_context
+    context = target.fixed_rope_context
     room = context - options.new_tokens if context is not None else sys.maxsize
     if room < 1:
         raise ArgumentError(

@@ -188,7 +188,7 @@ def _error(number: int, row: Row, reason: str) -> dict[str, Any]:
 
 def _limits(pair: Pair, config: RegenerateConfig) -> Limits:
     target = pair.engine.target
-    context = target.steady_context
+    context = target.fixed_rope_context
     most = [config.max_input_len, None if context is None else context - 1]
     longest = min((tokens for tokens in most if tokens is not None), default=None)
     return Limits(frozenset(end_tokens(target.model, pair.tokenizer)), target.vocab_size, longest)

@@ -1,0 +1,124 @@
+"""The caches that a model's token trees are right on, found by self-tests when the model is bound."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from redrafter import kernels
+from redrafter.attention.layer_kinds import LayerKinds
+from redrafter.cache.dense import DenseCache, LayerShape
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.errors import UnsupportedError
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.target.attention_probe import AttentionProbe
+from redrafter.target.prompt_reader import PromptReader
+from redrafter.target.self_test import SelfTest
+from redrafter.target.self_test_trials import TargetUnderTest
+from redrafter.target.support import Support
+from redrafter.target.supported import stored_shapes
+
+__all__ = ["CacheSupport"]
+
+MAX_CHEAP_WINDOW = 64  # positions; prompts of the self-test reach past a window up to this long
+
+
+class CacheSupport:
+    """The caches that a model's token trees are right on.
+
+    Attributes:
+        shapes: What each layer stores on a dense cache.
+    """
+
+    def __init__(
+        self,
+        target: TargetUnderTest,
+        probe: AttentionProbe,
+        kinds: LayerKinds,
+        reader: PromptReader,
+        reads_slots: bool,
+    ):
+        """Run the self-test on dense caches, in the fastest way that the model is right in.
+
+        Args:
+            target: What is being bound.
+            probe: What its layers showed of their attention.
+            kinds: What each layer attends to.
+            reader: Its reader of prompts, which is set to that way.
+            reads_slots: Whether its attention takes positions from the cache.
+
+        Raises:
+            UnsupportedError: The model is right on no cache.
+        """
+        self._target, self._probe, self._kinds, self._reads_slots = target, probe, kinds, reads_slots
+        window = min((kind.window for kind in kinds.by_name.values() if kind.window), default=0)
+        longest = window + 3 if window <= MAX_CHEAP_WINDOW else 5
+        self._self_test = SelfTest(target, kinds, longest)
+        self.shapes = stored_shapes(self._self_test.output, target.config, target.name)
+        self._contiguous = False
+        on_cpu = all(shape.device.type == "cpu" for shape in self.shapes)
+        reader.use_masks_on_dense_cache(not (probe.kinds and on_cpu))
+        self._settle_dense(reader)
+
+    def new_dense(self, rows: int) -> DenseCache:
+        """Return an empty dense cache for `rows` rows."""
+        return DenseCache(self.shapes, rows, self._contiguous)
+
+    def _settle_dense(self, reader: PromptReader) -> None:
+        """Find the fastest way on a dense cache: without masks for prompts, then with them, then with copied keys."""
+        try:
+            self._self_test.run(self.shapes, self._reserved_dense)
+        except UnsupportedError as error:
+            if reader.reads_without_masks(self.new_dense(1)):
+                reader.use_masks_on_dense_cache(True)  # its attention cannot be replaced
+            elif isinstance(error.__cause__, RuntimeError) and not self._contiguous:
+                self._contiguous = True
+            else:
+                raise
+            self._settle_dense(reader)
+
+    @cached_property
+    def paged_shapes(self) -> list[LayerShape]:
+        """What each layer stores on a paged cache: the keys and values that its attention function receives.
+
+        Models with latent attention store something else in transformers' own caches.
+        """
+        seen = self._probe.shapes
+        nothing = next(iter(seen.values())).storing_nothing()
+        return [seen.get(layer, nothing) for layer in range(self._target.config.num_hidden_layers)]
+
+    @cached_property
+    def paged(self) -> Support:
+        """Whether the model can be decoded on a paged cache. The first access may run the self-test on one."""
+        target, probe = self._target, self._probe
+        if len({shape.device for shape in self.shapes}) > 1:
+            return Support("it is spread over several devices; load it on one with device='cuda'")
+        if target.device.type == "cuda" and not kernels.TRITON:
+            return Support("Triton is not installed; pip install triton")
+        if probe.failure is not None or not probe.shapes:
+            reason = probe.failure or "no layer attends through transformers' attention interface"
+            return Support(f"its attention cannot be replaced: {reason}")
+        if self._kinds.by_layer is None:
+            return Support("what its layers see is not known")
+        if self._reads_slots:
+            return Support("its attention takes positions from the cache")
+        if self._kinds.chunked:
+            return Support("its layers attend within chunks, which the tree attention kernel does not know")
+        try:
+            with torch.no_grad():
+                stored = [replace(shape, source=None) for shape in self.paged_shapes]
+                self._self_test.run(self.paged_shapes, self._new_paged, far=stored == self.shapes)
+        except UnsupportedError as error:
+            return Support(f"its attention cannot be replaced: {error}")
+        return Support()
+
+    def _reserved_dense(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> DenseCache:
+        cache = DenseCache(shapes, rows, self._contiguous)
+        cache.reserve(slots)
+        return cache
+
+    def _new_paged(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> PagedCache:
+        blocks = -(-slots // BLOCK_SIZE)
+        table = torch.arange(1, 1 + rows * blocks, dtype=torch.int32, device=self._target.device).view(rows, blocks)
+        return PagedCache(KVCachePool(shapes, 1 + rows * blocks), table)

@@ -1,0 +1,100 @@
+"""The padded forward: all rows side by side in one batch, on a dense cache, with a 4-D mask over the model's attention.
+
+It serves any model that can be served at all, on any device or spread over several.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redrafter.attention.layer_kinds import LayerKinds
+from redrafter.attention.mask import additive_mask, visible_slots
+from redrafter.attention.positions import answer_by_position
+from redrafter.cache.dense import DenseCache
+from redrafter.target.tree_forward import TreeForward
+from redrafter.tree.token_tree import Tree
+
+__all__ = ["PaddedForward"]
+
+
+class PaddedForward(TreeForward):
+    """A causal LM's forward over trees side by side, `[B, M]` new nodes, on a dense cache."""
+
+    def __init__(
+        self,
+        model: Any,
+        head: nn.Module,
+        context: int | None,
+        kinds: LayerKinds,
+        slot_readers: Sequence[nn.Module],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        """Make the forward of a model.
+
+        Args:
+            model: The causal LM.
+            head: Its language-modelling head.
+            context: Positions that it can tell apart; None when it names no limit.
+            kinds: What each of its layers attends to.
+            slot_readers: Its modules that take positions from the cache; see `answer_by_position`.
+            device: Of its embedding, and of all that is returned.
+            dtype: Of its hidden states, and of the masks.
+        """
+        super().__init__(model, head, context, kinds, slot_readers)
+        self._device, self._dtype = device, dtype
+
+    def __call__(
+        self,
+        tree: Tree,
+        length: Tensor,
+        cache: DenseCache,
+        logits_index: Tensor | None = None,
+        long: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the new nodes of a tree through the model; see `TreeForward`."""
+        nodes, new = tree.tokens.shape[1], tree.new
+        cache.write_after(length + (nodes - new), new)
+        positions = length[:, None] + tree.depth[:, -new:]  # [B, M]
+        seen = partial(visible_slots, length, tree.depth, tree.ancestors, cache.window)
+        with (
+            self._lock,
+            self._recording(),
+            answer_by_position(self._slot_readers, positions, seen),
+            self._choosing_rope(long, new),
+        ):
+            self._start_recording(logits_index)
+            out = self._model(
+                input_ids=tree.tokens[:, -new:],
+                attention_mask=None if cache.committed else self._mask(tree, length, cache.window),
+                # Nodes past the end of the context are never kept; they only must not index past a table.
+                position_ids=positions if self._context is None else positions.clamp(max=self._context - 1),
+                past_key_values=cache,
+                use_cache=True,
+            )
+            hidden = self._recorded_hidden()
+        return out.logits.to(self._device), hidden.to(self._device)
+
+    def _select(self, hidden: Tensor) -> Tensor:
+        if self._index is None:
+            return hidden
+        index = self._index.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        return hidden.gather(1, index)  # [B, 1, D]
+
+    def _choosing_rope(self, long: Tensor | None, new: int) -> AbstractContextManager[None]:
+        if self._rope is None or long is None:
+            return nullcontext()
+        tokens = long[:, None].expand(-1, new)  # [B, M]
+        return self._rope.choosing(lambda: tokens)
+
+    def _mask(self, tree: Tree, length: Tensor, window: int) -> Tensor | dict[str, Tensor]:
+        """Return the additive mask `[B, 1, M, S]` over the first S = `window` slots, one by name where kinds differ."""
+        masks = {
+            name: additive_mask(visible_slots(length, tree.depth, tree.ancestors, window, kind), self._dtype)
+            for name, kind in self._kinds.by_name.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,0 +1,131 @@
+"""What the padded and the varlen forward of a model have in common: their interface, and the hooks that they set."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from redrafter.attention.layer_kinds import LayerKinds
+from redrafter.errors import UnsupportedError
+from redrafter.target.aux_hidden import join_hidden, only_in_this_thread, watch_outputs
+from redrafter.target.rope import SwitchingRope
+from redrafter.tree.token_tree import Tree
+
+__all__ = ["TreeForward"]
+
+# One lock a model, for all forwards of all targets on it: what one sets on the model, another must not take down.
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+class TreeForward(ABC):
+    """A causal LM's forward over the new nodes of token trees. It leaves nothing on the model between calls."""
+
+    def __init__(
+        self,
+        model: Any,
+        head: nn.Module,
+        context: int | None,
+        kinds: LayerKinds,
+        slot_readers: Sequence[nn.Module],
+    ):
+        """Make the forward of a model.
+
+        Args:
+            model: The causal LM.
+            head: Its language-modelling head.
+            context: Positions that it can tell apart; None when it names no limit.
+            kinds: What each of its layers attends to.
+            slot_readers: Its modules that take positions from the cache; see `answer_by_position`.
+        """
+        self._model, self._head, self._context = model, head, context
+        self._kinds, self._slot_readers = kinds, slot_readers
+        self._rope: SwitchingRope | None = None
+        self._aux_layers: Sequence[nn.Module] = ()
+        self._aux_layer_ids: tuple[int, ...] = ()
+        self._lock: Any = _LOCKS.setdefault(model, threading.RLock())
+        self._index: Tensor | None = None  # this and the next two hold something only during a call
+        self._head_inputs: tuple[Tensor, ...] = ()
+        self._aux_outputs: tuple[Tensor, ...] = ()
+
+    @abstractmethod
+    def __call__(
+        self,
+        tree: Tree,
+        length: Tensor,
+        cache: Any,
+        logits_index: Tensor | None = None,
+        long: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the new nodes of a tree through the model.
+
+        Args:
+            tree: The trees of B rows, M new nodes each.
+            length: Committed tokens of each row, `[B]` int64.
+            cache: Keys and values of the rows; receives those of the new nodes.
+            logits_index: The one of each row's M new nodes at which to compute the head, `[B]` int64; None for all.
+            long: Whether each row has the rope of long texts, `[B]` bool; None where rope does not switch.
+
+        Returns:
+            Logits `[B, M, V]` and the hidden states that a drafter reads, `[B, M, F]`; M is 1 with `logits_index`.
+        """
+
+    def read_aux_hidden(self, layers: Sequence[nn.Module], layer_ids: tuple[int, ...]) -> None:
+        """Append the outputs of these layers to the hidden states of all later calls.
+
+        Args:
+            layers: The decoder layers.
+            layer_ids: Their numbers, as many.
+        """
+        self._aux_layers, self._aux_layer_ids = layers, layer_ids
+
+    def switch_rope(self, rope: SwitchingRope | None) -> None:
+        """Let `long` of all later calls choose between the two ropes of the model."""
+        self._rope = rope
+
+    @abstractmethod
+    def _select(self, hidden: Tensor) -> Tensor:
+        """Pick from hidden states the tokens that `self._index` names."""
+
+    def _start_recording(self, index: Tensor | None) -> None:
+        self._index, self._head_inputs, self._aux_outputs = index, (), ()
+
+    def _recorded_hidden(self) -> Tensor:
+        """Return what was recorded of a forward, joined to `[..., F]`, and forget it."""
+        if len(self._head_inputs) != 1:
+            raise UnsupportedError(
+                f"{type(self._model).__name__} calls its head {len(self._head_inputs)} times a forward; it must be once"
+            )
+        # A compiled forward is made anew when the ids change; that other layers have hooks it would not see.
+        assert len(self._aux_outputs) == len(self._aux_layer_ids)
+        hidden = join_hidden(self._head_inputs[0], self._aux_outputs)
+        self._start_recording(None)
+        return hidden
+
+    @contextmanager
+    def _recording(self, *, threads_apart: bool = True) -> Iterator[None]:
+        """Have the hooks set that record hidden states.
+
+        Args:
+            threads_apart: Let the forwards of other threads pass the hooks by; a compiled forward cannot tell.
+        """
+        own: Callable[..., Any] = only_in_this_thread if threads_apart else lambda hook: hook
+        hook = self._head.register_forward_pre_hook(own(self._record_head_input))
+        try:
+            with watch_outputs(self._aux_layers, own(self._record_aux_output)):
+                yield
+        finally:
+            hook.remove()
+            self._start_recording(None)
+
+    def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Hand the head nothing but the selected tokens, and record them."""
+        hidden = self._select(args[0])
+        self._head_inputs = (*self._head_inputs, hidden)
+        return (hidden, *args[1:])
+
+    def _record_aux_output(self, output: Tensor) -> None:
+        self._aux_outputs = (*self._aux_outputs, self._select(output))
