@@ -1,1 +1,1 @@
-"""Who attends to whom when token trees stand behind rows of unequal length."""
+"""Attention of token trees and of prompts: what each token sees, the masks that say so, and attention functions."""

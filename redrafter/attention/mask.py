@@ -1,8 +1,9 @@
-"""Who sees whom when a tree stands behind rows of unequal length.
+"""Attention masks of token trees behind rows of unequal length.
 
-A row's first n slots hold committed tokens, whose slot is their position. Node i waits in scratch slot n + i at
-position n + depth[i]. A node sees every committed slot and its own ancestors; with a sliding window or chunks, only
-those near enough by position. Masks are additive floats: with a boolean one, eager attention is silently wrong.
+The first n slots of a row hold its committed tokens, whose slot is their position. Node i of its tree is in scratch
+slot n + i, at position n + depth[i]. A node sees every committed slot and its own ancestors; with a sliding window or
+chunks, only those that are near enough by position. Masks are additive floats: with a boolean one, eager attention is
+silently wrong.
 """
 
 from dataclasses import dataclass
@@ -15,14 +16,30 @@ __all__ = ["AttentionKind", "additive_mask", "visible_slots"]
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """How far back a layer looks: everything, the last `window` positions, or its own chunk of `chunk` positions."""
+    """How far back a layer looks; everything where both are None.
+
+    Attributes:
+        window: Positions of a sliding window, the token's own included.
+        chunk: Positions of a chunk; a token sees its own chunk only.
+    """
 
     window: int | None = None
     chunk: int | None = None
 
 
 def visible_slots(length: Tensor, depth: Tensor, ancestors: Tensor, slots: int, kind: AttentionKind) -> Tensor:
-    """length: `[B]`; depth: `[B, N]`; ancestors: `[B, M, N]` bool. Returns `[B, M, S]` bool over the first S slots."""
+    """Return the slots of its row that each new node sees.
+
+    Args:
+        length: Committed tokens of each row, `[B]` int64.
+        depth: Depth of each node below the root, `[B, N]` int64.
+        ancestors: Whether each of the last M nodes descends from a node, or is it, `[B, M, N]` bool.
+        slots: S, the number of slots to look at, from the first one on.
+        kind: How far back the layer looks.
+
+    Returns:
+        `[B, M, S]` bool.
+    """
     rows, nodes = depth.shape
     node = torch.arange(slots, device=length.device) - length[:, None]  # [B, S], negative where committed
     index = node.clamp(0, nodes - 1)
@@ -31,15 +48,18 @@ def visible_slots(length: Tensor, depth: Tensor, ancestors: Tensor, slots: int, 
     seen = (node < 0)[:, None, :] | (seen & (node < nodes)[:, None, :])
     if kind.window is None and kind.chunk is None:
         return seen
-    at = torch.where(node < 0, node, depth.gather(1, index))[:, None, :]  # positions, counted from n: [B, 1, S]
+    position = torch.where(node < 0, node, depth.gather(1, index))[:, None, :]  # counted from n, [B, 1, S]
     if kind.window is not None:
-        return seen & (depth[:, -new:, None] - at < kind.window)
+        return seen & (depth[:, -new:, None] - position < kind.window)
     assert kind.chunk is not None
     base = length[:, None, None]
-    return seen & ((depth[:, -new:, None] + base) // kind.chunk == (at + base) // kind.chunk)
+    return seen & ((depth[:, -new:, None] + base) // kind.chunk == (position + base) // kind.chunk)
 
 
 def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[B, M, S]` bool to `[B, 1, M, S]` float: 0 where seen, the lowest finite value elsewhere."""
+    """Return the mask `[B, 1, M, S]` that is added to attention scores, for `seen` `[B, M, S]` bool.
+
+    It is 0 where a slot is seen, and the lowest finite value of `dtype` elsewhere.
+    """
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]

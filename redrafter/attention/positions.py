@@ -1,4 +1,4 @@
-"""Tell positions to attention code that reads them off the cache.
+"""Tell positions to attention code that takes them from the cache.
 
 Two architectures of transformers take a token's position from its slot: GPT-Neo masks by slot, Llama-4 scales queries
 by the length of the cache. In a tree, slots and positions differ, and rows of a batch have lengths of their own. While
@@ -7,7 +7,7 @@ a forward runs, stand-ins on those attention modules answer by position; afterwa
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from redrafter.attention.mask import AttentionKind
 
 __all__ = ["answer_by_position", "find_slot_readers"]
 
-Seen = Callable[[AttentionKind], Tensor]  # what each new node sees under a kind of attention, `[B, M, S]` bool
+VisibleByKind: TypeAlias = Callable[[AttentionKind], Tensor]
+"""Returns the slots that each new node sees under a kind of attention, `[B, M, S]` bool."""
 
 
 def find_slot_readers(model: nn.Module) -> list[Any]:
@@ -25,37 +26,39 @@ def find_slot_readers(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def answer_by_position(modules: Sequence[Any], positions: Tensor, seen: Seen | None = None) -> Iterator[None]:
-    """Let these modules answer by position inside the context.
+def answer_by_position(
+    modules: Sequence[Any], positions: Tensor, visible: VisibleByKind | None = None
+) -> Iterator[None]:
+    """Let attention modules that take positions from the cache be given true positions inside the context.
 
     Args:
-        modules: what `find_slot_readers` found.
-        positions: `[B, M]` int64, of the new nodes.
-        seen: what each new node sees under a kind of attention; None where attention is ours and needs no mask.
+        modules: The modules that `find_slot_readers` found.
+        positions: Positions of the new nodes, `[B, M]` int64.
+        visible: Returns the slots that each new node sees; None where attention is ours and needs no mask.
     """
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(_STAND_INS[type(module).__name__](module, positions, seen))
+            stack.enter_context(_STAND_INS[type(module).__name__](module, positions, visible))
         yield
 
 
 class _SlotMask:
-    """Stands for GPT-Neo's mask `[1, 1, context, context]`: whatever part of it is asked for, answers by position."""
+    """A stand-in for GPT-Neo's mask `[1, 1, context, context]` that gives the tree's mask for any part of it."""
 
-    def __init__(self, seen: Tensor):
-        self._seen = seen
+    def __init__(self, mask: Tensor):
+        self._mask = mask
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self._seen
+        return self._mask
 
 
 @contextmanager
-def _mask_by_position(module: Any, positions: Tensor, seen: Seen | None) -> Iterator[None]:
+def _mask_by_position(module: Any, positions: Tensor, visible: VisibleByKind | None) -> Iterator[None]:
     """Let a GPT-Neo layer mask by position; a local one looks back `window_size` positions."""
-    assert seen is not None, "GPT-Neo's attention cannot be replaced"
+    assert visible is not None, "GPT-Neo's attention cannot be replaced"
     window = module.config.window_size if module.attention_type == "local" else None
     buffers, mask = module._buffers, module._buffers["bias"]
-    buffers["bias"] = _SlotMask(seen(AttentionKind(window=window))[:, None].to(mask.device))
+    buffers["bias"] = _SlotMask(visible(AttentionKind(window=window))[:, None].to(mask.device))
     try:
         yield
     finally:
@@ -63,7 +66,7 @@ def _mask_by_position(module: Any, positions: Tensor, seen: Seen | None) -> Iter
 
 
 @contextmanager
-def _scale_by_position(module: Any, positions: Tensor, seen: Seen | None) -> Iterator[None]:
+def _scale_by_position(module: Any, positions: Tensor, visible: VisibleByKind | None) -> Iterator[None]:
     """Let a Llama-4 layer without rope scale its queries by position (temperature tuning, arXiv 2501.19399)."""
     if module.use_rope or not module.attn_temperature_tuning:
         yield
@@ -84,7 +87,7 @@ def _scale_by_position(module: Any, positions: Tensor, seen: Seen | None) -> Ite
         module.attn_temperature_tuning = tuning
 
 
-_STAND_INS: dict[str, Callable[[Any, Tensor, Seen | None], Any]] = {
+_STAND_INS: dict[str, Callable[[Any, Tensor, VisibleByKind | None], Any]] = {
     "GPTNeoSelfAttention": _mask_by_position,
     "Llama4TextAttention": _scale_by_position,
 }

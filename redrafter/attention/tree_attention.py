@@ -1,13 +1,12 @@
-"""Attention of packed token trees over a paged cache, as one operator that any Hugging Face model can be given.
+"""Attention of token trees over a paged cache, as one operator that any Hugging Face model can be given.
 
-All rows of a batch stand one behind the other in a single sequence of `T` tokens, so that a compiler sees one dynamic
-length and nothing of the batch. What attention must know beside the queries travels as a `Plan` through the model's own
-keyword arguments, and the operator both stores the new keys and values and attends, so the model needs no cache object.
+The new nodes of all rows stand one behind the other in a single sequence of T tokens (varlen), so that a compiler sees
+one dynamic length and nothing of the batch. What attention must know beside the queries travels as a `Plan` through the
+model's own keyword arguments, and the operator both stores the new keys and values and attends, so the model needs no
+cache object.
 """
 
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from redrafter import kernels
-from redrafter.attention.mask import AttentionKind, additive_mask, visible_slots
+from redrafter.attention.tree_plan import RUNNING_PLAN, Plan
 from redrafter.kernels.block_size import BLOCK_SIZE
 
 __all__ = [
     "ATTENTION_NAME",
-    "RUNNING_PLAN",
-    "Plan",
     "explicit_attention",
     "gathered_attention",
     "tree_attention",
@@ -30,63 +27,6 @@ __all__ = [
 ]
 
 ATTENTION_NAME = "redrafter_tree"  # a name holding "sdpa" or "flash" would make transformers check for those
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One forward over the last M of a tree's N nodes, as attention must know it. All flat, each with one spare entry
-    at its end, since a compiler treats a dimension that is ever 1 as a case of its own.
-
-    pools: per layer, the pool and index of the keys that it attends to, then of the values; a pool is `[G, slots,
-        heads, dim]`. None for a layer that attends to nothing of the text.
-    windows: per layer, positions that a node looks back, 0 for all. They are learnt from the masks that the model
-        makes, since not every model tells its attention function.
-    length: `[B + 1]` int64, committed tokens. depth: `[B*N + 1]` int64. ancestors: `[B*M*N + 1]` bool.
-    table: `[B*M + 1]` int32, the blocks of each row in order of position.
-    """
-
-    pools: tuple[tuple[Tensor, int, Tensor, int] | None, ...]
-    windows: tuple[int, ...]
-    length: Tensor
-    depth: Tensor
-    ancestors: Tensor
-    table: Tensor
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """B, N and M."""
-        rows = self.length.shape[0] - 1
-        nodes = (self.depth.shape[0] - 1) // rows
-        return rows, nodes, (self.ancestors.shape[0] - 1) // (rows * nodes)
-
-    @cached_property
-    def slots(self) -> tuple[Tensor, Tensor]:
-        """On a CPU, for all layers: where each row's committed tokens and nodes are, `[B, S]`, and where the new ones
-        go, `[B*M]`."""
-        rows, nodes, new = self.sizes
-        table, length = self.table[:-1].view(rows, -1).long(), self.length[:-1]
-        at = torch.arange(int(length.max()) + nodes)
-        page = table.gather(1, (at // BLOCK_SIZE).clamp(max=table.shape[1] - 1).expand(rows, -1))
-        slots = page.where(at // BLOCK_SIZE < table.shape[1], 0) * BLOCK_SIZE + at % BLOCK_SIZE  # [B, S]
-        scratch = length[:, None] + torch.arange(nodes - new, nodes)
-        return slots, slots.gather(1, scratch).flatten()
-
-    @cached_property
-    def masks(self) -> dict[tuple[int, torch.dtype], Tensor]:
-        """On a CPU: what is added to scores, `[B, 1, M, S]`, by window."""
-        return {}
-
-    def mask(self, window: int, dtype: torch.dtype) -> Tensor:
-        if (window, dtype) not in self.masks:
-            rows, nodes, new = self.sizes
-            depth, ancestors = self.depth[:-1].view(rows, nodes), self.ancestors[:-1].view(rows, new, nodes)
-            kind = AttentionKind(window=window or None)
-            seen = visible_slots(self.length[:-1], depth, ancestors, self.slots[0].shape[1], kind)
-            self.masks[window, dtype] = additive_mask(seen, dtype)
-        return self.masks[window, dtype]
-
-
-RUNNING_PLAN: ContextVar[Any] = ContextVar("plan of the running forward")
 
 
 # Nothing is declared as mutated, though the pools are written: the only readers of a pool are these operators, which
@@ -111,12 +51,28 @@ def tree_attention(
 ) -> Tensor:
     """Store the new keys and values in the cache, and attend to the committed ones and to each node's ancestors.
 
-    query: `[T, Hq, d]`; key, value: `[T, H, d]`, `[T, H, dv]`; T is B*M, or more with padding at the end, whose output
-    is 0. keys, values: the pools. window: positions that a node looks back, 0 for all. softcap: 0 for none. sinks:
-    `[Hq]`, a score that each head may spend on nothing, or None. Returns `[T, Hq, dv]`.
-
     This is the slow reference, for any device. On a GPU a Triton kernel stands in its place, on a CPU
     `gathered_attention`.
+
+    Args:
+        query: Queries of the new nodes, `[T, Hq, d]`; T is B*M, or more with padding at the end, whose output is 0.
+        key: Keys of the new nodes, `[T, H, d]`.
+        value: Values of the new nodes, `[T, H, dv]`.
+        keys: Pool of keys.
+        key_layer: Index of the layer in that pool.
+        values: Pool of values.
+        value_layer: Index of the layer in that pool.
+        length: As in `Plan`.
+        depth: As in `Plan`.
+        ancestors: As in `Plan`.
+        table: As in `Plan`.
+        scale: Factor of the scores.
+        window: Positions that a node looks back, 0 for all.
+        softcap: Bound of the scores, 0 for none.
+        sinks: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
+
+    Returns:
+        `[T, Hq, dv]`.
     """
     rows = length.shape[0] - 1
     nodes = (depth.shape[0] - 1) // rows
@@ -124,20 +80,22 @@ def tree_attention(
     count, heads = rows * new, key.shape[1]
     table, depth = table[:-1].view(rows, -1).long(), depth[:-1].view(rows, nodes)
     ancestors, length = ancestors[:-1].view(rows, new, nodes), length[:-1]
-    at = length[:, None] + torch.arange(nodes - new, nodes, device=length.device)  # [B, M], the scratch slots
-    page = table.gather(1, (at // BLOCK_SIZE).clamp(max=table.shape[1] - 1)).where(at // BLOCK_SIZE < table.shape[1], 0)
-    slots = (page * BLOCK_SIZE + at % BLOCK_SIZE).flatten()
+    scratch = length[:, None] + torch.arange(nodes - new, nodes, device=length.device)  # [B, M], counted along a row
+    block, beyond = scratch // BLOCK_SIZE, scratch // BLOCK_SIZE >= table.shape[1]
+    blocks = table.gather(1, block.clamp(max=table.shape[1] - 1)).masked_fill(beyond, 0)
+    slots = (blocks * BLOCK_SIZE + scratch % BLOCK_SIZE).flatten()
     keys[key_layer].index_copy_(0, slots, key[:count])
     values[value_layer].index_copy_(0, slots, value[:count])
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for row in range(rows):
-        n, own = int(length[row]), slice(row * new, (row + 1) * new)
+        n, new_nodes = int(length[row]), slice(row * new, (row + 1) * new)
         before = torch.arange(n + nodes - new, device=length.device)
-        page = table[row].gather(0, (before // BLOCK_SIZE).clamp(max=table.shape[1] - 1))
-        slots = page.where(before // BLOCK_SIZE < table.shape[1], 0) * BLOCK_SIZE + before % BLOCK_SIZE
-        k, v = torch.cat([keys[key_layer][slots], key[own]]), torch.cat([values[value_layer][slots], value[own]])
+        blocks = table[row].gather(0, (before // BLOCK_SIZE).clamp(max=table.shape[1] - 1))
+        slots = blocks.where(before // BLOCK_SIZE < table.shape[1], 0) * BLOCK_SIZE + before % BLOCK_SIZE
+        k = torch.cat([keys[key_layer][slots], key[new_nodes]])
+        v = torch.cat([values[value_layer][slots], value[new_nodes]])
         k, v = (repeat(x, "s h d -> s (h g) d", g=query.shape[1] // heads).float() for x in (k, v))
-        scores = torch.einsum("nhd,shd->hns", query[own].float(), k) * scale
+        scores = torch.einsum("nhd,shd->hns", query[new_nodes].float(), k) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         seen = torch.cat([ancestors.new_ones(new, n), ancestors[row]], dim=1)  # [M, n + N]
@@ -148,7 +106,7 @@ def tree_attention(
         if sinks is not None:
             scores = torch.cat([scores, repeat(sinks.float(), "h -> h n 1", n=new)], dim=-1)
         weights = scores.softmax(-1)[..., : n + nodes]
-        out[own] = torch.einsum("hns,shd->nhd", weights, v).to(out.dtype)
+        out[new_nodes] = torch.einsum("hns,shd->nhd", weights, v).to(out.dtype)
     return out
 
 
@@ -176,7 +134,25 @@ def gathered_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As `tree_attention`, on a CPU: what rows hold is gathered side by side, and torch attends to it."""
+    """Attend as `tree_attention` does, on a CPU: gather what rows hold side by side, and let torch attend to it.
+
+    Args:
+        plan: What attention must know of the forward.
+        query: Queries of the new nodes, `[T, Hq, d]`.
+        key: Keys of the new nodes, `[T, H, d]`.
+        value: Values of the new nodes, `[T, H, dv]`.
+        keys: Pool of keys.
+        key_layer: Index of the layer in that pool.
+        values: Pool of values.
+        value_layer: Index of the layer in that pool.
+        scale: Factor of the scores.
+        window: Positions that a node looks back, 0 for all.
+        softcap: Bound of the scores, 0 for none.
+        sinks: Attention sinks, `[Hq]`; None for none.
+
+    Returns:
+        `[T, Hq, dv]`.
+    """
     slots, new_slots = plan.slots
     rows, count = len(slots), len(new_slots)
     keys[key_layer].index_copy_(0, new_slots, key[:count])
@@ -188,21 +164,31 @@ def gathered_attention(
     q = rearrange(query[:count], "(b m) h d -> b h m d", b=rows)
     mask = plan.mask(window, query.dtype)
     if not softcap and sinks is None:
-        found = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        grouped = q.shape[1] != k.shape[1]
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     else:
-        found = explicit_attention(q, k, v, mask, scale, softcap, sinks)
+        attended = explicit_attention(q, k, v, mask, scale, softcap, sinks)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    out[:count] = rearrange(found, "b h m d -> (b m) h d")
+    out[:count] = rearrange(attended, "b h m d -> (b m) h d")
     return out
 
 
 def explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attention whose scores are capped, or may be spent on sinks, by way of all scores.
+    """Attend by way of all scores, where they are capped or may be spent on sinks.
 
-    query: `[B, Hq, M, d]`; key: `[B, H, S, d]`; value: `[B, H, S, dv]`; mask: `[B, 1, M, S]`, added to the scores.
-    softcap: 0 for none. sinks: `[Hq]`, or None. Returns `[B, Hq, M, dv]`.
+    Args:
+        query: Queries, `[B, Hq, M, d]`.
+        key: Keys, `[B, H, S, d]`.
+        value: Values, `[B, H, S, dv]`.
+        mask: Added to the scores, `[B, 1, M, S]`.
+        scale: Factor of the scores.
+        softcap: Bound of the scores, 0 for none.
+        sinks: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
+
+    Returns:
+        `[B, Hq, M, dv]`.
     """
     rows, heads, count, _ = query.shape
     grouped = rearrange(query, "b (h g) m d -> b h (g m) d", h=key.shape[1])  # keys stay as they are, not repeated
@@ -231,9 +217,22 @@ def tree_attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for transformers: query `[1, Hq, T, d]`; key, value `[1, H, T, d]`. Returns `[1, T, Hq, dv]`.
+    """Attend as an attention function of transformers, over the new nodes of token trees.
 
-    plan: comes with the model's own keyword arguments; a model that hands none on finds it in `RUNNING_PLAN`.
+    Args:
+        module: The attention module, which knows its `layer_idx`.
+        query: Queries of the new nodes, `[1, Hq, T, d]`.
+        key: Keys of the new nodes, `[1, H, T, d]`.
+        value: Values of the new nodes, `[1, H, T, dv]`.
+        attention_mask: Not read.
+        plan: Comes with the model's own keyword arguments; a model that hands none on finds it in `RUNNING_PLAN`.
+        scaling: Factor of the scores; None for `d ** -0.5`.
+        softcap: Bound of the scores; None or 0 for none.
+        s_aux: Attention sinks, `[Hq]`; None for none.
+        kwargs: What else transformers hands over; not read.
+
+    Returns:
+        What the nodes attend to, `[1, T, Hq, dv]`, and None in place of the weights.
     """
     plan = RUNNING_PLAN.get() if plan is None else plan
     query, key, value = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from redrafter.attention.prompt_attention import Piece
+from redrafter.attention.prompt_plan import Piece
 
 __all__ = ["DenseCache", "LayerShape", "group_by_shape"]
 

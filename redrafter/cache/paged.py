@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from redrafter import kernels
-from redrafter.attention.prompt_attention import PagedPrompt, Piece
-from redrafter.attention.tree_attention import Plan
+from redrafter.attention.prompt_plan import PagedPrompt, Piece
+from redrafter.attention.tree_plan import Plan
 from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.dense import DenseCache, LayerShape, group_by_shape
 from redrafter.errors import CacheFullError

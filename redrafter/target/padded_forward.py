@@ -60,11 +60,11 @@ class PaddedForward(TreeForward):
         nodes, new = tree.tokens.shape[1], tree.new
         cache.write_after(length + (nodes - new), new)
         positions = length[:, None] + tree.depth[:, -new:]  # [B, M]
-        seen = partial(visible_slots, length, tree.depth, tree.ancestors, cache.window)
+        visible = partial(visible_slots, length, tree.depth, tree.ancestors, cache.window)
         with (
             self._lock,
             self._recording(),
-            answer_by_position(self._slot_readers, positions, seen),
+            answer_by_position(self._slot_readers, positions, visible),
             self._choosing_rope(long, new),
         ):
             self._start_recording(logits_index)

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from redrafter.attention.prompt_attention import cut_prompts
+from redrafter.attention.prompt_plan import cut_prompts
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.target.tree_forward import TreeForward
 from redrafter.target.varlen_forward import VarlenForward

@@ -10,8 +10,10 @@ from transformers import AttentionInterface
 
 from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.attention.positions import answer_by_position
-from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME, Piece, PromptPlan
-from redrafter.attention.tree_attention import ATTENTION_NAME, RUNNING_PLAN, Plan, tree_attention_forward
+from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME
+from redrafter.attention.prompt_plan import Piece, PromptPlan
+from redrafter.attention.tree_attention import ATTENTION_NAME, tree_attention_forward
+from redrafter.attention.tree_plan import RUNNING_PLAN, Plan
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs

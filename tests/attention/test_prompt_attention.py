@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.models import ARCHITECTURES, HIDDEN, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.targets import CHUNKED
-from redrafter.attention.prompt_attention import Piece, cut_prompts
+from redrafter.attention.prompt_plan import Piece, cut_prompts
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
@@ -65,8 +65,10 @@ def test_a_prompt_read_in_pieces_is_what_one_forward_with_its_mask_reads(archite
     assert reader.reads_without_masks(a_cache(target, False)), "its attention can be replaced"
     if on_pages and not target.paged.ok:
         pytest.skip(target.paged.reason)
-    monkeypatch.setattr("redrafter.attention.prompt_attention.EDGE", 4)  # some blocks along the edge of a window
-    monkeypatch.setattr("redrafter.attention.prompt_attention.SCORES", 500)
+    monkeypatch.setattr(
+        "redrafter.attention.prompt_attention.MAX_EDGE_TOKENS", 4
+    )  # some blocks along the edge of a window
+    monkeypatch.setattr("redrafter.attention.prompt_attention.MAX_SCORES", 500)
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(2))
     reader.use_masks_on_dense_cache(True)
     expected = read(target, prompts, a_cache(target, False))
@@ -125,7 +127,7 @@ def test_a_model_with_attention_of_its_own_is_read_with_masks(attention):
 @pytest.mark.parametrize("on_pages", [False, True])
 def test_texts_of_prompts_read_in_pieces_are_those_of_model_generate(architecture, on_pages, monkeypatch):
     monkeypatch.setattr("redrafter.target.prompt_reader.MAX_FORWARD_TOKENS", 9)
-    monkeypatch.setattr("redrafter.attention.prompt_attention.EDGE", 3)
+    monkeypatch.setattr("redrafter.attention.prompt_attention.MAX_EDGE_TOKENS", 3)
     model = a_target(architecture).model
     engine = with_tree(model, tiny_drafter(), 4, 3)
     if on_pages and not engine.target.paged.ok:
@@ -166,8 +168,8 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("on_pages", [False, True])
 def test_no_tensor_of_a_prefill_grows_with_the_square_of_the_prompt(architecture, on_pages, monkeypatch):
     max_tokens, prompt = 64, 1024
-    monkeypatch.setattr("redrafter.attention.prompt_attention.EDGE", 16)
-    monkeypatch.setattr("redrafter.attention.prompt_attention.SCORES", 4096)
+    monkeypatch.setattr("redrafter.attention.prompt_attention.MAX_EDGE_TOKENS", 16)
+    monkeypatch.setattr("redrafter.attention.prompt_attention.MAX_SCORES", 4096)
     target = a_target(architecture, max_position_embeddings=prompt)
     if on_pages and not target.paged.ok:
         pytest.skip(target.paged.reason)
