@@ -1,1 +1,1 @@
-"""Any Hugging Face causal LM, bound so that it can verify token trees."""
+"""Targets: Hugging Face causal LMs bound so that they verify token trees, and what binding asks of a model."""

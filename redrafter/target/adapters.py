@@ -1,6 +1,6 @@
-"""PEFT: the Hugging Face model that a `PeftModel` wraps, and which of its adapters are at work.
+"""PEFT adapters: the Hugging Face model that a `PeftModel` wraps, and the state of its adapters.
 
-PEFT is no dependency: an object can only be one of its models where it is imported already.
+PEFT is no dependency: an object can be one of its models only where PEFT is imported already.
 """
 
 import sys
@@ -14,9 +14,10 @@ __all__ = ["active_adapters", "base_of"]
 
 
 def base_of(model: Any) -> Any:
-    """Return the model in which a `PeftModel`'s adapters stand, and any other object as it is.
+    """Return the Hugging Face model inside a `PeftModel`, or the model itself where it is no such model.
 
-    Raises `UnsupportedError` for adapters that are more than layers of that model (prompt tuning, X-LoRA, aLoRA, ...).
+    Raises:
+        UnsupportedError: The adapters are more than layers of that model (prompt tuning, X-LoRA, aLoRA, ...).
     """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel | peft.PeftMixedModel):
@@ -35,7 +36,11 @@ def base_of(model: Any) -> Any:
 
 
 def active_adapters(model: nn.Module) -> list[tuple[int, object]]:
-    """Return what differs once adapters are added, switched, disabled or merged: the state of each of their layers."""
+    """Return the state of each adapter layer, to compare: it differs once adapters are added, switched or merged.
+
+    Returns:
+        Per layer its id, and which adapters are active, disabled and merged; nothing without PEFT.
+    """
     if "peft" not in sys.modules:
         return []
     layers: list[Any] = [

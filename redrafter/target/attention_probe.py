@@ -23,21 +23,22 @@ from redrafter.errors import UnsupportedError, first_line
 __all__ = ["AttentionProbe", "probe_attention"]
 
 PROBE_NAME = "redrafter_probe"
-FAR = 1 << 20  # position at which a mask rule is evaluated; a window or chunk that is longer counts as none
+PROBED_POSITION = 1 << 20  # at which a mask rule is evaluated; a window or chunk that is longer counts as none
 
-MaskRule = Callable[..., Any]
+MaskRule = Callable[..., Any]  # `rule(batch, head, query, key)` of transformers: whether the query sees the key
 
 
 @dataclass
 class AttentionProbe:
-    """Collect what one forward shows of a model's layers.
+    """What one forward shows of a model's layers.
 
-    rules: the distinct kinds of attention that the model built masks for, in order.
-    shapes: per layer index, what it must store for its attention function to receive what it did. A layer that is
-        given the very tensors of an earlier one stores nothing and names that one as its source.
-    kinds: per layer index, the kind of its mask; None for a mask that the layer changed or made by itself.
-    changed: layers that changed the mask that they were given.
-    failure: why the forward could not run with our attention function; None when it ran.
+    Attributes:
+        rules: The distinct kinds of attention that the model built masks for, in order.
+        shapes: Per layer index, what it must store for its attention function to receive what it did. A layer that is
+            given the very tensors of an earlier one stores nothing and names that one as its source.
+        kinds: Per layer index, the kind of its mask; None for a mask that the layer changed or made by itself.
+        changed: Indices of the layers that changed the mask that they were given.
+        failure: Why the forward could not run with our attention function; None when it ran.
     """
 
     rules: list[AttentionKind | None] = field(default_factory=list)
@@ -48,14 +49,28 @@ class AttentionProbe:
     _given: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # held, so that no tensor's id is used twice
 
     def mask(self, rule: MaskRule, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
-        """Return a mask `shape` that holds nothing but the number of its kind, so that copies tell it too."""
+        """Return a mask that holds nothing but the number of its kind, so that copies of it tell the kind too.
+
+        Args:
+            rule: The rule by which transformers builds the mask.
+            shape: Shape of the mask.
+            dtype: Dtype of the mask.
+            device: Device of the mask.
+        """
         kind = _kind_of(rule)
         if kind not in self.rules:
             self.rules.append(kind)
         return torch.full(shape, float(1 + self.rules.index(kind)), dtype=dtype, device=device)
 
-    def see(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-        """Note what a layer's attention function received: key, value `[B, heads, T, dim]`, mask `[B, 1, T, T]`."""
+    def record(self, layer: int, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        """Record what a layer's attention function received.
+
+        Args:
+            layer: Index of the layer.
+            key: Keys, `[B, heads, T, dim]`.
+            value: Values, `[B, heads, T, dim]`.
+            mask: The mask, `[B, 1, T, T]`; None where it was given none.
+        """
         source = next((first for first, k, v in self._given if k is key and v is value), None)
         self._given.append((layer, key, value))
         if source is None:
@@ -68,6 +83,10 @@ class AttentionProbe:
         self.kinds[layer] = self.rules[int(number) - 1] if known else None
         if mask is not None and not known:
             self.changed.add(layer)
+
+    def release_tensors(self) -> None:
+        """Let go of the keys and values that were received; call it once the forward has ended."""
+        self._given.clear()
 
     def layer_kinds(self, config: Any) -> LayerKinds:
         """Return what each layer of the model with this decoder config attends to."""
@@ -91,9 +110,9 @@ def probe_attention(model: Any, config: Any, ids: Tensor) -> AttentionProbe:
     """Run one plain forward that attends to nothing, and return what its layers asked for.
 
     Args:
-        model: a causal LM of transformers.
-        config: the config that its decoder layers read; left as it was.
-        ids: `[T]` int64, any text of at least two tokens.
+        model: A causal LM of transformers.
+        config: The config that its decoder layers read; left as it was.
+        ids: Any text of at least two tokens, `[T]` int64.
     """
     probe, before = AttentionProbe(), config._attn_implementation
     config._attn_implementation = PROBE_NAME
@@ -104,7 +123,7 @@ def probe_attention(model: Any, config: Any, ids: Tensor) -> AttentionProbe:
         probe.failure = first_line(error)
     finally:
         _RUNNING.reset(running)
-        probe._given.clear()
+        probe.release_tensors()
         config._attn_implementation = before
     return probe
 
@@ -116,7 +135,7 @@ _RUNNING: ContextVar[AttentionProbe] = ContextVar("running probe")
 def _probe_mask(
     batch_size: int, kv_length: int, mask_function: MaskRule, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> Tensor:
-    """Stand for a mask `[B, 1, Q, S]` of transformers and note its rule."""
+    """Stand for a mask `[B, 1, Q, S]` of transformers and record its rule."""
     queries = kwargs["q_length"] if "q_length" in kwargs else len(kwargs["cache_position"])
     shape = (batch_size, 1, int(queries), kv_length)
     return _RUNNING.get().mask(mask_function, shape, dtype, kwargs.get("device"))
@@ -125,8 +144,8 @@ def _probe_mask(
 def _probe_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attend to nothing: note what would have been attended to, and return zeros `[B, T, heads, dim]`."""
-    _RUNNING.get().see(module.layer_idx, key, value, attention_mask)
+    """Attend to nothing: record what would have been attended to, and return zeros `[B, T, heads, dim]`."""
+    _RUNNING.get().record(module.layer_idx, key, value, attention_mask)
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -136,30 +155,30 @@ AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
 
 def _kind_of(rule: MaskRule) -> AttentionKind | None:
     """Return the kind that a mask rule of transformers describes, or None for one that is no window and no chunk."""
-    first, second = _seen_from(rule, FAR), _seen_from(rule, FAR + 1)
+    first, second = _first_seen(rule, PROBED_POSITION), _first_seen(rule, PROBED_POSITION + 1)
     if first is None or second is None:
         return None
     if first == 0:
         return AttentionKind()
     if second == first + 1:
-        return AttentionKind(window=FAR - first + 1)
-    chunk = FAR - first if second == FAR + 1 else _chunk_length(rule, first)
+        return AttentionKind(window=PROBED_POSITION - first + 1)
+    chunk = PROBED_POSITION - first if second == PROBED_POSITION + 1 else _chunk_length(rule, first)
     return None if chunk is None else AttentionKind(chunk=chunk)
 
 
-def _seen_from(rule: MaskRule, position: int) -> int | None:
-    """Return the first position seen from `position`; None unless all from there on are seen and none before."""
+def _first_seen(rule: MaskRule, position: int) -> int | None:
+    """Return the first position that `position` sees; None unless it sees all from there to itself and no other."""
     seen = rule(torch.tensor(0), torch.tensor(0), torch.tensor(position), torch.arange(position + 2))
     seen = torch.as_tensor(seen).expand(position + 2)
     first = int(seen.int().argmax())
-    right = bool(seen[first : position + 1].all()) and not bool(seen[position + 1])
-    return first if right else None
+    contiguous = bool(seen[first : position + 1].all()) and not bool(seen[position + 1])
+    return first if contiguous else None
 
 
 def _chunk_length(rule: MaskRule, start: int) -> int | None:
     """Return the length of the chunk that ends before position `start`, or None where no chunk does."""
-    before = _seen_from(rule, start - 1)
-    return None if before is None else start - before
+    first = _first_seen(rule, start - 1)
+    return None if first is None else start - first
 
 
 def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict[str, AttentionKind]:
@@ -176,7 +195,7 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
 
 
 def _kinds_of_config(config: object) -> dict[str, AttentionKind]:
-    """Return what each named kind of layer sees, by the rule that transformers uses to choose its caches."""
+    """Return the kind of each named kind of layer, by the rule that transformers uses to choose its caches."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     by_name = {
         "full_attention": AttentionKind(),

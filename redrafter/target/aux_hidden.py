@@ -1,4 +1,4 @@
-"""What a drafter may read of its target: the last hidden state, and the outputs of earlier layers beside it.
+"""Auxiliary hidden states: the outputs of earlier layers that a drafter may read beside the last hidden state.
 
 Reading several depths at once is how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
 """
@@ -18,17 +18,24 @@ from redrafter.errors import MismatchError, UnsupportedError
 __all__ = ["decoder_layers", "decoder_stack", "join_hidden", "only_in_this_thread", "watch_outputs"]
 
 
-def decoder_layers(model: PreTrainedModel, count: int, wanted: Sequence[int]) -> list[nn.Module]:
-    """The `wanted` ones of a model's `count` decoder layers, numbered from 0.
+def decoder_layers(model: PreTrainedModel, count: int, layer_ids: Sequence[int]) -> list[nn.Module]:
+    """Return some of a model's decoder layers.
 
-    Raises `MismatchError` where there is no such layer, `UnsupportedError` where a model's layers cannot be found.
+    Args:
+        model: A causal LM.
+        count: Number of its decoder layers.
+        layer_ids: Numbers of the layers to return, from 0.
+
+    Raises:
+        MismatchError: There is no such layer.
+        UnsupportedError: The model does not hold its layers in a list.
     """
-    for index in wanted:
+    for index in layer_ids:
         if not 0 <= index < count:
             raise MismatchError(
                 f"the drafter reads layer {index}; {type(model).__name__} has {count} layers, from 0 to {count - 1}"
             )
-    if not wanted:
+    if not layer_ids:
         return []
     stack = decoder_stack(model, count)
     if stack is None:
@@ -36,21 +43,28 @@ def decoder_layers(model: PreTrainedModel, count: int, wanted: Sequence[int]) ->
             f"{type(model).__name__} does not hold its {count} layers in a list, so a drafter cannot read them; "
             "use one without target_layers"
         )
-    return [stack[index] for index in wanted]
+    return [stack[index] for index in layer_ids]
 
 
 def decoder_stack(model: PreTrainedModel, count: int) -> nn.ModuleList | None:
-    """All `count` decoder layers of a model, where it holds them in a list."""
-    decoder: nn.Module = model.get_decoder()  # what sees images or hears may have as many layers
-    return next((each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == count), None)
+    """Return the list of a model's `count` decoder layers, or None where it does not hold them in a list."""
+    decoder: nn.Module = model.get_decoder()  # an encoder of images or sound may have as many layers
+    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
+    return next((layers for layers in lists if len(layers) == count), None)
 
 
 def join_hidden(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-    """Join the last hidden state `[..., D]` and the outputs of layers, `[..., D]` each, to `[..., F]`, in the dtype of
-    the last hidden state. F = (1 + layers) * D.
+    """Concatenate the last hidden state and the outputs of earlier layers to what a drafter reads.
+
+    Args:
+        last: Last hidden state, `[..., D]`.
+        outputs: Outputs of L layers, `[..., D]` each.
+
+    Returns:
+        `[..., F]` with F = (1 + L) * D, in the dtype and on the device of `last`.
 
     Raises:
-        UnsupportedError: a layer's output has another rank or width than the last hidden state.
+        UnsupportedError: A layer's output has another rank or width than the last hidden state.
     """
     for output in outputs:
         if output.dim() != last.dim() or output.shape[-1] != last.shape[-1]:
@@ -62,11 +76,11 @@ def join_hidden(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def watch_outputs(modules: Sequence[nn.Module], see: Callable[[Tensor], None]) -> Iterator[None]:
-    """Show every output of these layers to `see`, in their order, while the context lasts."""
+def watch_outputs(modules: Sequence[nn.Module], record: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call `record` with every output of these modules inside the context, in the order of their calls."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
-        see(output[0] if isinstance(output, tuple) else output)
+        record(output[0] if isinstance(output, tuple) else output)
 
     with ExitStack() as stack:
         for module in modules:
@@ -75,9 +89,9 @@ def watch_outputs(modules: Sequence[nn.Module], see: Callable[[Tensor], None]) -
 
 
 def only_in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a hook so that forwards of other threads pass it by.
+    """Wrap a hook so that it does nothing in forwards of other threads.
 
-    A hook stands on a module, which all threads share; what it does is for one forward alone.
+    A hook is set on a module, which all threads share; what it does is for one forward alone.
     """
     thread = threading.get_ident()
 

@@ -1,4 +1,4 @@
-"""Compute a half-precision model in float32 without a copy of it."""
+"""Compute in float32 with a half-precision model, without a copy of it."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 __all__ = ["in_float32"]
 
 _HALF = (torch.float16, torch.bfloat16)
+_NOT_WIDENED = frozenset({"__get__", "__set__", "__setitem__"})  # functions that mean the tensor itself
 
 
 class _Float32(TorchFunctionMode):
@@ -17,14 +18,11 @@ class _Float32(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _READS or (name.endswith("_") and not name.endswith("__")):  # in place: the tensor itself is meant
+        if name in _NOT_WIDENED or (name.endswith("_") and not name.endswith("__")):  # in place
             return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             args, kwargs = tree_map(_widened, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-_READS = frozenset({"__get__", "__set__", "__setitem__"})
 
 
 def _widened(x: Any) -> Any:

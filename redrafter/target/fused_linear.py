@@ -1,4 +1,4 @@
-"""One matrix product where a model asks for several of the same input.
+"""Fused linear layers: one matrix product where a model asks for several of the same input.
 
 A small product does not fill a GPU's memory bus: the query, key, value, gate and up projections of an 8B model take a
 seventh longer one by one than two at a time. No name of a layer is known here: which linear layers read the same tensor
@@ -20,7 +20,7 @@ __all__ = ["FusedLinears", "linear_calls", "same_inputs"]
 
 @contextmanager
 def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-    """The names of plain linear layers and their inputs, as they are called within the context."""
+    """Record the calls of plain linear layers inside the context: the name of the layer, and its input."""
     calls: list[tuple[str, Tensor]] = []  # holds the tensors, so that no id is used twice
     linears = {name: module for name, module in model.named_modules() if _is_plain(module)}
     hooks = [
@@ -35,7 +35,7 @@ def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer's forward is a product with its weight and no more.
+    """Tell whether a layer's forward is a product with its weight and no more.
 
     Quantisers keep the layer's class, and replace the forward of the object (compressed-tensors) or the class of its
     weight (torchao).
@@ -44,7 +44,13 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def same_inputs(calls: Sequence[tuple[str, Tensor]]) -> list[list[str]]:
-    """Names of the layers that read one and the same tensor, in the order of their calls; many groups are of one."""
+    """Group the names of linear layers by the tensor that they read, in the order of their calls.
+
+    A layer that is called twice is in no group; many groups are of one layer.
+
+    Args:
+        calls: Names and inputs, as `linear_calls` records them.
+    """
     groups: dict[int, list[str]] = {}
     for name, x in calls:
         groups.setdefault(id(x), []).append(name)
@@ -52,84 +58,95 @@ def same_inputs(calls: Sequence[tuple[str, Tensor]]) -> list[list[str]]:
     return [group for group in groups.values() if all(names.count(name) == 1 for name in group)]
 
 
-class _Joined:
+class _FusedGroup:
     """What the stand-ins of one group share: the weights in one tensor, and the product while it is being read."""
 
-    def __init__(self, group: Sequence[nn.Linear]):
-        self.weight = _join([module.weight for module in group]) if len(group) > 1 else group[0].weight
-        biases = [module.bias for module in group if module.bias is not None]
-        self.bias = _join(biases) if len(biases) > 1 else biases[0] if biases else None
-        self.sizes = [module.out_features for module in group]
+    def __init__(self, layers: Sequence[nn.Linear]):
+        self.weight = _fuse([module.weight for module in layers]) if len(layers) > 1 else layers[0].weight
+        biases = [module.bias for module in layers if module.bias is not None]
+        self.bias = _fuse(biases) if len(biases) > 1 else biases[0] if biases else None
+        self.sizes = [module.out_features for module in layers]
         self.thin = self.bias is None and has_thin_kernel(self.weight)
-        self.pieces: Any = None
+        self.outputs: Any = None  # of all layers, until the last one has read its own
 
 
 class _StandIn(nn.Module):
-    """Has the weight, the bias and the mode of the layer in whose place it stands, at which others may look."""
+    """A stand-in for a linear layer, with its weight, bias and mode, at which the model's code may look."""
 
-    def __init__(self, module: nn.Linear, joined: _Joined):
+    def __init__(self, module: nn.Linear, group: _FusedGroup):
         super().__init__()
-        self.weight, self.bias, self.joined = module.weight, module.bias, joined
+        self.weight, self.bias, self.group = module.weight, module.bias, group
         self.train(module.training)
 
 
-class _First(_StandIn):
+class _FirstStandIn(_StandIn):
+    """A stand-in for the first layer of a group, which computes the product of all."""
+
     def forward(self, x: Tensor) -> Tensor:
-        joined = self.joined
-        out = thin_linear(x, joined.weight) if joined.thin else linear(x, joined.weight, joined.bias)
-        if len(joined.sizes) == 1:
+        """Return the layer's output, and leave those of the others to their stand-ins."""
+        group = self.group
+        out = thin_linear(x, group.weight) if group.thin else linear(x, group.weight, group.bias)
+        if len(group.sizes) == 1:
             return out
-        joined.pieces = out.split(joined.sizes, dim=-1)
-        return joined.pieces[0]
+        group.outputs = out.split(group.sizes, dim=-1)
+        return group.outputs[0]
 
 
-class _Next(_StandIn):
-    def __init__(self, module: nn.Linear, joined: _Joined, place: int):
-        super().__init__(module, joined)
-        self.place = place
+class _NextStandIn(_StandIn):
+    """A stand-in for a later layer of a group, which reads its part of the product."""
+
+    def __init__(self, module: nn.Linear, group: _FusedGroup, index: int):
+        super().__init__(module, group)
+        self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        piece = self.joined.pieces[self.place]
-        if self.place == len(self.joined.sizes) - 1:
-            self.joined.pieces = None
-        return piece
+        """Return the layer's output."""
+        output = self.group.outputs[self.index]
+        if self.index == len(self.group.sizes) - 1:
+            self.group.outputs = None
+        return output
 
 
 class FusedLinears:
     """A context in which a model's groups of linear layers are one product each; outside of it the model is as it was.
 
-    groups: names, a group of one being a layer by itself. The weights of a group move into one tensor of which each
-    becomes a view: the same values, shapes and memory. Groups are left alone where a layer has a bias and another none,
-    or where dtypes or devices differ.
+    The weights of a group move into one tensor of which each becomes a view: the same values, shapes and memory. Groups
+    are left alone where a layer has a bias and another none, or where dtypes or devices differ.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[str]]):
-        self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
+        """Fuse the weights of groups of layers.
+
+        Args:
+            model: The model that holds the layers.
+            groups: Names of the layers; a group of one is a layer by itself.
+        """
+        self._stand_ins: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, name there, layer, stand-in
         for names in groups:
-            group: list[Any] = [model.get_submodule(name) for name in names]
-            if len({(m.bias is None, m.weight.dtype, m.weight.device, m.in_features) for m in group}) > 1:
+            layers: list[Any] = [model.get_submodule(name) for name in names]
+            if len({(m.bias is None, m.weight.dtype, m.weight.device, m.in_features) for m in layers}) > 1:
                 continue
-            joined = _Joined(group)
-            if len(group) == 1 and not joined.thin:
+            group = _FusedGroup(layers)
+            if len(layers) == 1 and not group.thin:
                 continue
-            for place, (name, module) in enumerate(zip(names, group, strict=True)):
-                parent, _, own = name.rpartition(".")
-                stand_in = _Next(module, joined, place) if place else _First(module, joined)
-                self._places.append((model.get_submodule(parent), own, module, stand_in))
+            for index, (name, module) in enumerate(zip(names, layers, strict=True)):
+                parent, _, attribute = name.rpartition(".")
+                stand_in = _NextStandIn(module, group, index) if index else _FirstStandIn(module, group)
+                self._stand_ins.append((model.get_submodule(parent), attribute, module, stand_in))
 
     def __enter__(self) -> None:
-        for parent, name, _, stand_in in self._places:
+        for parent, name, _, stand_in in self._stand_ins:
             parent._modules[name] = stand_in
 
     def __exit__(self, *_: object) -> None:
-        for parent, name, module, _stand_in in self._places:
+        for parent, name, module, _stand_in in self._stand_ins:
             parent._modules[name] = module
 
 
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor that holds all, of which they become views."""
+def _fuse(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one tensor that holds all of these, which become views of it."""
     with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could never be trained again
         whole = torch.cat([tensor.detach() for tensor in tensors])
-        for tensor, piece in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
-            tensor.data = piece
+        for tensor, part in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
+            tensor.data = part
     return whole

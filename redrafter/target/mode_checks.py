@@ -1,4 +1,4 @@
-"""What a call finds the models in, beside its arguments: modes that would change the text are refused."""
+"""Refuse modes of models and of torch that would change the text: training mode and autocast."""
 
 import torch
 from torch import nn
@@ -10,7 +10,11 @@ __all__ = ["check_autocast", "check_eval"]
 
 
 def check_eval(*models: nn.Module) -> None:
-    """Raise `ArgumentError` naming a part of a model that is in training mode, where dropout would change the text."""
+    """Check that models are in eval mode; in training mode, dropout would change the text.
+
+    Raises:
+        ArgumentError: A part of a model is in training mode; the message names the first one.
+    """
     for model in models:
         if not any(module.training for module in model.modules()):
             continue
@@ -22,7 +26,11 @@ def check_eval(*models: nn.Module) -> None:
 
 
 def check_autocast(device: torch.device) -> None:
-    """Raise `UnsupportedError` under `torch.autocast`, in which keys and values change their dtype on the way."""
+    """Check that `torch.autocast` is off on a device; it would change the dtype of keys and values on the way.
+
+    Raises:
+        UnsupportedError: It is on.
+    """
     if torch.is_autocast_enabled(device.type):
         dtype = dtype_name(torch.get_autocast_dtype(device.type))
         raise UnsupportedError(

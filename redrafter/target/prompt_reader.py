@@ -146,5 +146,6 @@ class PromptReader:
             new_logits, new_hidden = new_logits.squeeze(1), new_hidden.squeeze(1)
             logits = new_logits if logits is None else torch.where(here, new_logits, logits)
             hidden = new_hidden if hidden is None else torch.where(here, new_hidden, hidden)
-        assert logits is not None and hidden is not None, "a prompt has at least one token"
+        assert logits is not None, "a prompt has at least one token"
+        assert hidden is not None
         return logits, hidden

@@ -1,4 +1,4 @@
-"""Quantised targets: whether a token's activations are rounded as they would be without the drafts beside it.
+"""Quantised targets: whether drafts change how the activations of the tokens beside them are rounded.
 
 The arithmetic is transformers' and the quantiser's own; nothing but the config is read here. Weights that are quantised
 change nothing for drafting. Activations do where tokens of one forward share a scale that is made of all of them.
@@ -12,27 +12,36 @@ __all__ = ["is_quantized", "shared_scales", "warn_of_shared_scales"]
 
 
 def is_quantized(config: Any) -> bool:
-    """Whether a model's config names a quantisation."""
+    """Tell whether a model's config names a quantisation."""
     return _quantization(config) is not None
 
 
 def shared_scales(config: Any) -> str | None:
-    """What to call a quantisation in which the activation scales of a token depend on the forward's other tokens.
+    """Name the quantisation of a model in which a token's activation scales depend on other tokens of the forward.
 
-    config: of a Hugging Face model. None where scales are static, of a token's own or not needed, and for methods that
-    are not known here.
+    Args:
+        config: Config of a Hugging Face model.
+
+    Returns:
+        The scheme, for messages; None where scales are static, of a token's own or not needed, and for methods that are
+        not known here.
     """
-    found = _quantization(config)
-    if found is None:
+    quantization = _quantization(config)
+    if quantization is None:
         return None
-    written = isinstance(found, Mapping)
-    method = found.get("quant_method") if written else found.quant_method
+    is_dict = isinstance(quantization, Mapping)
+    method = quantization.get("quant_method") if is_dict else quantization.quant_method
     rule = _RULES.get(method or "bitsandbytes")  # which alone may leave its name out
-    return None if rule is None else rule(found if written else found.to_dict())
+    return None if rule is None else rule(quantization if is_dict else quantization.to_dict())
 
 
 def warn_of_shared_scales(config: Any, name: str) -> None:
-    """Warn, once and naming the scheme, when `name`, a model of that config, cannot be verified exactly."""
+    """Warn where a quantised model cannot be verified exactly, naming its scheme.
+
+    Args:
+        config: Config of the model.
+        name: What to call the model.
+    """
     scheme = shared_scales(config)
     if scheme is not None:
         warnings.warn(
@@ -43,10 +52,10 @@ def warn_of_shared_scales(config: Any, name: str) -> None:
 
 
 def _quantization(config: Any) -> Any:
-    """A dict as it stands in config.json, or the object that transformers made of it."""
-    for each in (config, config.get_text_config(decoder=True)):
-        if getattr(each, "quantization_config", None):
-            return each.quantization_config
+    """Return the quantisation's entries in config.json, or the object that transformers made of them, or None."""
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "quantization_config", None):
+            return part.quantization_config
     return None
 
 
@@ -65,7 +74,7 @@ def _compressed_tensors(entries: Mapping[str, Any]) -> str | None:
 
 
 def _strategy(args: Mapping[str, Any]) -> str:
-    """As compressed-tensors fills it in where it is left out."""
+    """Return the granularity of scales, as compressed-tensors fills it in where it is left out."""
     return args.get("strategy") or ("group" if args.get("group_size") else "tensor")
 
 
@@ -73,7 +82,7 @@ def _torchao(entries: Mapping[str, Any]) -> str | None:
     for kind, data in _torchao_configs(entries.get("quant_type")):
         if "DynamicActivation" not in kind:
             continue
-        per_row = not kind.startswith("Float8DynamicActivationFloat8Weight")  # when nothing is said
+        per_row = not kind.startswith("Float8DynamicActivationFloat8Weight")  # by default
         granularity = data.get("granularity") or {"_type": "PerRow" if per_row else "PerTensor"}
         if isinstance(granularity, list):
             granularity = granularity[0]  # of activations; the other is of weights
@@ -84,7 +93,7 @@ def _torchao(entries: Mapping[str, Any]) -> str | None:
 
 
 def _torchao_configs(entry: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Names and fields of all configs in one, which may hold others, by layer."""
+    """Yield the names and fields of all configs in one, which may hold others, by layer."""
     if not isinstance(entry, Mapping):
         return
     if isinstance(entry.get("_type"), str) and isinstance(entry.get("_data"), Mapping):

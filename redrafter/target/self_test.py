@@ -1,13 +1,13 @@
-"""Test a model when it is bound: small token trees against plain forwards, so that what is served is right.
+"""The self-test of a model that is being bound: small token trees are compared with plain forwards.
 
-A half-precision model is computed in float32, since its own rounding would hide what a wrong mask or position changes;
-once more as it is, which shows that it runs, and that it is not far off.
+A half-precision model is computed in float32, since its own rounding would hide what a wrong mask or position changes,
+and once as it is, which shows that it runs and is not far off.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,7 +18,7 @@ from redrafter.target.aux_hidden import decoder_stack
 from redrafter.target.float32 import in_float32
 from redrafter.target.quantization import is_quantized
 from redrafter.target.self_test_trials import (
-    WRONG,
+    MODEL_ERRORS,
     KVCache,
     TargetUnderTest,
     Trial,
@@ -30,23 +30,30 @@ from redrafter.target.self_test_trials import (
 
 __all__ = ["SelfTest"]
 
-FAR_LAYERS = 4  # layers that a far trial computes at least
-NewCache = Callable[[Sequence[LayerShape], int, int], KVCache]  # of layers, rows and slots a row
+MIN_FAR_LAYERS = 4  # layers that a far trial computes at least
+
+NewCache: TypeAlias = Callable[[Sequence[LayerShape], int, int], KVCache]
+"""Makes a cache for some layers, rows and slots a row."""
 
 
 class SelfTest:
     """The trials of one target, for each kind of cache that it may be decoded on.
 
-    Args:
-        target: what is being bound; its `verify` and `prefill` are tried.
-        kinds: what its layers attend to.
-        longest: tokens of a near trial's longer row.
-
     Attributes:
-        output: of one of the model's own plain forwards.
+        output: Output of one of the model's own plain forwards, with its cache.
     """
 
     def __init__(self, target: TargetUnderTest, kinds: LayerKinds, longest: int):
+        """Run the plain forwards of the near trial.
+
+        Args:
+            target: What is being bound; its `verify` and `prefill` are tried.
+            kinds: What its layers attend to.
+            longest: Tokens of the longer row of a near trial.
+
+        Raises:
+            CheckpointError: The model's logits are not finite.
+        """
         self._target, self._longest = target, longest
         self._near, self.output = near_trial(target, longest)
         if not bool(self._near.expected.isfinite().all()):
@@ -55,25 +62,25 @@ class SelfTest:
                 "for them"
             )
         by_layer = kinds.by_layer or ()
-        self._far_layers = max([FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
-        self._native = _tolerance(target)
-        self._widened = target.dtype in _HALF and not is_quantized(target.model.config)
+        self._far_layers = max([MIN_FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
+        self._native_tolerance = _tolerance(target)
+        self._test_in_float32 = target.dtype in _HALF and not is_quantized(target.model.config)
 
     def run(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
         """Run every trial on caches of one kind.
 
         Args:
-            shapes: what each layer stores.
-            new_cache: makes a cache for some layers, rows and slots a row.
-            far: whether to run far trials too; they need `shapes` to be what transformers' own cache stores.
+            shapes: What each layer stores.
+            new_cache: Makes a cache.
+            far: Run far trials too; they need `shapes` to be what transformers' own cache stores.
 
         Raises:
-            UnsupportedError: the model cannot run a tree, or answers differently.
+            UnsupportedError: The model cannot run a tree, or its logits differ from those of plain forwards.
         """
-        self._compare(self._near, new_cache(shapes, 2, self._near.slots), self._native)
-        if not self._widened:
+        self._compare(self._near, new_cache(shapes, 2, self._near.slots), self._native_tolerance)
+        if not self._test_in_float32:
             if far:
-                self._run_far(shapes, new_cache, max(self._native, _WIDENED))
+                self._run_far(shapes, new_cache, max(self._native_tolerance, _WIDENED))
             return
         wide = [replace(shape, dtype=torch.float32) for shape in shapes]
         with in_float32():
@@ -84,7 +91,7 @@ class SelfTest:
                     self._run_far(wide, new_cache, _WIDENED)
 
     def _run_far(self, shapes: Sequence[LayerShape], new_cache: NewCache, allowed: "_Tolerance") -> None:
-        """Cross the numbers of the config with the first layers alone."""
+        """Run far trials, on the first layers alone: long enough to cross the numbers of the config."""
         target, count = self._target, len(shapes)
         kept = min(self._far_layers, count)
         for length in far_lengths(target.config, target.context, shapes[:kept]):
@@ -94,8 +101,9 @@ class SelfTest:
                     self._compare(trial, new_cache(trial.shapes, 1, trial.slots), allowed)
 
     def _compare(self, trial: Trial, cache: KVCache, allowed: "_Tolerance") -> None:
-        found, expected = run_trial(self._target, trial, cache).float(), trial.expected.float()
-        error = (found - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
+        """Run a trial, and raise `UnsupportedError` where its logits are off by more than is allowed."""
+        logits, expected = run_trial(self._target, trial, cache).float(), trial.expected.float()
+        error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
         if not bool((error.max() <= allowed.worst) & (error.median() <= allowed.typical)):
             behind = "" if trial.prompts is not None else f" behind {int(trial.length[0])} tokens"
             raise UnsupportedError(
@@ -106,7 +114,12 @@ class SelfTest:
 
 @dataclass(frozen=True, order=True)
 class _Tolerance:
-    """The most that a node's error may be, relative to the spread of its logits: at any node, and at half of them."""
+    """The most that errors of logits may be, relative to the spread of a node's logits.
+
+    Attributes:
+        worst: The most at any node.
+        typical: The most at half of the nodes.
+    """
 
     worst: float
     typical: float
@@ -123,7 +136,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _tolerance(target: TargetUnderTest) -> _Tolerance:
-    """Return what is allowed to a model in the dtype that it computes in, which may not be that of its logits."""
+    """Return the tolerance of a model in the dtype that it computes in, which may not be that of its logits."""
     if is_quantized(target.model.config):
         return _QUANTIZED
     return _NARROW if target.dtype in _HALF else _EXACT
@@ -133,13 +146,13 @@ def _unless_it_fails(make: Callable[[], Trial]) -> Trial | None:
     """Return a trial, or None where the model's own plain forward cannot run it: in float32, or with few layers."""
     try:
         return make()
-    except (*WRONG, NotImplementedError):
+    except (*MODEL_ERRORS, NotImplementedError):
         return None
 
 
 @contextmanager
 def _few_layers(model: Any, count: int, kept: int) -> Iterator[None]:
-    """Let a model have only the first `kept` of its `count` decoder layers, where it holds them in a list."""
+    """Leave a model the first `kept` of its `count` decoder layers inside the context, if it holds them in a list."""
     stack = decoder_stack(model, count)
     whole = {} if stack is None else dict(stack._modules)
     try:

@@ -1,4 +1,4 @@
-"""Small token trees and what plain forwards give along their paths, for the test of a model that is being bound.
+"""The trials of the self-test: small token trees, and what plain forwards give along their paths.
 
 A *near* trial has two rows of a few tokens, which the model reads itself. A *far* trial has one row whose committed
 keys and values are random numbers, as many as it takes to cross the numbers of the config that change what a position
@@ -15,21 +15,22 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from redrafter.cache.dense import DenseCache, LayerShape
-from redrafter.cache.paged import PagedCache
+from redrafter.cache.paged import KVCache
 from redrafter.errors import UnsupportedError, first_line
 from redrafter.tree.token_tree import Tree, chain, tree_of
 
-__all__ = ["WRONG", "KVCache", "TargetUnderTest", "Trial", "far_lengths", "far_trial", "near_trial", "run_trial"]
+__all__ = ["MODEL_ERRORS", "TargetUnderTest", "Trial", "far_lengths", "far_trial", "near_trial", "run_trial"]
 
-ROOM = 8  # slots that a trial needs behind a row's committed tokens
-FAR_BYTES = 1 << 30  # of keys and values in one far trial; farther trials are left out
-BORDER = re.compile("window|chunk|original_max|floor|local|keep|block|stride|span|topk")  # names of such numbers
-WRONG = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
-KVCache = DenseCache | PagedCache
+TRIAL_SLOTS = 8  # slots that a trial needs behind a row's committed tokens
+MAX_FAR_BYTES = 1 << 30  # of keys and values in one far trial; longer trials are left out
+# Names of config entries whose numbers change what a position sees.
+POSITION_LIMITS = re.compile("window|chunk|original_max|floor|local|keep|block|stride|span|topk")
+# What a model's code may raise where it cannot run a trial.
+MODEL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
 
 
 class TargetUnderTest(Protocol):
-    """What a trial asks of a target."""
+    """The attributes and methods of a target that the self-test uses."""
 
     name: str
     model: Any
@@ -38,11 +39,13 @@ class TargetUnderTest(Protocol):
     dtype: torch.dtype
     context: int | None
 
-    def verify(self, tree: Tree, length: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]: ...
+    def verify(self, tree: Tree, length: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Run a tree through the model; see `Target.verify`."""
 
     def prefill(
         self, prompts: Tensor, length: Tensor, cache: KVCache, *, max_tokens: int | None = None
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """Read prompts into a cache; see `Target.prefill`."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,13 @@ class Trial:
     """A small tree behind the committed tokens of B rows, and what plain forwards give along its paths.
 
     Attributes:
-        nodes: `[6]` int64, ids: the root; a and b below it; c below a, d below b; e, which follows the path root, b, d.
-        length: `[B]` int64, committed tokens of each row.
-        prompts: `[B, P]` int64, right-padded; None where the committed keys and values are random numbers.
-        shapes: what each layer of such a trial stores.
-        states: per layer, such keys and values, `[1, heads, P, dim]` each.
-        expected: `[B, 6, V]`, plain logits at root, a, b, c, d and e.
+        nodes: Ids of the root; of a and b below it, c below a, d below b; of e, which follows the path root, b, d;
+            `[6]` int64.
+        length: Committed tokens of each row, `[B]` int64.
+        prompts: Those tokens, `[B, P]` int64, right-padded; None where their keys and values are random numbers.
+        shapes: What each layer stores in a trial with random keys and values; else empty.
+        states: Those keys and values per layer, `[1, heads, P, dim]` each; else empty.
+        expected: Plain logits at root, a, b, c, d and e, `[B, 6, V]`.
     """
 
     nodes: Tensor
@@ -68,24 +72,34 @@ class Trial:
     @property
     def slots(self) -> int:
         """Slots that a row needs."""
-        return int(self.length.max()) + ROOM
+        return int(self.length.max()) + TRIAL_SLOTS
 
 
 def near_trial(target: TargetUnderTest, longest: int) -> tuple[Trial, Any]:
-    """Return two rows, of `longest` and of two tokens fewer, and the model's own output for the second."""
+    """Make a trial of two rows, of `longest` tokens and of two fewer, by plain forwards.
+
+    Returns:
+        The trial, and the model's own output for the second row.
+    """
     ids = _ids(target, 2 * longest + 6)
     prompts, nodes = ids[: 2 * longest].view(2, longest), ids[2 * longest :]
     expected, lengths = [], [longest, longest - 2]
     for row, n in enumerate(lengths):
         texts = torch.stack([torch.cat([prompts[row, :n], path]) for path in _paths(nodes)])
         out = target.model(input_ids=texts, use_cache=True)
-        expected.append(_along(out.logits[:, n:].to(target.device)))
+        expected.append(_at_nodes(out.logits[:, n:].to(target.device)))
     length = torch.tensor(lengths, device=target.device)
     return Trial(nodes, length, prompts, (), (), torch.stack(expected)), out
 
 
 def far_trial(target: TargetUnderTest, length: int, shapes: Sequence[LayerShape]) -> Trial:
-    """Return one row of `length` committed tokens whose keys and values, of these layers, are random numbers."""
+    """Make a trial of one row of `length` committed tokens, whose keys and values are random numbers.
+
+    Args:
+        target: What is being bound.
+        length: Committed tokens.
+        shapes: What each layer of the model stores.
+    """
     nodes = _ids(target, 6)
     states = [_random_states(shape, length, layer) for layer, shape in enumerate(shapes)]
     past = DynamicCache()
@@ -95,15 +109,15 @@ def far_trial(target: TargetUnderTest, length: int, shapes: Sequence[LayerShape]
     out = target.model(
         input_ids=torch.stack(_paths(nodes)), position_ids=positions, past_key_values=past, use_cache=True
     )
-    at = torch.tensor([length], device=target.device)
-    return Trial(nodes, at, None, shapes, states, _along(out.logits.to(target.device))[None])
+    lengths = torch.tensor([length], device=target.device)
+    return Trial(nodes, lengths, None, shapes, states, _at_nodes(out.logits.to(target.device))[None])
 
 
 def run_trial(target: TargetUnderTest, trial: Trial, cache: KVCache) -> Tensor:
-    """Return the logits `[B, 6, V]` of the trial's tree on a cache: prefill, verify, commit, verify.
+    """Return the logits `[B, 6, V]` of a trial's tree on an empty cache: prefill, verify, commit, verify.
 
     Raises:
-        UnsupportedError: the model cannot run a tree.
+        UnsupportedError: The model cannot run a tree.
     """
     root, a, b, c, d, e = trial.nodes
     rows, device = len(trial.length), target.device
@@ -113,35 +127,44 @@ def run_trial(target: TargetUnderTest, trial: Trial, cache: KVCache) -> Tensor:
         if trial.prompts is None:
             _fill(cache, trial)
         else:
-            # In several forwards, as a long prompt is read.
+            # In several forwards, as long prompts are read.
             target.prefill(trial.prompts, trial.length, cache, max_tokens=trial.prompts.shape[1])
         logits, _ = target.verify(tree_of(tokens, parents, depth, max_depth=2), trial.length, cache)
         cache.commit(trial.length, torch.tensor([0, 2, 4], device=device).expand(rows, 3))
         after, _ = target.verify(chain(e.expand(rows, 1)), trial.length + 3, cache)
-    except WRONG as error:
+    except MODEL_ERRORS as error:
         raise UnsupportedError(f"{target.name} cannot run a token tree: {first_line(error)}") from error
     return torch.cat([logits, after], dim=1)
 
 
 def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) -> list[int]:
-    """Return the committed lengths at which far trials are worth running, at most two: behind every such number of the
-    config, and just before the end of the context, where memory allows."""
-    slot = 3 * sum(shape.heads * (shape.key_dim + shape.value_dim) * 4 for shape in shapes)  # two plain rows, one ours
-    longest = FAR_BYTES // slot
+    """Return the lengths of committed tokens at which to run far trials, at most two, as far as memory allows.
+
+    One is behind every number of the config that limits what a position sees; one is just before the end of the
+    context.
+
+    Args:
+        config: Config of the model's decoder.
+        context: Positions that the model can tell apart; None for no limit.
+        shapes: What each layer stores.
+    """
+    # Of two plain rows, and of one of ours.
+    slot_bytes = 3 * sum(shape.heads * (shape.key_dim + shape.value_dim) * 4 for shape in shapes)
+    longest = MAX_FAR_BYTES // slot_bytes
     if context is not None:
         longest = min(longest, context - 4)
-    borders = [border + 2 for border in _integers(config.to_dict()) if border + 2 <= longest]
+    past_limits = [limit + 2 for limit in _position_limits(config.to_dict()) if limit + 2 <= longest]
     ends = [context - 4] if context is not None and context - 4 == longest else []
-    return sorted({max(borders, default=0), *ends} - {0})
+    return sorted({max(past_limits, default=0), *ends} - {0})
 
 
-def _integers(entries: Mapping[str, Any], inside: bool = False) -> Iterator[int]:
-    """Yield the integers of a config whose names, or those of what holds them, are ones of `BORDER`."""
+def _position_limits(entries: Mapping[str, Any], inside: bool = False) -> Iterator[int]:
+    """Yield the positive integers of a config whose name, or that of an entry around them, is in `POSITION_LIMITS`."""
     for name, value in entries.items():
-        meant = inside or bool(BORDER.search(str(name)))
+        matches = inside or bool(POSITION_LIMITS.search(str(name)))
         if isinstance(value, Mapping):
-            yield from _integers(value, meant)
-        elif isinstance(value, int) and not isinstance(value, bool) and meant and value > 0:
+            yield from _position_limits(value, matches)
+        elif isinstance(value, int) and not isinstance(value, bool) and matches and value > 0:
             yield value
 
 
@@ -150,19 +173,19 @@ def _ids(target: TargetUnderTest, count: int) -> Tensor:
 
 
 def _paths(nodes: Tensor) -> list[Tensor]:
-    """Return the texts that a trial's tree holds: root, a, c, e and root, b, d, e, `[4]` each."""
+    """Return the two texts that a trial's tree holds: root, a, c, e and root, b, d, e, `[4]` each."""
     root, a, b, c, d, e = nodes
     return [torch.stack([root, a, c, e]), torch.stack([root, b, d, e])]
 
 
-def _along(logits: Tensor) -> Tensor:
-    """Pick `[6, V]` for root, a, b, c, d and e from the two paths' logits `[2, 4, V]`."""
+def _at_nodes(logits: Tensor) -> Tensor:
+    """Pick the logits at root, a, b, c, d and e, `[6, V]`, from those along the two paths, `[2, 4, V]`."""
     in_a, in_b = logits
     return torch.stack([in_b[0], in_a[1], in_b[1], in_a[2], in_b[2], in_b[3]])
 
 
 def _random_states(shape: LayerShape, length: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of a layer, `[1, heads, length, dim]`, the same ones whenever they are asked for."""
+    """Return random keys and values of a layer, `[1, heads, length, dim]` each, the same in every call."""
     random = torch.Generator().manual_seed(layer)
     keys, values = (
         torch.randn(1, shape.heads, length, dim, generator=random).to(shape.device, shape.dtype)

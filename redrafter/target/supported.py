@@ -1,4 +1,4 @@
-"""Which models cannot be a target, and why: each reason in words of this library."""
+"""Refuse models that cannot be a target, each with its reason, and read from others what they store."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,12 +12,14 @@ from redrafter.errors import ReDrafterError, UnsupportedError, first_line
 
 __all__ = ["check_supported", "config_width", "head_width", "model_errors_named", "stored_shapes"]
 
-ATTENTION = ("eager", "sdpa")  # what takes a 4-D mask
+MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
 
 
 def model_errors_named(bind: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a target's `__init__(self, model)`: what a model's own code raises becomes an `UnsupportedError` that names
-    the model. Memory that ran out is nobody's architecture, and passes."""
+    """Wrap a target's `__init__` so that errors of a model's own code become an `UnsupportedError` naming the model.
+
+    Errors of this library pass, and so does memory that ran out.
+    """
 
     @wraps(bind)
     def wrapped(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -34,7 +36,16 @@ def model_errors_named(bind: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_supported(model: Any, name: str) -> None:
-    """Raise `UnsupportedError` for a model whose config says already that no tree can be verified on it."""
+    """Check by the config that token trees can be verified on a model.
+
+    Args:
+        model: The causal LM.
+        name: What to call it.
+
+    Raises:
+        UnsupportedError: It is an encoder-decoder, reads in both directions, keeps a recurrent state, has ALiBi, or
+            its attention implementation takes no 4-D mask.
+    """
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise UnsupportedError(f"{name} is an encoder-decoder; only decoder-only causal LMs can be verified as a tree")
@@ -43,17 +54,17 @@ def check_supported(model: Any, name: str) -> None:
             f"{name} reads its prompt in both directions (use_bidirectional_attention); "
             "only a model in which no token sees a later one can be verified as a tree"
         )
-    kinds_of_layers = _layer_types(config)
-    stateful = {kind for kind in kinds_of_layers or () if "linear" in kind or not kind.endswith("attention")}
+    layer_types = _layer_types(config)
+    stateful = {kind for kind in layer_types or () if "linear" in kind or not kind.endswith("attention")}
     # A class may be made for hybrids, and a model of it hold attention alone; its own layers are what counts.
-    if stateful or (kinds_of_layers is None and getattr(model, "_is_stateful", False)):
+    if stateful or (layer_types is None and getattr(model, "_is_stateful", False)):
         kinds = ", ".join(sorted(stateful)) or "recurrent"
         raise UnsupportedError(
             f"{name} has {kinds} layers, whose state cannot be rolled back to a branch of a tree; "
             "use a model whose layers are all attention"
         )
     attention = getattr(model.config, "_attn_implementation", "eager")
-    if attention not in ATTENTION:
+    if attention not in MASKED_ATTENTIONS:
         raise UnsupportedError(
             f"attn_implementation={attention!r} takes no tree mask; load the model with {_tree_attentions(model)}"
         )
@@ -61,7 +72,7 @@ def check_supported(model: Any, name: str) -> None:
 
 
 def _layer_types(config: object) -> list[str] | None:
-    """Return the kind of each layer, where a config lists them."""
+    """Return the type of each layer, or None where a config does not list them."""
     listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if not listed:
         return None
@@ -69,10 +80,10 @@ def _layer_types(config: object) -> list[str] | None:
 
 
 def _check_positions(model: Any, name: str) -> None:
-    """Raise `UnsupportedError` for ALiBi, whose bias knows a token by its slot in a row and not by its position."""
+    """Raise `UnsupportedError` for ALiBi, whose bias follows from a token's slot in a row and not from its position."""
     config = model.config.get_text_config(decoder=True)
-    said = (getattr(each, "alibi", False) for each in (config, getattr(config, "attn_config", None)))
-    if any(said) or hasattr(model.get_decoder(), "build_alibi_tensor"):
+    alibi = (getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None)))
+    if any(alibi) or hasattr(model.get_decoder(), "build_alibi_tensor"):
         raise UnsupportedError(
             f"{name} has ALiBi attention, whose bias follows from a token's slot in a 2-D mask; the nodes of a tree "
             "need positions of their own, so use a model with rotary or learned positions"
@@ -80,7 +91,7 @@ def _check_positions(model: Any, name: str) -> None:
 
 
 def _tree_attentions(model: Any) -> str:
-    """Name the attention implementations that take a tree's mask and that the model is right with, for a message."""
+    """Return how to load a model with an attention that takes a tree's mask and that it is right with."""
     config = model.config.get_text_config(decoder=True)
     if not model._supports_sdpa or getattr(config, "attn_logit_softcapping", None) is not None:
         return "attn_implementation='eager'"
@@ -88,7 +99,7 @@ def _tree_attentions(model: Any) -> str:
 
 
 def _cache_layers(output: Any, config: Any, name: str) -> Any:
-    """Return the layers of the cache that a plain forward made. Raises `UnsupportedError` where it made none."""
+    """Return the layers of the cache that a plain forward made, or raise `UnsupportedError` where it made none."""
     past: Any = getattr(output, "past_key_values", None)
     if hasattr(past, "layers"):
         return past.layers
@@ -102,12 +113,12 @@ def stored_shapes(output: Any, config: Any, name: str) -> list[LayerShape]:
     """Return what each layer stores, by the cache of a plain forward.
 
     Args:
-        output: of that forward.
-        config: of the decoder.
-        name: of the model, for messages.
+        output: Output of that forward.
+        config: Config of the model's decoder.
+        name: What to call the model.
 
     Raises:
-        UnsupportedError: the model keeps something else than keys and values.
+        UnsupportedError: The model keeps something else than keys and values.
     """
     layers = _cache_layers(output, config, name)
     shapes = dict[int, LayerShape]()
@@ -125,17 +136,20 @@ def stored_shapes(output: Any, config: Any, name: str) -> list[LayerShape]:
 
 
 def _stores_nothing(layer: Any) -> bool:
-    """Tell whether a layer of transformers' cache is for keys and values and holds none after a forward, as where a
-    layer attends to what an earlier one stores, or to images alone."""
-    return getattr(layer, "keys", layer) is None and not any(isinstance(each, Tensor) for each in vars(layer).values())
+    """Tell whether a layer of transformers' cache is for keys and values and holds none after a forward.
+
+    So it is where a layer attends to what an earlier one stores, or to images alone.
+    """
+    tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
+    return getattr(layer, "keys", layer) is None and not tensors
 
 
 def head_width(head: nn.Module, config: Any) -> int:
-    """Return D, the size of the hidden states that a model's head reads."""
+    """Return D, the width of the hidden states that a model's head reads."""
     width = getattr(head, "in_features", None)
     return width if isinstance(width, int) else config_width(config)
 
 
 def config_width(config: Any) -> int:
-    """Return D as a config tells it: that of the layers, but where OPT projects what goes in and comes out of them."""
+    """Return D by a config: the width of the layers, or what OPT projects their input and output to."""
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size

@@ -247,7 +247,7 @@ class Target:
             active: The rows that go on, `[B]` bool.
             cache: Keys and values of the rows; those of the rows that are read again are replaced.
         """
-        assert self.rope is not None and self.rope.rereads
+        assert self.rope is not None, "needs_reread says when to call"
         switch_at = self.rope.switch_at
         rows = ((length == switch_at) & active).nonzero()[:, 0]
         if not len(rows):
