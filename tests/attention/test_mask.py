@@ -1,3 +1,5 @@
+"""Masks of token trees are what their definition says, node by node and slot by slot."""
+
 import torch
 
 from redrafter.attention.mask import AttentionKind, additive_mask, visible_slots
@@ -7,8 +9,8 @@ PARENTS, DEPTH = [0, 0, 0, 1, 2, 4], [0, 1, 1, 2, 2, 3]
 SLOTS = 24
 
 
-def slow(length, kind):
-    """Node by node and slot by slot, from the definition."""
+def seen_by_definition(length, kind):
+    """Return what each node sees, `[6, SLOTS]` bool, from the definition: node by node and slot by slot."""
     seen = torch.zeros(6, SLOTS, dtype=torch.bool)
     for node in range(6):
         line, up = {node}, node
@@ -37,7 +39,7 @@ def test_visibility_is_what_the_definition_says():
     for kind in (AttentionKind(), AttentionKind(window=4), AttentionKind(window=1), AttentionKind(chunk=5)):
         found = visible_slots(lengths, tree.depth, tree.ancestors, SLOTS, kind)
         for row, length in enumerate(lengths.tolist()):
-            assert torch.equal(found[row], slow(length, kind)), (kind, length)
+            assert torch.equal(found[row], seen_by_definition(length, kind)), (kind, length)
 
 
 def test_the_last_nodes_see_what_they_see_in_the_whole_tree():
@@ -53,5 +55,6 @@ def test_the_last_nodes_see_what_they_see_in_the_whole_tree():
 
 def test_the_mask_is_an_additive_float():
     mask = additive_mask(torch.tensor([[[True, False]]]), torch.bfloat16)
-    assert mask.shape == (1, 1, 1, 2) and mask.dtype == torch.bfloat16
+    assert mask.shape == (1, 1, 1, 2)
+    assert mask.dtype == torch.bfloat16
     assert mask.flatten().tolist() == [0.0, torch.finfo(torch.bfloat16).min]

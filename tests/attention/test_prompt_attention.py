@@ -20,17 +20,19 @@ ALL = [*ARCHITECTURES, "llama4_text"]
 
 
 def a_target(architecture: str, **changes: object) -> Target:
+    """Return a tiny target of that architecture, the one with chunks set up to use them."""
     return Target(tiny_model(architecture, **(CHUNKED if architecture == "llama4_text" else {}), **changes))
 
 
 def own_attention(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with attention of its own, whatever its config says."""
+    """Give a model attention of its own, which does not change with its config."""
     for layer in model.model.layers:
         layer.self_attn.config = copy.deepcopy(model.config)
     return model
 
 
 def a_cache(target: Target, on_pages: bool, rows: int = 3, slots: int = 48) -> object:
+    """Return an empty cache: a paged one with its blocks in random order, or a dense one."""
     if on_pages:
         blocks = slots // 16
         table = torch.randperm(rows * blocks, generator=torch.Generator().manual_seed(5)).view(rows, blocks).int() + 1
@@ -41,7 +43,7 @@ def a_cache(target: Target, on_pages: bool, rows: int = 3, slots: int = 48) -> o
 
 
 def read(target: Target, prompts: Tensor, cache: object, **how: object) -> tuple[Tensor, ...]:
-    """What the last tokens of the prompts give, and what a token behind them gives, which sees all that was kept."""
+    """Return what the last tokens of prompts give, and what one more token gives, which sees all that was stored."""
     with torch.inference_mode():
         found = target.prefill(prompts, LENGTHS, cache, **how)
         return *found, *target.verify(chain(torch.tensor([[7], [8], [9]])), LENGTHS, cache)
@@ -145,11 +147,12 @@ def test_half_precision_is_read_in_pieces_as_in_one():
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(6))
     whole, *_ = read(target, prompts, a_cache(target, False))
     cut, *_ = read(target, prompts, a_cache(target, False), max_tokens=7)
-    assert cut.dtype == torch.bfloat16 and (cut - whole).float().std() < 0.05 * whole.float().std()
+    assert cut.dtype == torch.bfloat16
+    assert (cut - whole).float().std() < 0.05 * whole.float().std()
 
 
 class _Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that is made, and not only a view of one that was there."""
+    """Counts the bytes of the largest tensor that is made, views of earlier ones aside."""
 
     def __init__(self, known: Iterator[Tensor]):
         super().__init__()

@@ -68,7 +68,7 @@ def test_attention_that_reads_positions_off_the_cache_is_told_them(case):
 @pytest.mark.parametrize("cache", ["dense", "paged"])
 @pytest.mark.parametrize("architecture", STRAY)
 def test_a_window_that_attention_ignores_is_ignored(architecture, cache):
-    """Without a cache, since transformers' own cache forgets what lies past a window that the model does not have."""
+    """It is compared without a cache: transformers' own forgets what is past a window, though the model has none."""
     engine = with_tree(tiny_model(architecture, sliding_window=8), tiny_drafter(), 3, 3)
     check_texts(engine if cache == "dense" else paged(engine), *uneven_batch(rows=4, longest=40), use_cache=False)
 

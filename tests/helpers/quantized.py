@@ -11,7 +11,15 @@ PER_TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": T
 
 
 def save_compressed(folder: Path, name: str, model: Any = None) -> None:
-    """A base as llm-compressor writes it, its scales taken from the weights, and 8 as the largest activation."""
+    """Save a base as llm-compressor writes it.
+
+    Scales of weights are taken from the weights; the largest activation is taken to be 8.
+
+    Args:
+        folder: Where to save it.
+        name: A preset scheme of compressed-tensors, or "FP8 per tensor" or "FP8 keys".
+        model: What to quantise; None for a tiny Llama.
+    """
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -43,4 +51,5 @@ def save_compressed(folder: Path, name: str, model: Any = None) -> None:
 
 
 def keys(**args: object) -> dict:
+    """Return a quantisation config of keys and values alone, with these arguments."""
     return {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": args}

@@ -1,4 +1,4 @@
-"""Settings of tests that read prompts in chunks."""
+"""Config entries for targets of tests."""
 
 CHUNKED = {  # its layers attend within chunks
     "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],

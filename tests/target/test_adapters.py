@@ -16,13 +16,14 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "up_proj", "gate_proj"]
 
 
 def adapted(architecture="llama", seed=1, **changes):
-    """A tiny model with LoRA that says something."""
+    """Return a tiny model with LoRA adapters that change what it writes."""
     settings = {"r": 4, "target_modules": PROJECTIONS, "task_type": "CAUSAL_LM", "lora_alpha": 32} | changes
     model = peft.get_peft_model(tiny_model(architecture), peft.LoraConfig(**settings)).eval()
-    return speaking(model, seed)
+    return randomized(model, seed)
 
 
-def speaking(model, seed=1):
+def randomized(model, seed=1):
+    """Give the adapters of a model random weights; new ones change nothing."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if "lora_" in name:
@@ -30,7 +31,8 @@ def speaking(model, seed=1):
     return model
 
 
-def told(model):
+def plain_text(model):
+    """Return what `model.generate` itself writes."""
     return model.generate(input_ids=IDS, attention_mask=MASK, **GREEDY)
 
 
@@ -49,9 +51,9 @@ def told(model):
 )
 def test_a_peft_model_is_served_with_its_adapters(on, changes):
     model = adapted(**changes)
-    expected = told(model)
+    expected = plain_text(model)
     with model.disable_adapter():
-        assert not torch.equal(expected, told(model))
+        assert not torch.equal(expected, plain_text(model))
     makers = (
         lambda: ReDrafter.from_pretrained(model, tiny_drafter(), num_beams=3, draft_len_per_beam=3),
         lambda: PromptLookup.from_pretrained(model),
@@ -69,12 +71,13 @@ def test_the_custom_generate_of_an_engine_belongs_to_its_peft_model_too():
     model = adapted()
     engine = with_tree(model, tiny_drafter(), 3, 3)
     found = model.generate(input_ids=IDS, attention_mask=MASK, custom_generate=engine.custom_generate(), **GREEDY)
-    assert torch.equal(found, told(model)) and engine.model is model.get_base_model()
+    assert torch.equal(found, plain_text(model))
+    assert engine.model is model.get_base_model()
 
 
 def test_a_model_and_its_adapted_self_draft_for_each_other():
     model = adapted()
-    expected = told(model)
+    expected = plain_text(model)
     itself = DraftTarget.from_pretrained(model, model, draft_len=3)
     assert itself.draft_model is itself.target
     for engine in (
@@ -82,18 +85,18 @@ def test_a_model_and_its_adapted_self_draft_for_each_other():
         DraftTarget.from_pretrained(model, tiny_model("llama")),
         DraftTarget.from_pretrained(tiny_model("gpt2"), model),
     ):
-        assert torch.equal(engine.generate(IDS, MASK, **GREEDY), told(engine.model))
+        assert torch.equal(engine.generate(IDS, MASK, **GREEDY), plain_text(engine.model))
     assert torch.equal(itself.generate(IDS, MASK, **GREEDY), expected)
 
 
 def test_adapters_that_are_merged_switched_or_disabled_are_followed():
     model = adapted()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    speaking(model, seed=4).eval()
+    randomized(model, seed=4).eval()
     engine, texts = with_tree(model, tiny_drafter(), 3, 3), []
 
     def check():
-        texts.append(told(model))
+        texts.append(plain_text(model))
         assert torch.equal(engine.generate(IDS, MASK, **GREEDY), texts[-1])
 
     check()
@@ -105,9 +108,10 @@ def test_adapters_that_are_merged_switched_or_disabled_are_followed():
     check()
     with model.disable_adapter():
         check()
-    assert not torch.equal(texts[0], texts[2]) and not torch.equal(texts[2], texts[3])
+    assert not torch.equal(texts[0], texts[2])
+    assert not torch.equal(texts[2], texts[3])
     merged = adapted()
-    expected = told(merged)
+    expected = plain_text(merged)
     whole = merged.merge_and_unload()
     assert torch.equal(with_tree(whole, tiny_drafter(), 3, 3).generate(IDS, MASK, **GREEDY), expected)
 
@@ -130,7 +134,7 @@ def test_adapters_that_transformers_loads_are_served(tmp_path):
     model = adapted()
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "adapter")
-    expected = told(model)
+    expected = plain_text(model)
     for engine in (
         PromptLookup.from_pretrained(tmp_path / "adapter"),
         PromptLookup.from_pretrained(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")),

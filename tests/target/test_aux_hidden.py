@@ -34,13 +34,17 @@ NEW = 20
 
 
 def plain_features(model: PreTrainedModel, text: Tensor, layers: tuple[int, ...]) -> Tensor:
-    """By the model's own account; layers but the last, of which it tells only what the final norm made. `[T, F]`."""
+    """Return the hidden states that a drafter reads, `[T, F]`, by `output_hidden_states`.
+
+    The last layer must not be among `layers`: the model tells only what the final norm made of it.
+    """
     with torch.no_grad():
         states = model(input_ids=text[None], output_hidden_states=True, use_cache=False).hidden_states
     return torch.cat([states[-1], *(states[layer + 1] for layer in layers)], dim=-1)[0]
 
 
 def hooks_of(model: nn.Module) -> int:
+    """Count the hooks on all modules of a model."""
     return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
 
 
@@ -49,7 +53,7 @@ def hooks_of(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_texts_that_share_a_row_are_read_as_alone(architecture):
-    """Some of them are longer than the windows of the models that have one."""
+    """Some texts are longer than the windows of the models that have one."""
     model = tiny_model(architecture)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(3, VOCAB, (2, 30), generator=generator)
@@ -103,16 +107,19 @@ def test_a_teacher_leaves_nothing_on_the_model():
         teacher.read(torch.randint(3, VOCAB, (1, 5)))
     with pytest.raises(IndexError), teacher:
         teacher.read(torch.full((1, 5), VOCAB))
-    assert hooks_of(model) == 0 and model.config._attn_implementation == attention
+    assert hooks_of(model) == 0
+    assert model.config._attn_implementation == attention
     changed = {key for key, value in vars(model).items() if id(value) != before.get(key)}
-    assert changed == set() and not model.training
+    assert changed == set()
+    assert not model.training
     with teacher:
         again = teacher.read(torch.randint(3, VOCAB, (1, 5)))
-    assert again.hidden.shape == (1, 5, 3 * HIDDEN) and not again.logits.requires_grad
+    assert again.hidden.shape == (1, 5, 3 * HIDDEN)
+    assert not again.logits.requires_grad
 
 
 def test_what_runs_the_model_between_readings_is_not_read():
-    """As a trainer's validation does, and a reading that fails."""
+    """A trainer's validation runs the model so, and a reading may fail."""
     model, text = tiny_model("llama"), torch.randint(3, VOCAB, (1, 5))
     with Teacher(model, (0, 1)) as teacher:
         expected = teacher.read(text)
@@ -128,6 +135,7 @@ def test_what_runs_the_model_between_readings_is_not_read():
 
 
 def broken(*_: object, **__: object) -> Tensor:
+    """Fail as a forward does that runs out of memory."""
     raise RuntimeError("out of memory")
 
 
@@ -135,6 +143,7 @@ def broken(*_: object, **__: object) -> Tensor:
 
 
 def forward_caches(target: Target, rows: int) -> Iterator[object]:
+    """Yield an empty cache of each kind."""
     dense = target.new_cache(rows)
     dense.reserve(32)
     yield dense
@@ -164,7 +173,8 @@ def test_verification_returns_what_the_model_says_of_its_layers(architecture):
             torch.testing.assert_close(prefilled, first, atol=5e-5, rtol=1e-3)
             torch.testing.assert_close(hidden, told, atol=5e-5, rtol=1e-3)
             torch.testing.assert_close(some, told[[0, 1], [3, 0]][:, None], atol=5e-5, rtol=1e-3)
-    assert hooks_of(model) == hooks and target.feature_size == 3 * HIDDEN
+    assert hooks_of(model) == hooks
+    assert target.feature_size == 3 * HIDDEN
 
 
 def test_a_forward_that_failed_leaves_no_features_to_the_next():
@@ -183,7 +193,7 @@ def test_a_forward_that_failed_leaves_no_features_to_the_next():
 
 
 def test_the_output_of_the_last_layer_is_what_the_final_norm_reads():
-    """That of a new llama has a weight of 1."""
+    """The final norm of a new Llama has a weight of 1."""
     target = Target(tiny_model("llama"))
     target.read_aux_hidden((2,))
     cache = target.new_cache(1)
@@ -211,7 +221,8 @@ def test_features_have_the_dtype_of_the_last():
     last, early = torch.randn(2, 3, HIDDEN).bfloat16(), 300 * torch.randn(2, 3, HIDDEN)
     assert join_hidden(last, []) is last
     joined = join_hidden(last, [early])
-    assert joined.dtype == torch.bfloat16 and torch.equal(joined, torch.cat([last, early.bfloat16()], dim=-1))
+    assert joined.dtype == torch.bfloat16
+    assert torch.equal(joined, torch.cat([last, early.bfloat16()], dim=-1))
 
 
 # Which layers
@@ -265,6 +276,7 @@ def test_layers_are_those_of_the_decoder_and_not_of_an_eye_with_as_many():
 
 
 def engines(model: PreTrainedModel, form: str) -> Iterator[Engine]:
+    """Yield an engine with a random drafter of that form, on each kind of cache."""
     drafter = random_drafter(**FORMS[form])
     yield with_tree(model, drafter, 4, 3)
     yield paged(with_tree(model, drafter, 4, 3))
@@ -285,15 +297,17 @@ def test_every_form_of_drafter_leaves_the_text_as_it_is(architecture, form):
             plain = engine.generate(ids, mask, max_new_tokens=NEW, speculate=False, **arguments)
             assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, **arguments), plain)
             drawn.append(plain)
-    assert torch.equal(drawn[0], expected) and torch.equal(drawn[2], expected)
-    assert torch.equal(drawn[1], drawn[3]) and not torch.equal(drawn[1][:, : len(expected[0])], expected)
+    assert torch.equal(drawn[0], expected)
+    assert torch.equal(drawn[2], expected)
+    assert torch.equal(drawn[1], drawn[3])
+    assert not torch.equal(drawn[1][:, : len(expected[0])], expected)
 
 
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 5}])
 @pytest.mark.parametrize("form", ["published", "tapped", "all"])
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_drafts_are_made_from_what_the_trainer_reads(monkeypatch, architecture, form, arguments):
-    """At every step, of every row: the hidden state, and the tree that follows from it."""
+    """Compare the hidden state of every row at every step, and the tree that follows from it."""
     model, propose, changed = tiny_model(architecture), RecurrentProposer.propose, []
 
     def checked(
@@ -318,4 +332,5 @@ def test_drafts_are_made_from_what_the_trainer_reads(monkeypatch, architecture, 
     for engine in engines(model, form):
         changed.clear()
         engine.generate(ids, mask, max_new_tokens=8, top_k=0, **arguments)
-        assert len(changed) > 3 and any(changed) == (form != "published")
+        assert len(changed) > 3
+        assert any(changed) == (form != "published")

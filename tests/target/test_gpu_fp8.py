@@ -21,13 +21,14 @@ HALF = {"dtype": "bfloat16", "device": "cuda", "kv_cache_free_gpu_memory_fractio
 
 
 def optimized() -> dict[str, Any]:
-    """How FP8 products proper are asked for."""
+    """Return the arguments of loading that ask for products in FP8."""
     from transformers import CompressedTensorsConfig
 
     return {"quantization_config": CompressedTensorsConfig(use_optimized_inference=True)}
 
 
 def torchao() -> dict[str, Any]:
+    """Return the arguments of loading that let torchao quantise the base."""
     pytest.importorskip("torchao")
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
     from transformers import TorchAoConfig
@@ -36,6 +37,7 @@ def torchao() -> dict[str, Any]:
 
 
 def as_it_is() -> dict[str, Any]:
+    """Return no arguments: the base is loaded as it is saved."""
     return {}
 
 
@@ -50,7 +52,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The merged checkpoint of a quantised base and a bfloat16 drafter, by scheme."""
+    """Return merged checkpoints of a quantised base and a bfloat16 drafter, by scheme."""
     made: dict[str, Path] = {}
     for scheme in ("FP8_DYNAMIC", "FP8", "torchao"):
         folder = tmp_path_factory.mktemp("fp8")
@@ -68,7 +70,10 @@ def folders(tmp_path_factory):
 
 
 def largest_gap(engine: ReDrafter, ids: torch.Tensor, mask: torch.Tensor) -> float:
-    """How far a greedy text's tokens are from the best of one plain forward, in standard deviations of its logits."""
+    """Return how far the tokens of a greedy text are from the best ones of one plain forward.
+
+    The unit is the standard deviation of that forward's logits.
+    """
     text = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
     whole = torch.cat([mask, torch.ones_like(text[:, mask.shape[1] :])], dim=1)
     with torch.no_grad():
@@ -80,7 +85,7 @@ def largest_gap(engine: ReDrafter, ids: torch.Tensor, mask: torch.Tensor) -> flo
 @pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_fp8_base_writes_its_best_tokens(folders, way, compile):
-    """Up to the rounding of its activations, which depends on the shape of a forward."""
+    """Texts agree up to the rounding of activations, which depends on the shape of a forward."""
     folder, own = folders[way.split(",")[0]], WAYS[way]()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

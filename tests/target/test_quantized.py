@@ -36,7 +36,7 @@ EXACT = [name for name, shared in SCHEMES.items() if not shared]
 
 
 def save_torchao(folder: Path, name: str) -> None:
-    """A base as transformers quantises it while it loads."""
+    """Save a tiny base as transformers quantises it by torchao while it loads."""
     pytest.importorskip("torchao")
     from torchao import quantization as ao
     from transformers import TorchAoConfig
@@ -57,7 +57,7 @@ def save_torchao(folder: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def merged(tmp_path_factory):
-    """Merges the quantised base of a name with a bfloat16 drafter, once."""
+    """Return a function that merges the quantised base of a name with a bfloat16 drafter, once."""
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:
@@ -74,6 +74,7 @@ def merged(tmp_path_factory):
 
 
 def generated(engine, **kwargs) -> torch.Tensor:
+    """Return a text of `NEW` tokens."""
     return engine.generate(PROMPT, max_new_tokens=NEW, eos_token_id=[], **kwargs)
 
 
@@ -118,7 +119,10 @@ def test_base_and_drafter_fit_each_other_in_the_dtype_of_the_arithmetic(merged, 
 
 
 class StoredInFP8(torch.nn.Embedding):
+    """An embedding whose table may be FP8, and whose output is float32."""
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up ids in float32."""
         return self.weight.float()[ids]
 
 
@@ -149,8 +153,10 @@ def test_one_warning_names_the_scheme_whose_scales_tokens_share(merged, name):
     assert len(ours) == SCHEMES[name]
     if SCHEMES[name]:
         library = "compressed-tensors" if name in COMPRESSED else "torchao"
-        assert ours[0].category is UserWarning and "LlamaForCausalLM" in str(ours[0].message)
-        assert f"quantised with {library}, " in str(ours[0].message) and "per-tensor" in str(ours[0].message)
+        assert ours[0].category is UserWarning
+        assert "LlamaForCausalLM" in str(ours[0].message)
+        assert f"quantised with {library}, " in str(ours[0].message)
+        assert "per-tensor" in str(ours[0].message)
         assert generated(engine).shape == (1, PROMPT.shape[1] + NEW)  # and it runs
 
 
@@ -169,14 +175,17 @@ def test_a_deep_quantised_base_is_bound_unless_its_tree_sees_too_much(tmp_path, 
 
 
 def groups(**activations: object) -> dict:
+    """Return a config of compressed-tensors that quantises activations so."""
     return {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["Linear"], **activations}}}
 
 
 def inputs(**args: object) -> dict:
+    """Return a config of compressed-tensors with these arguments for input activations in FP8."""
     return groups(input_activations={"num_bits": 8, "type": "float", **args})
 
 
 def ao(kind: str, **data: object) -> dict:
+    """Return a config of torchao of that kind, with these fields."""
     return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_version": 2, "_data": data}}}
 
 
@@ -242,6 +251,7 @@ SHARED = {
 
 
 def config_with(quantization: object) -> Any:
+    """Return a stand-in for a model's config with this quantisation."""
     inner = SimpleNamespace()
     return SimpleNamespace(quantization_config=quantization, get_text_config=lambda decoder: inner)
 
@@ -249,7 +259,8 @@ def config_with(quantization: object) -> Any:
 @pytest.mark.parametrize("name", OWN)
 def test_scales_of_a_token_s_own_are_told(name):
     config = config_with(OWN[name])
-    assert is_quantized(config) and shared_scales(config) is None
+    assert is_quantized(config)
+    assert shared_scales(config) is None
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -258,12 +269,14 @@ def test_scales_that_tokens_share_are_named(name):
     assert shared_scales(config_with(found)) == called
     outer = config_with(None)
     outer.get_text_config = lambda decoder: config_with(found)  # of a model that also sees
-    assert is_quantized(outer) and shared_scales(outer) == called
+    assert is_quantized(outer)
+    assert shared_scales(outer) == called
 
 
 def test_a_model_that_is_not_quantised_has_nothing_to_tell():
     model = tiny_model("llama")
-    assert not is_quantized(model.config) and shared_scales(model.config) is None
+    assert not is_quantized(model.config)
+    assert shared_scales(model.config) is None
 
 
 def test_objects_of_the_libraries_say_what_their_dicts_say():

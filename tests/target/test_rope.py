@@ -39,6 +39,7 @@ LENGTHS = {"short": [9, 30], "long": [90, 70], "crossing": [50, 62, AT, AT - 1],
 
 
 def switching_model(family: str) -> PreTrainedModel:
+    """Return a tiny model whose rope switches at `AT` tokens, and that never ends a text."""
     return tiny_model(family, **deepcopy(LONGROPE), **FAMILIES.get(family, {}), eos_token_id=None)
 
 

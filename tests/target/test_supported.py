@@ -24,25 +24,30 @@ HEADS = ("encoder_attention_heads", "decoder_attention_heads")
 
 
 def xlnet():
+    """Return an XLNet, tiny and random."""
     return hf.XLNetLMHeadModel(hf.XLNetConfig(d_model=HIDDEN, n_layer=2, n_head=4, d_inner=48, **TOKENS))
 
 
 def reformer():
+    """Return a Reformer, tiny and random."""
     local = {"attn_layers": ["local", "local"], "local_attn_chunk_length": 8, "attention_head_size": 8}
     return tiny_model("reformer", is_decoder=True, axial_pos_shape=(8, 12), axial_pos_embds_dim=(16, 16), **local)
 
 
 def whisper():
+    """Return Whisper's decoder, tiny and random."""
     sizes = {"d_model": HIDDEN, "decoder_layers": 2, "decoder_ffn_dim": 48, "max_target_positions": CONTEXT}
     torch.manual_seed(0)
     return hf.WhisperForCausalLM(hf.WhisperConfig(**TOKENS, **sizes, **dict.fromkeys(HEADS, 4), init_std=0.2))
 
 
 def bart():
+    """Return a BART decoder, tiny and random."""
     return tiny_model("bart", encoder_layers=2, decoder_layers=2, decoder_ffn_dim=48, **dict.fromkeys(HEADS, 4))
 
 
 def blip2():
+    """Return a BLIP-2, tiny and random."""
     text = TOKENS | {"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     text |= {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": CONTEXT}
     asks = EYE | {"vocab_size": VOCAB, "encoder_hidden_size": 16}
@@ -51,12 +56,14 @@ def blip2():
 
 
 def kosmos2():
+    """Return a Kosmos-2, tiny and random."""
     text = TOKENS | {"embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 4}
     config = hf.Kosmos2Config(text_config=text, vision_config=EYE, latent_query_num=2)
     return hf.Kosmos2ForConditionalGeneration(config)
 
 
 def gemma3n():
+    """Return the text model of a Gemma 3n, tiny and random."""
     own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 4, "head_dim": 8}
     own |= {"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 6}
     return tiny_model("gemma3n_text", num_kv_shared_layers=0, activation_sparsity_pattern=[0.0] * 5, **own)
@@ -123,7 +130,8 @@ def test_a_model_is_served_as_it_is_or_refused_with_the_reason(name):
         own = IDS[row][MASK[row].bool()][None]
         alone = model.generate(own, **GREEDY)[0, own.shape[1] :]
         found = out[row, IDS.shape[1] :]
-        assert torch.equal(found[: len(alone)], alone) and (found[len(alone) :] == 0).all()
+        assert torch.equal(found[: len(alone)], alone)
+        assert (found[len(alone) :] == 0).all()
 
 
 def test_memory_that_ran_out_is_not_blamed_on_the_architecture(monkeypatch):
