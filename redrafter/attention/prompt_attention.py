@@ -77,14 +77,14 @@ def prompt_attention(
     attended = plan.attended(module.layer_idx, key, value)
     for piece, (k, v) in zip(plan.pieces, attended, strict=True):
         for first, end, reach in _blocks(kind, piece):
-            at, size, seen = behind + first - piece.first, end - first, end - reach
-            block = (queries.narrow(2, at, size), k.narrow(1, reach, seen), v.narrow(1, reach, seen))
+            offset, size, seen = behind + first - piece.first, end - first, end - reach
+            block = (queries.narrow(2, offset, size), k.narrow(1, reach, seen), v.narrow(1, reach, seen))
             if softcap:
                 attention = _attend_by_scores(*block, kind, scale, softcap, s_aux)
             else:
                 mask = plan.window_edge_mask(size, seen, dtype) if _is_past_window(kind, first) else None
                 attention = _attend(*block, mask, scale, s_aux)
-            out_by_head.narrow(2, at, size).copy_(attention)
+            out_by_head.narrow(2, offset, size).copy_(attention)
         behind += piece.count
     return out[None], None
 

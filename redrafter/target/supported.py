@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from redrafter.cache.dense import LayerShape
 from redrafter.errors import ReDrafterError, UnsupportedError, first_line
 
-__all__ = ["check_supported", "config_width", "head_width", "model_errors_named", "stored_shapes"]
+__all__ = ["check_supported", "config_width", "head_width", "name_model_in_errors", "stored_shapes"]
 
 MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
 
 
-def model_errors_named(bind: Callable[..., None]) -> Callable[..., None]:
+def name_model_in_errors(bind: Callable[..., None]) -> Callable[..., None]:
     """Wrap a target's `__init__` so that errors of a model's own code become an `UnsupportedError` naming the model.
 
     Errors of this library pass, and so does memory that ran out.

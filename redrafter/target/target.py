@@ -25,7 +25,7 @@ from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import warn_of_shared_scales
 from redrafter.target.rope import SwitchingRope, dynamic_context, find_rope, warn_of_dynamic_rope
 from redrafter.target.support import Support
-from redrafter.target.supported import check_supported, head_width, model_errors_named
+from redrafter.target.supported import check_supported, head_width, name_model_in_errors
 from redrafter.target.tree_forward import TreeForward
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import Tree, chain
@@ -53,7 +53,7 @@ class Target:
         prompt_reader: What reads prompts.
     """
 
-    @model_errors_named
+    @name_model_in_errors
     def __init__(self, model: PreTrainedModel, name: str | None = None):
         """Bind a model: learn what its layers attend to, and compare small trees with plain forwards.
 
