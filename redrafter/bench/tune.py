@@ -23,7 +23,7 @@ from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
 from redrafter.measure.stopwatch import Stopwatch
-from redrafter.sampling.hf_processors import RowTemperature
+from redrafter.sampling.processors import RowTemperature
 from redrafter.sampling.sampler import Sampler
 
 __all__ = ["Timing", "Tuner", "candidates", "choose", "table"]

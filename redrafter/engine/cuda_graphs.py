@@ -5,7 +5,6 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from redrafter.drafting.proposer import Proposer, State
 from redrafter.engine.options import MOST_ROWS, EngineOptions
 from redrafter.errors import ArgumentError, first_line
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.sampling.hf_processors import RowTemperature
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import step
 from redrafter.target.adapters import active_adapters
@@ -118,13 +116,9 @@ class CapturedStep:
             (self.state.length, state.length),
             (self.state.hidden, state.hidden),
             (self.state.active, state.active),
-            (self.sampler.prompt, sampler.prompt),
-            (self.sampler.limit, sampler.limit),
-            (self.sampler.temperature, sampler.temperature),
-            (self.sampler.seeds, sampler.seeds),
         ):
-            if mine is not None and theirs is not None:
-                mine[:rows] = theirs
+            mine[:rows] = theirs
+        self.sampler.load(sampler)
 
 
 def new_state(target: Target, rows: int, width: int) -> State:
@@ -181,22 +175,23 @@ class CUDAGraphRunner:
     def borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
         """A step for `rows` rows of up to `width` positions and a sampler of this kind; to be given back.
 
-        Greedy decoding and sampling at a temperature share their graphs from request to request. Other processors carry
-        a request's own constants: a step is captured for it alone, as it is for requests that run at the same time.
+        Requests share graphs where their processors hold tensors by row alone, whose values are loaded. Other
+        processors carry a request's own constants: a step is captured for it alone, as it is for requests that run at
+        the same time.
         """
         with self.lock:
             return self._borrow(bucket(rows), proposer, sampler, width)
 
     def _borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
-        shared = sampler.simple and not self._lent
+        shared = sampler.by_row and not self._lent
         if shared:
             width = max(SHORTEST, 1 << (width - 1).bit_length())
-        key = (rows, width, id(proposer), sampler.seeds is None, sampler.fused)
+        key = (rows, width, id(proposer), sampler.kind)
         step = self._kept.get(key) if shared else None
         if step is None:
             blocks = -(-(width + proposer.scratch_slots) // BLOCK_SIZE)
             cache = PagedCache(self.store, torch.zeros(rows, blocks, dtype=torch.int32, device=self.target.device))
-            step = self.step_over(new_state(self.target, rows, width), proposer, cache, _buffers(sampler, rows))
+            step = self.step_over(new_state(self.target, rows, width), proposer, cache, sampler.buffers(rows))
             self.capture(step, self._pool if shared else None)
             if shared:
                 self._kept[key] = step
@@ -256,21 +251,3 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
             "compile=False avoids this warning",
             stacklevel=2,
         )
-
-
-def _buffers(sampler: Sampler, rows: int) -> Sampler:
-    """A sampler of this kind for `rows` rows, over tensors of its own."""
-    device = sampler.temperature.device
-    temperature = torch.ones(rows, device=device)
-    integers = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
-    given = tuple(RowTemperature(temperature) if isinstance(p, RowTemperature) else p for p in sampler.processors)
-    if sampler.simple and sampler.seeds is not None:
-        given = (RowTemperature(temperature),)
-    return replace(
-        sampler,
-        seeds=None if sampler.seeds is None else integers[0],
-        prompt=integers[1],
-        limit=integers[2],
-        temperature=temperature,
-        processors=given,
-    )

@@ -242,7 +242,7 @@ class Engine:
                 stream = ColumnStream(streamer, len(input_ids), request.pad_token)
             proposer_for = self.proposer_for if speculate else lambda rows: self.plain
             # What belongs to a row must be found again: with constants of its own, or its scores, a batch stays whole.
-            whole = request.want_scores or request.want_logits or not request.sampler.simple
+            whole = request.want_scores or request.want_logits or not request.sampler.by_row
             proposer = proposer_for(len(request.lengths))
             batch = self.open_batch(request, proposer, None if whole else proposer_for)
             output = decode(batch, request, input_ids, stream)

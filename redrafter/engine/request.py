@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -28,7 +28,8 @@ from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.grammar.grammar import Grammar
 from redrafter.sampling.grammar_masks import GrammarProcessor
-from redrafter.sampling.hf_processors import Processor, RowTemperature, TokenPenalties, tree_processors
+from redrafter.sampling.hf_processors import TemperaturePerRow, TokenPenalties, index_of_warpers, read_processors
+from redrafter.sampling.processors import Processor, RowTemperature
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
 
@@ -236,7 +237,8 @@ def read_request(
     processors = LogitsProcessorList(
         each.of_request(rows, eos) if isinstance(each, GrammarProcessor) else each for each in processors
     )
-    functions, slow, divisor = _build(processors, width, temperature, rows, target.device)
+    given = _with_temperature(processors, temperature, rows, sampled=config.do_sample)
+    functions, slow = read_processors(given, width=width, prompt=length.to(target.device), vocabulary=target.vocab_size)
     want_scores = bool(config.return_dict_in_generate and config.output_scores)
     return Request(
         prompts=input_ids.long().gather(1, own_first),
@@ -248,8 +250,8 @@ def read_request(
         pad_token=_pad_token(config, eos),
         sampler=Sampler(
             seeds=None if seeds is None else torch.tensor(seeds, device=target.device),
-            processors=functions,
-            temperature=divisor,
+            processors=tuple(functions),
+            temperature=_divisor(functions, rows, target.device),
             prompt=length,
             limit=limit,
             ids=torch.arange(target.vocab_size, device=target.device),
@@ -265,31 +267,52 @@ def read_request(
     )
 
 
-def _row_temperatures(temperature: Any, rows: int, device: torch.device) -> Tensor:
-    values = torch.as_tensor(temperature, dtype=torch.float32, device=device)
+def _with_temperature(
+    processors: LogitsProcessorList, temperature: Any, rows: int, *, sampled: bool
+) -> list[LogitsProcessor]:
+    """Return the processors with a temperature by row where transformers puts its own.
+
+    Sampling at temperature 1, for which transformers makes no processor, gets one too, which changes no score: it is
+    then of one kind with sampling at other temperatures, and shares captured steps. Greedy decoding is given none.
+
+    Args:
+        processors: What transformers prepared.
+        temperature: One value, or one per output row, in place of the config's; None for the config's.
+        rows: Number of output rows.
+        sampled: Whether tokens are sampled.
+    """
+    if temperature is not None:
+        _check_temperatures(temperature, rows)
+    given = list(processors)
+    for processor in given:
+        if isinstance(processor, TemperaturePerRow):
+            _check_temperatures(processor.temperature, rows)
+    if not sampled:
+        given = [processor for processor in given if not isinstance(processor, TemperaturePerRow)]
+    places = [index for index, each in enumerate(given) if type(each) in (TemperatureLogitsWarper, TemperaturePerRow)]
+    if temperature is not None and places:
+        given[places[0]] = TemperaturePerRow(temperature)
+    elif sampled and not places:
+        values = torch.ones(rows) if temperature is None else temperature
+        given.insert(index_of_warpers(given), TemperaturePerRow(values))
+    return given
+
+
+def _check_temperatures(temperature: Any, rows: int) -> None:
+    values = torch.as_tensor(temperature, dtype=torch.float32)
     if values.shape != (rows,) or not bool((values > 0).all()):
         raise ArgumentError(
             f"temperature must be positive, one value or one per output row ({rows}); got {temperature}"
         )
-    return values
 
 
-def _build(
-    given: LogitsProcessorList, width: int, temperature: Any, rows: int, device: torch.device
-) -> tuple[tuple[Processor, ...], list[str], Tensor]:
-    """Tree processors, the names of slow ones, and `[B]` what scores are divided by. `temperature`, one value per row,
-    stands where transformers put its own; None leaves that."""
-    divisor = torch.ones(rows, device=device) if temperature is None else _row_temperatures(temperature, rows, device)
-    places = [index for index, processor in enumerate(given) if type(processor) is TemperatureLogitsWarper]
-    if not places:
-        functions, slow = tree_processors(given, width=width)
-        return tuple(functions), slow, divisor
-    [place] = places
-    if temperature is None:
-        divisor *= given[place].temperature
-    before, slow_before = tree_processors(given[:place], width=width)
-    after, slow_after = tree_processors(given[place + 1 :], width=width)
-    return (*before, RowTemperature(divisor), *after), slow_before + slow_after, divisor
+def _divisor(processors: Sequence[Processor], rows: int, device: torch.device) -> Tensor:
+    """Return what scores are divided by altogether, `[B]` float32."""
+    divisor = torch.ones(rows, device=device)
+    for processor in processors:
+        if isinstance(processor, RowTemperature):
+            divisor = divisor * processor.temperature
+    return divisor
 
 
 def _check_length(longest: int, context: int | None, options: EngineOptions) -> None:

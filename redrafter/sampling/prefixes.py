@@ -11,7 +11,7 @@ from torch import Tensor
 
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["Prefixes"]
+__all__ = ["Prefixes", "marks"]
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,60 @@ class Prefixes:
         return self.at(self.counts[..., None] + torch.arange(-count, 0, device=self.tokens.device))
 
     def occurrences(self, vocabulary: int, first: Tensor) -> Tensor:
-        """`[B, M, V]` float32: how often each id stands before each node's draw, from position `first` `[B]` on."""
+        """Count how often each id stands before each node's draw.
+
+        Args:
+            vocabulary: Number of ids V; an embedding may have more, which are passed over.
+            first: First position of each row that counts, `[B]` int64.
+
+        Returns:
+            Counts, `[B, M, V]` float32.
+        """
+        committed, drafted = self._counted(first)
+        index = self.tokens[:, : self.window].clamp(0, vocabulary)
+        whole = committed.new_zeros(len(index), vocabulary + 1, dtype=torch.float32)  # a spare column for other ids
+        whole = whole.scatter_add(1, index, committed.float())[:, None].repeat(1, drafted.shape[1], 1)
+        index = self.tree.tokens.clamp(max=vocabulary)[:, None].expand(drafted.shape)
+        return whole.scatter_add(2, index, drafted.float())[..., :vocabulary]
+
+    def seen(self, vocabulary: int, first: Tensor) -> Tensor:
+        """Tell which ids stand before each node's draw.
+
+        Args:
+            vocabulary: Number of ids V; an embedding may have more, which are passed over.
+            first: First position of each row that counts, `[B]` int64.
+
+        Returns:
+            `[B, M, V]` bool.
+        """
+        committed, drafted = self._counted(first)
+        texts = marks(self.tokens[:, : self.window], committed, vocabulary)  # [B, V]
+        return texts[:, None] | marks(self.tree.tokens[:, None].expand_as(drafted), drafted, vocabulary)
+
+    def _counted(self, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Which committed positions `[B, S]` and which nodes on the way `[B, M, N]` stand at `first` or behind it."""
         first, length = first[:, None], self.length[:, None]
         position = torch.arange(self.window, device=self.tokens.device)
-        counted = ((position >= first) & (position < length)).float()  # [B, S]
-        index = self.tokens[:, : self.window].clamp(0, vocabulary - 1)
-        committed = counted.new_zeros(len(index), vocabulary).scatter_add(1, index, counted)  # [B, V]
-        drafted = (self.tree.ancestors & (length + self.tree.depth >= first)[:, None]).float()  # [B, M, N]
-        return (
-            committed[:, None]
-            .repeat(1, drafted.shape[1], 1)
-            .scatter_add(2, self.tree.tokens[:, None].expand(drafted.shape), drafted)
-        )
+        committed = (position >= first) & (position < length)
+        return committed, self.tree.ancestors & (length + self.tree.depth >= first)[:, None]
 
     def sequences(self) -> Tensor:
         """`[B, M, window + N - 1]`: the whole text before each node's draw, -1 after its end."""
         rows, new, nodes = self.tree.ancestors.shape
         positions = torch.arange(self.window + nodes - 1, device=self.tokens.device)
         return self.at(positions.expand(rows, new, -1))
+
+
+def marks(tokens: Tensor, keep: Tensor, vocabulary: int) -> Tensor:
+    """Mark the ids of some tokens.
+
+    Args:
+        tokens: Ids, `[..., L]` int64; those past the vocabulary are passed over.
+        keep: Which of `tokens` are marked, `[..., L]` bool.
+        vocabulary: Number of ids V.
+
+    Returns:
+        `[..., V]` bool.
+    """
+    index = torch.where(keep, tokens.clamp(max=vocabulary), vocabulary)  # a spare column takes the others
+    return keep.new_zeros(*index.shape[:-1], vocabulary + 1).scatter(-1, index, True)[..., :vocabulary]

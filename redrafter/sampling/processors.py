@@ -1,118 +1,213 @@
-"""Logits processors whose settings are the rows' own, so that rows of different requests go through one step.
+"""Logits processors whose settings are tensors with one value per row, so that different requests share a step.
 
-Each gives at a row what the processor of that name in transformers gives for its setting, and what leaves it off there
-leaves it off here; `RowPenalties` is OpenAI's. As in `processors`, nothing waits for the device.
+A row processor gives at every node of a row what the processor of that name in transformers gives for the row's setting
+and the node's text. A captured step takes the settings of another request by copying them into its own tensors. Nothing
+here waits for the device. Processors that no tensor by row can express are in `tree_processors`.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from redrafter.sampling.prefixes import Prefixes
 
-__all__ = ["RowBias", "RowMinP", "RowMinimum", "RowPenalties", "RowRepetition", "RowTemperature", "RowTopK", "RowTopP"]
+__all__ = [
+    "Processor",
+    "RowBias",
+    "RowMinP",
+    "RowMinimum",
+    "RowPenalties",
+    "RowProcessor",
+    "RowRepetition",
+    "RowTemperature",
+    "RowTopK",
+    "RowTopP",
+]
+
+Processor = Callable[[Tensor, Prefixes], Tensor]
+"""`scores [B, N, V]` float32 -> the same shape, never in place: the raw logits may be returned to the user."""
+
+Kind = TypeVar("Kind", bound="RowProcessor")
 
 
 @dataclass(frozen=True)
-class RowTemperature:
-    """Divide by each row's own temperature, `[B]`."""
+class RowProcessor:
+    """A logits processor whose fields that are tensors have a value, or a line, for each of `B` rows."""
+
+    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return processed scores `[B, N, V]`; the ones given are not written to."""
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The class and the fields that are not tensors: equal where only the settings of rows differ."""
+        return type(self), *(Tensor if isinstance(value, Tensor) else value for value in self._values().values())
+
+    @property
+    def settings(self) -> list[Tensor]:
+        """The tensors with one value or line per row, in the order of the fields."""
+        return [value for value in self._values().values() if isinstance(value, Tensor)]
+
+    def map(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
+        """Return the processor with every tensor replaced by what `change` gives for it."""
+        tensors = {name: value for name, value in self._values().items() if isinstance(value, Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class RowTemperature(RowProcessor):
+    """Divide by a temperature.
+
+    Attributes:
+        temperature: Divisor of each row, `[B]` float32, positive.
+    """
 
     temperature: Tensor
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` divided by the temperatures."""
         return scores / self.temperature[:, None, None]
 
 
 @dataclass(frozen=True)
-class RowBias:
-    """Add to every token's score what a row asks for it, `[B, V]`."""
+class RowBias(RowProcessor):
+    """Add a bias to the scores of single tokens.
+
+    Attributes:
+        bias: What is added to each token's score, `[B, V]` float32.
+    """
 
     bias: Tensor
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` plus the biases."""
         return scores + self.bias[:, None]
 
 
 @dataclass(frozen=True)
-class RowRepetition:
-    """Penalise tokens that the prompt or the text holds; penalty: `[B]`, 1 for none."""
+class RowRepetition(RowProcessor):
+    """Penalise tokens that the text before a node holds, the prompt included.
+
+    Attributes:
+        penalty: Divisor of positive scores and factor of negative ones, `[B]` float32; 1 for none.
+        first: First position of the text that counts, `[B]` int64; None for all.
+    """
 
     penalty: Tensor
+    first: Tensor | None = None
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` with the tokens that were seen penalised."""
         penalty = self.penalty[:, None, None]
-        seen = prefixes.occurrences(scores.shape[-1], prefixes.prompt.new_zeros(len(self.penalty))) > 0
-        return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        first = torch.zeros_like(prefixes.prompt) if self.first is None else self.first
+        seen = prefixes.seen(scores.shape[-1], first)  # [B, M, V]
+        # On a GPU, torch divides by a number, as transformers does here, by multiplying with its reciprocal.
+        quotient = scores * penalty.reciprocal() if scores.is_cuda else scores / penalty
+        return torch.where(seen, torch.where(scores < 0, scores * penalty, quotient), scores)
 
 
 @dataclass(frozen=True)
-class RowPenalties:
-    """Take from a token's score `presence` once it was written, and `frequency` for each time; `[B]` each, 0 for
-    none. The prompt does not count. https://platform.openai.com/docs/api-reference/chat/create"""
+class RowPenalties(RowProcessor):
+    """Take OpenAI's frequency and presence penalty from the scores of tokens that were written after the prompt.
+
+    https://platform.openai.com/docs/api-reference/chat/create
+
+    Attributes:
+        frequency: Taken from a token's score for each time that it was written, `[B]` float32; 0 for none.
+        presence: Taken from a token's score once it was written, `[B]` float32; 0 for none.
+    """
 
     frequency: Tensor
     presence: Tensor
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` less the penalties."""
         count = prefixes.occurrences(scores.shape[-1], prefixes.prompt)  # [B, M, V]
-        taken = self.frequency[:, None, None] * count + self.presence[:, None, None] * (count > 0)
-        return scores - taken
+        penalty = self.frequency[:, None, None] * count + self.presence[:, None, None] * (count > 0)
+        return scores - penalty
 
 
 @dataclass(frozen=True)
-class RowMinimum:
-    """No end token before so many tokens are written. tokens: `[B]`; ends: `[B, V]` bool, each row's end tokens."""
+class RowMinimum(RowProcessor):
+    """Forbid end tokens before a number of tokens was written after the prompt.
+
+    Attributes:
+        tokens: Least number of tokens of each row, `[B]` int64; 0 or less for none.
+        ends: End tokens of each row, `[B, V]` bool.
+    """
 
     tokens: Tensor
     ends: Tensor
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` with -inf at end tokens of texts that are too short."""
         early = prefixes.counts - prefixes.prompt[:, None] < self.tokens[:, None]  # [B, M]
         return scores.masked_fill(early[..., None] & self.ends[:, None], -math.inf)
 
 
 @dataclass(frozen=True)
-class RowTopK:
-    """Keep the k likeliest; k: `[B]` int64, 0 for all."""
+class RowTopK(RowProcessor):
+    """Keep the k likeliest tokens.
+
+    Attributes:
+        k: Tokens that each row keeps, `[B]` int64; 0 for all.
+        largest_k: Bound on every `k`, none of which is 0 then, known to the host; None sorts the whole vocabulary.
+    """
 
     k: Tensor
+    largest_k: int | None = None
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` with -inf at all but the k likeliest tokens, and at none that ties with the last of them."""
         vocabulary = scores.shape[-1]
-        place = torch.where(self.k > 0, self.k, vocabulary).clamp(max=vocabulary) - 1
-        least = scores.sort(dim=-1, descending=True).values.gather(2, _each(place, scores)[..., None])  # [B, M, 1]
+        if self.largest_k is None:
+            descending = scores.sort(dim=-1, descending=True).values
+        else:
+            descending = scores.topk(min(self.largest_k, vocabulary)).values
+        last = torch.where(self.k > 0, self.k, vocabulary).clamp(max=descending.shape[-1]) - 1  # [B]
+        least = descending.gather(2, last[:, None, None].expand(-1, scores.shape[1], 1))  # [B, M, 1]
         return scores.masked_fill(scores < least, -math.inf)
 
 
 @dataclass(frozen=True)
-class RowTopP:
-    """Keep the likeliest tokens that together hold probability p; p: `[B]`, 1 for all."""
+class RowTopP(RowProcessor):
+    """Keep the likeliest tokens that together hold probability p.
+
+    Attributes:
+        p: Probability that each row keeps, `[B]` float64, as 1 - p is rounded only once then; 1 for all.
+    """
 
     p: Tensor
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` with -inf at the unlikeliest tokens, which together hold 1 - p at most."""
         ascending, index = scores.sort(dim=-1)
-        left_out = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - self.p)[:, None, None]
-        left_out[..., -1] = False
-        left_out &= (self.p < 1)[:, None, None]
-        return scores.masked_fill(left_out.scatter(-1, index, left_out), -math.inf)
+        removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - self.p).float()[:, None, None]
+        removed[..., -1] = False
+        removed &= (self.p < 1)[:, None, None]
+        return scores.masked_fill(removed.scatter(-1, index, removed), -math.inf)
 
 
 @dataclass(frozen=True)
-class RowMinP:
-    """Keep tokens at least p times as likely as the likeliest; p: `[B]`, 0 for all."""
+class RowMinP(RowProcessor):
+    """Keep tokens that are at least p times as likely as the likeliest one.
+
+    Attributes:
+        p: Least probability relative to the likeliest token's, `[B]` float32; 0 for all tokens.
+    """
 
     p: Tensor
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` with -inf at tokens that are too unlikely."""
         probs = scores.softmax(dim=-1)
         top = probs.max(dim=-1, keepdim=True)
-        left_out = (probs < self.p[:, None, None] * top.values).scatter(-1, top.indices, False)
-        return scores.masked_fill(left_out, -math.inf)
-
-
-def _each(setting: Tensor, scores: Tensor) -> Tensor:
-    """`[B]` to `[B, M]`."""
-    return setting[:, None].expand(scores.shape[:2])
+        removed = (probs < self.p[:, None, None] * top.values).scatter(-1, top.indices, False)
+        return scores.masked_fill(removed, -math.inf)

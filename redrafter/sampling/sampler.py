@@ -1,13 +1,17 @@
 """From the target's logits to its own draw at every node."""
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from redrafter import kernels
-from redrafter.sampling.hf_processors import Prefixes, Processor, RowTemperature
 from redrafter.sampling.noise import ACCEPT, branch, gumbel, streams
+from redrafter.sampling.prefixes import Prefixes
+from redrafter.sampling.processors import Processor, RowProcessor, RowTemperature
 from redrafter.sampling.rejection import draw_residual
 from redrafter.tree.token_tree import Tree
 
@@ -37,8 +41,19 @@ class Sampler:
 
     @property
     def simple(self) -> bool:
-        """Whether a temperature is all that stands between logits and draw."""
-        return all(isinstance(processor, RowTemperature) for processor in self.processors)
+        """Whether one temperature at most is all that stands between logits and draw."""
+        return len(self.processors) <= 1 and all(isinstance(processor, RowTemperature) for processor in self.processors)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether every processor holds tensors by row and nothing else, so that rows can be selected or replaced."""
+        return all(isinstance(processor, RowProcessor) for processor in self.processors)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What a captured step of a sampler `by_row` depends on: equal where only values of tensors differ."""
+        kinds = [processor.kind for processor in self.processors if isinstance(processor, RowProcessor)]
+        return self.seeds is None, self.greedy is None, self.plain is None, self.fused, *kinds
 
     @property
     def fused(self) -> bool:
@@ -50,23 +65,44 @@ class Sampler:
         """Whether nothing here runs on the host, so that a step may stand in a CUDA graph."""
         return not any(getattr(processor, "on_host", False) for processor in self.processors)
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Sampler":
+        """Return the sampler with every tensor by row replaced by what `change` gives for it."""
+        tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self._own_tensors().items()}
+        processors = tuple(p.map(change) if isinstance(p, RowProcessor) else p for p in self.processors)
+        return replace(self, processors=processors, **tensors)
+
     def at(self, rows: Tensor) -> "Sampler":
-        """For these rows alone, where `processors` hold nothing of a row; rows: `[B']` int64."""
+        """Return the sampler of some rows alone, where the sampler is `by_row`; rows: `[B']` int64."""
+        return self.map(lambda tensor: tensor[rows])
+
+    def buffers(self, rows: int) -> "Sampler":
+        """Return a sampler of this kind over tensors of its own for `rows` rows, which `load` fills."""
+        buffers = self.map(lambda tensor: tensor[:1].expand(rows, *tensor.shape[1:]).clone())
+        buffers.limit.zero_()
+        return buffers
+
+    def load(self, other: "Sampler") -> None:
+        """Copy the settings of another sampler of this kind into the first rows; the rows behind them end at once."""
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            mine[: len(theirs)] = theirs
+        self.limit[len(other.limit) :] = 0
+
+    def _own_tensors(self) -> dict[str, Tensor]:
         names = ("seeds", "temperature", "prompt", "limit", "greedy", "plain")
-        chosen = {name: value[rows] for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, **chosen)
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def _tensors(self) -> list[Tensor]:
+        """Every tensor by row, the processors' too."""
+        settings = [processor.settings for processor in self.processors if isinstance(processor, RowProcessor)]
+        return [*self._own_tensors().values(), *itertools.chain.from_iterable(settings)]
 
     def stream(self, which: int) -> "Sampler":
         """The same, with noise of another stream."""
         return self if self.seeds is None else replace(self, seeds=branch(self.seeds, which))
 
     def to(self, device: torch.device) -> "Sampler":
-        """On another device."""
-        names = ("seeds", "temperature", "prompt", "limit", "ids", "greedy", "plain")
-        moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
-        own = RowTemperature(moved["temperature"])
-        processors = tuple(own if isinstance(p, RowTemperature) else p for p in self.processors)
-        return replace(self, processors=processors, **moved)
+        """Return the sampler on another device."""
+        return replace(self.map(lambda tensor: tensor.to(device)), ids=self.ids.to(device))
 
     def noise(self, position: Tensor, count: int) -> Tensor | None:
         """Noise of the tokens at positions `position[b] ... position[b] + count - 1`: `[B, count, V]`, None if

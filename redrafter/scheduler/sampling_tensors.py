@@ -38,7 +38,7 @@ class SamplingTensors:
         ones = lambda: torch.ones(rows, device=device)  # noqa: E731
         self.seeds, self.prompt, self.limit = (zeros(torch.long) for _ in range(3))
         self.greedy, self.plain = zeros(torch.bool), zeros(torch.bool)
-        self.temperature, self.repetition, self.top_p = ones(), ones(), ones()
+        self.temperature, self.repetition, self.top_p = ones(), ones(), ones().double()
         self.frequency, self.presence, self.min_p = (zeros(torch.float32) for _ in range(3))
         self.top_k, self.minimum = zeros(torch.long), zeros(torch.long)
         self.ids = torch.arange(vocabulary, device=device)

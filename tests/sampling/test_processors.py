@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,16 +12,27 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Logits
 from transformers.generation import logits_process as hf
 
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.sampling import hf_processors as processors
 from redrafter.sampling.hf_processors import (
-    PerNode,
-    Prefixes,
-    Processor,
-    RowTemperature,
+    READERS,
+    REFUSED,
+    TemperaturePerRow,
     TokenPenalties,
-    tree_processors,
+    index_of_warpers,
+    read_processors,
 )
-from redrafter.sampling.processors import RowBias, RowMinimum, RowMinP, RowPenalties, RowRepetition, RowTopK, RowTopP
+from redrafter.sampling.prefixes import Prefixes
+from redrafter.sampling.processors import (
+    RowBias,
+    RowMinimum,
+    RowMinP,
+    RowPenalties,
+    RowProcessor,
+    RowRepetition,
+    RowTemperature,
+    RowTopK,
+    RowTopP,
+)
+from redrafter.sampling.tree_processors import PerNode
 from redrafter.tree.token_tree import chain, tree_of
 
 VOCAB, WIDTH = 40, 15
@@ -75,9 +86,14 @@ def reference(make: Make, scores: Tensor, prefixes: Prefixes) -> Tensor:
     return expected
 
 
+def read(given: list, prompt: Tensor | None = None, vocabulary: int = VOCAB) -> tuple[list, list[str]]:
+    prompt = torch.tensor(PROMPTS) if prompt is None else prompt
+    return read_processors(given, width=WIDTH, prompt=prompt, vocabulary=vocabulary)
+
+
 def ours(given: list, scores: Tensor, prefixes: Prefixes) -> Tensor:
     before = scores.clone()
-    for processor in tree_processors(given, width=WIDTH)[0]:
+    for processor in read(given, prefixes.prompt, scores.shape[-1])[0]:
         scores_in, kept = scores, scores.clone()
         scores = processor(scores_in, prefixes)
         torch.testing.assert_close(scores_in, kept, rtol=0, atol=0, equal_nan=True)  # never in place
@@ -97,8 +113,12 @@ CASES: dict[str, tuple[Make, bool]] = {  # the bool: whether it must change some
     "top k": (lambda width: hf.TopKLogitsWarper(5), True),
     "top k above the vocabulary": (lambda width: hf.TopKLogitsWarper(500), False),
     "top p": (lambda width: hf.TopPLogitsWarper(0.8), True),
+    "top p at 0.9": (lambda width: hf.TopPLogitsWarper(0.9), True),
+    "top p at 1": (lambda width: hf.TopPLogitsWarper(1.0), False),
+    "top k filled with a number": (lambda width: hf.TopKLogitsWarper(5, filter_value=-9.0), True),
     "top p keeping three": (lambda width: hf.TopPLogitsWarper(0.1, min_tokens_to_keep=3), True),
     "min p": (lambda width: hf.MinPLogitsWarper(0.1), True),
+    "min p keeping three": (lambda width: hf.MinPLogitsWarper(0.9, min_tokens_to_keep=3), True),
     "typical": (lambda width: hf.TypicalLogitsWarper(0.6), True),
     "epsilon": (lambda width: hf.EpsilonLogitsWarper(0.02), True),
     "eta": (lambda width: hf.EtaLogitsWarper(0.1), True),
@@ -138,6 +158,7 @@ CASES: dict[str, tuple[Make, bool]] = {  # the bool: whether it must change some
     "suppress one after begin": (lambda width: hf.SuppressTokensAtBeginLogitsProcessor([3, 4], width + 1), True),
 }
 CASES["token penalties"] = (lambda width: TokenPenalties(0.7, -0.4, width), True)
+CASES["temperature per row"] = (lambda width: TemperaturePerRow([0.7] * (3 if width == WIDTH else 1)), True)
 STARTS = [LENGTHS, [0, 6, 14], [1, 7, 15], [2, 30, 17], [23, 8, 36]]
 
 
@@ -160,9 +181,11 @@ def test_no_processor_reads_a_value_on_the_host(name: str) -> None:
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
     tree = prefixes.tree.to(torch.device("meta"))
     fields = {key: getattr(prefixes, key).to("meta") for key in ("tokens", "length", "prompt", "limit")}
-    built, slow = tree_processors([CASES[name][0](WIDTH)], width=WIDTH)
+    [processor], slow = read([CASES[name][0](WIDTH)])
     assert not slow
-    assert built[0](scores.to("meta"), replace(prefixes, tree=tree, **fields)).shape == scores.shape
+    if isinstance(processor, RowProcessor):
+        processor = processor.map(lambda tensor: tensor.to("meta"))
+    assert processor(scores.to("meta"), replace(prefixes, tree=tree, **fields)).shape == scores.shape
 
 
 ENDS = torch.zeros(3, VOCAB, dtype=torch.bool)
@@ -170,7 +193,7 @@ ENDS[0, EOS] = ENDS[1, 7] = ENDS[2, EOS] = True
 BIAS = torch.zeros(3, VOCAB)
 BIAS[0, 3], BIAS[2, 5], BIAS[2, 9] = 2.5, -100.0, 1.0
 # Settings of each row; of each row the object that does the same, None where it is off.
-ROW_CASES: dict[str, tuple[Processor, list[Make | None]]] = {
+ROW_CASES: dict[str, tuple[RowProcessor, list[Make | None]]] = {
     "temperature": (
         RowTemperature(torch.tensor([0.7, 1.0, 2.0])),
         [lambda w: hf.TemperatureLogitsWarper(0.7), None, lambda w: hf.TemperatureLogitsWarper(2.0)],
@@ -204,7 +227,7 @@ ROW_CASES: dict[str, tuple[Processor, list[Make | None]]] = {
         [lambda w: hf.TopKLogitsWarper(5), None, lambda w: hf.TopKLogitsWarper(500)],
     ),
     "top p": (
-        RowTopP(torch.tensor([0.8, 1.0, 0.2])),
+        RowTopP(torch.tensor([0.8, 1.0, 0.2], dtype=torch.float64)),
         [lambda w: hf.TopPLogitsWarper(0.8), None, lambda w: hf.TopPLogitsWarper(0.2)],
     ),
     "min p": (
@@ -227,13 +250,46 @@ def test_each_row_gets_what_hugging_face_gives_for_its_own_setting(name: str) ->
         assert torch.equal(scores, kept)
 
 
+def test_settings_of_rows_are_read_into_tensors() -> None:
+    names = ["temperature", "top k", "top p", "min p", "repetition penalty", "min length", "min new tokens"]
+    for name in [*names, "token penalties", "repetition penalty without the prompt", "temperature per row"]:
+        [processor], _ = read([CASES[name][0](WIDTH)])
+        assert isinstance(processor, RowProcessor), name
+        assert all(len(setting) == len(PROMPTS) for setting in processor.settings)
+    for name in ["top p keeping three", "min p keeping three", "top k filled with a number", "bad words", "eta"]:
+        assert not isinstance(read([CASES[name][0](WIDTH)])[0][0], RowProcessor), name
+
+
+def test_processors_of_one_kind_differ_in_settings_alone() -> None:
+    def kind(processor: LogitsProcessor) -> tuple:
+        return read([processor])[0][0].kind
+
+    assert kind(hf.TopPLogitsWarper(0.9)) == kind(hf.TopPLogitsWarper(0.2)) != kind(hf.MinPLogitsWarper(0.2))
+    assert kind(hf.TopKLogitsWarper(9)) == kind(hf.TopKLogitsWarper(30))
+    ignoring = hf.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=3)
+    assert kind(ignoring) != kind(hf.RepetitionPenaltyLogitsProcessor(1.7))
+
+
+def test_a_temperature_goes_where_transformers_puts_its_own() -> None:
+    top_k, top_p, min_p = hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.5), hf.MinPLogitsWarper(0.1)
+    penalty, norm = hf.RepetitionPenaltyLogitsProcessor(1.7), hf.LogitNormalization()
+    for processors, index in (
+        ([], 0),
+        ([penalty], 1),
+        ([penalty, top_k, top_p, min_p, norm], 1),
+        ([top_p, top_k, min_p], 1),  # the first is the user's own
+        ([halve, top_p], 1),
+    ):
+        assert index_of_warpers(processors) == index
+
+
 @pytest.mark.parametrize("name", ROW_CASES)
 def test_no_row_processor_reads_a_value_on_the_host(name: str) -> None:
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
     tree = prefixes.tree.to(torch.device("meta"))
     given = {key: getattr(prefixes, key).to("meta") for key in ("tokens", "length", "prompt", "limit")}
     processor = ROW_CASES[name][0]
-    on_meta = replace(processor, **{each.name: getattr(processor, each.name).to("meta") for each in fields(processor)})
+    on_meta = processor.map(lambda tensor: tensor.to("meta"))
     assert on_meta(scores.to("meta"), replace(prefixes, tree=tree, **given)).shape == scores.shape
 
 
@@ -297,9 +353,9 @@ def test_min_length_that_min_new_tokens_implies_is_dropped() -> None:
     """`generate` adds both; counted in padded tokens, the first would hold a short row for longer than asked."""
     minimum = hf.MinNewTokensLengthLogitsProcessor(WIDTH, 4, EOS)
     implied, own = hf.MinLengthLogitsProcessor(WIDTH + 4, EOS), hf.MinLengthLogitsProcessor(WIDTH + 5, EOS)
-    assert len(tree_processors([implied, minimum], width=WIDTH)[0]) == 1
-    assert len(tree_processors([own, minimum], width=WIDTH)[0]) == 2
-    assert len(tree_processors([implied], width=WIDTH)[0]) == 1
+    assert len(read([implied, minimum])[0]) == 1
+    assert len(read([own, minimum])[0]) == 2
+    assert len(read([implied])[0]) == 1
 
 
 def test_many_processors_in_a_row_equal_the_list_of_hugging_face() -> None:
@@ -376,7 +432,7 @@ def halve(input_ids: Tensor, scores: Tensor) -> Tensor:
 def test_a_users_own_processor_runs_node_by_node_and_is_named() -> None:
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
     for mine in (ForbidsTheLastToken(), MyRepetitionPenalty(1.7), halve):
-        built, slow = tree_processors([mine, hf.TopKLogitsWarper(5)], width=WIDTH)
+        built, slow = read([mine, hf.TopKLogitsWarper(5)])
         assert slow == [getattr(mine, "__name__", type(mine).__name__)]
         assert isinstance(built[0], PerNode) and not isinstance(built[1], PerNode)
         expected = reference(lambda width, mine=mine: mine, scores, prefixes)
@@ -386,7 +442,7 @@ def test_a_users_own_processor_runs_node_by_node_and_is_named() -> None:
 def test_a_class_that_only_shares_a_name_is_a_users_own() -> None:
     impostor = type("TopKLogitsWarper", (LogitsProcessor,), {"__call__": lambda self, ids, scores: scores + 1})()
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
-    assert tree_processors([impostor], width=WIDTH)[1] == ["TopKLogitsWarper"]
+    assert read([impostor])[1] == ["TopKLogitsWarper"]
     torch.testing.assert_close(ours([impostor], scores, prefixes), scores + 1)
 
 
@@ -396,7 +452,7 @@ def test_a_prefix_function_is_told_its_row() -> None:
 
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
     given = hf.PrefixConstrainedLogitsProcessor(allowed, 1)
-    assert tree_processors([given], width=WIDTH)[1] == ["PrefixConstrainedLogitsProcessor"]
+    assert read([given])[1] == ["PrefixConstrainedLogitsProcessor"]
     row_of = {prompt: row for row, prompt in enumerate(PROMPTS)}
     expected = reference(
         lambda width: hf.PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row_of[width], tokens), 1),
@@ -459,18 +515,18 @@ def test_a_processor_that_a_tree_cannot_honour_is_refused_by_name() -> None:
         (heirs, "watermarking_config"),
     ]:
         with pytest.raises(UnsupportedError, match=f"{type(processor).__name__} .*Remove {argument} "):
-            tree_processors([hf.TopKLogitsWarper(5), processor], width=WIDTH)
+            read([hf.TopKLogitsWarper(5), processor])
 
 
 def test_every_class_of_hugging_face_is_supported_or_refused() -> None:
     """Fails when a new release brings a processor that nobody has looked at."""
-    known = set(processors._BUILDERS) | set(processors._REFUSED)
-    assert not set(processors._BUILDERS) & set(processors._REFUSED)
+    known = set(READERS) | set(REFUSED)
+    assert not set(READERS) & set(REFUSED)
     classes = inspect.getmembers(hf, inspect.isclass)
     theirs = {name for name, kind in classes if issubclass(kind, LogitsProcessor) and kind.__module__ == hf.__name__}
     assert theirs - {"LogitsProcessor"} <= known
     tested = {type(make(WIDTH)).__name__ for make, _ in CASES.values()} | {"PrefixConstrainedLogitsProcessor"}
-    assert tested == set(processors._BUILDERS) | {"TokenPenalties"}
+    assert tested == set(READERS) | {"TokenPenalties", "TemperaturePerRow"}
 
 
 def test_a_bias_outside_the_vocabulary_is_an_error_as_in_hugging_face() -> None:

@@ -1,0 +1,122 @@
+"""Captured steps are shared between requests; here they run uncaptured, on a paged cache."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from redrafter import DraftTarget, Engine
+from redrafter.engine.cuda_graphs import CapturedStep, CUDAGraphRunner
+
+NEW = 12
+IDS, MASK = uneven_batch()
+# Pairs of requests that differ in settings alone: the second makes no step of its own.
+PAIRS = {
+    "top_p": ({"top_p": 0.9, "top_k": 0}, {"top_p": 0.4, "top_k": 0}),
+    "top_k": ({"top_k": 12}, {"top_k": 3}),
+    "min_p": ({"min_p": 0.05, "top_k": 0}, {"min_p": 0.3, "top_k": 0}),
+    "temperature": ({"temperature": 0.7}, {"temperature": 1.4}),
+    "temperature 1": ({"top_p": 0.9}, {"top_p": 0.9, "temperature": 0.6}),
+    "temperatures of rows": ({"temperature": 0.7, "top_p": 0.8}, {"temperature": [0.5, 1.5, 1.0, 0.2], "top_p": 0.9}),
+    "penalties": (
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.7},
+        {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": -0.5},
+    ),
+    "lengths": ({"min_new_tokens": 12, "top_p": 0.8}, {"min_new_tokens": 3, "top_p": 0.6, "eos_token_id": [2, 30, 31]}),
+    "all": (
+        {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+        {"temperature": 0.8, "top_k": 50, "top_p": 0.7, "min_p": 0.05, "repetition_penalty": 0.9},
+    ),
+}
+GREEDY = {
+    "repetition_penalty": ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.1}),
+    "penalties": ({"frequency_penalty": 0.5}, {"presence_penalty": 1.5}),
+    "lengths": ({"min_new_tokens": 9}, {"min_new_tokens": 4, "eos_token_id": [2, 30]}),
+    "min_length": ({"min_length": 16}, {"min_length": 19, "eos_token_id": [2, 30]}),
+}
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return paged(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CapturedStep]]:
+    """Every step that is made from here on."""
+    made: list[CapturedStep] = []
+    make = CUDAGraphRunner.step_over
+
+    def step_over(*args: object) -> CapturedStep:
+        made.append(make(*args))
+        return made[-1]
+
+    monkeypatch.setattr(CUDAGraphRunner, "step_over", step_over)
+    return made
+
+
+def write(engine: Engine, speculate: bool = True, **arguments: object) -> torch.Tensor:
+    return engine.generate(IDS, MASK, max_new_tokens=NEW, speculate=speculate, **arguments)
+
+
+def check_shared(steps: list[CapturedStep]) -> None:
+    """Fail if a step was made twice for one number of rows; a batch whose rows end goes on in a smaller one."""
+    sizes = [len(step.state.length) for step in steps]
+    assert len(set(sizes)) == len(sizes)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_sampling_with_other_settings_makes_no_step(engine, steps, name):
+    dense = with_tree(engine.model, engine.drafter, 3, 3)
+    first, second = ({"do_sample": True, "seed": 3} | settings for settings in PAIRS[name])
+    expected = [write(dense, **first), write(dense, **second)]
+    assert torch.equal(write(engine, **first), expected[0])
+    assert torch.equal(write(engine, **second), expected[1])
+    assert torch.equal(write(engine, **first), expected[0])  # settings that were loaded in between are gone
+    check_shared(steps)
+    for settings, text in zip((first, second), expected, strict=True):
+        assert torch.equal(write(engine, speculate=False, **settings), text)
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_decoding_with_other_settings_makes_no_step(engine, steps, name):
+    first, second = ({"do_sample": False} | settings for settings in GREEDY[name])
+    texts = [write(engine, **settings) for settings in (first, second, first)]
+    check_shared(steps)
+    assert torch.equal(texts[0], texts[2])
+    for settings, text in zip((first, second), texts, strict=False):
+        assert torch.equal(write(engine, speculate=False, **settings), text)
+        if not settings.keys() & {"frequency_penalty", "presence_penalty", "min_length", "min_new_tokens"}:
+            expected = engine.model.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, **settings)
+            assert torch.equal(text, expected)
+
+
+def test_constants_of_a_request_are_captured_for_it_alone(engine, steps):
+    for _ in range(2):
+        before = len(steps)
+        write(engine, do_sample=False, no_repeat_ngram_size=2)
+        assert len(steps) == before + 1
+
+
+def test_rows_that_are_left_keep_their_settings_in_a_smaller_batch(engine, steps):
+    ids, mask = uneven_batch(rows=5)
+    settings = {"temperature": [0.6, 0.9, 1.2, 0.8, 1.0], "top_p": 0.9, "repetition_penalty": 1.1, "seed": 4}
+    settings |= {"do_sample": True, "max_new_tokens": 30, "eos_token_id": [2, 5, 11, 30, 31, 32, 40]}
+    out = engine.generate(ids, mask, return_dict_in_generate=True, **settings)
+    sizes = {len(step.state.length) for step in steps}
+    assert len(sizes) > 1  # or no batch became smaller
+    assert torch.equal(out.sequences, engine.generate(ids, mask, speculate=False, **settings))
+    assert torch.equal(out.sequences, with_tree(engine.model, engine.drafter, 3, 3).generate(ids, mask, **settings))
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_a_draft_model_sees_the_settings_that_were_loaded(steps, acceptance):
+    models = tiny_model("llama"), tiny_model("gpt2", num_hidden_layers=1)
+    engine, dense = (DraftTarget.from_pretrained(*models, draft_len=3, acceptance=acceptance) for _ in range(2))
+    engine = paged(engine)
+    common = {"do_sample": True, "seed": 3, "top_k": 0}
+    write(engine, top_p=0.9, **common)
+    text = write(engine, top_p=0.5, **common)
+    check_shared(steps)
+    assert torch.equal(text, write(dense, top_p=0.5, **common))
