@@ -124,7 +124,7 @@ def peak_memory(work: Workload) -> Memory | None:
     if work.device.type != "cuda":
         return None
     weights = resident_bytes(work.engine.model, work.engine.drafter)
-    graphs = work.engine._graphs
+    graphs = work.engine.graphs
     pools = 0 if graphs is None else sum(pool.nbytes for pool in graphs.store.pools)
     return Memory(
         weights=weights,

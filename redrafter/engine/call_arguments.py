@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.sampling.hf_processors import TemperaturePerRow
 
-__all__ = ["NEUTRAL", "prompt_of", "with_stop_strings", "without_neutral"]
+__all__ = ["NEUTRAL", "prompt_of", "with_row_temperatures", "with_stop_strings", "without_neutral"]
 
 # Arguments of `model.generate` that have no meaning here: the values that wrappers pass on by habit and that ask for
 # nothing, and what to do instead where another value was given.
@@ -57,6 +59,18 @@ def prompt_of(input_ids: Any, inputs: Any) -> Any:
     if input_ids is None and inputs is None:
         raise ArgumentError("there is no prompt: pass input_ids")
     return inputs if input_ids is None else input_ids
+
+
+def with_row_temperatures(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the call's arguments with a list of temperatures, one per output row, as a logits processor.
+
+    The processor comes last of the user's own, behind which transformers would put a temperature. It makes none for 1.
+    """
+    temperature = arguments.get("temperature")
+    if not isinstance(temperature, list | tuple | Tensor):
+        return dict(arguments)
+    processors = LogitsProcessorList([*(arguments.get("logits_processor") or []), TemperaturePerRow(temperature)])
+    return {**arguments, "temperature": 1.0, "logits_processor": processors}
 
 
 def with_stop_strings(

@@ -138,8 +138,8 @@ class CUDAGraphRunner:
     def __init__(self, target: Target, store: KVCachePool, draft_store: KVCachePool | None = None):
         self.target, self.store, self.draft_store = target, store, draft_store
         self.blocks = BlockManager(store.num_blocks)
-        self._kept: dict[tuple, CapturedStep] = {}
-        self._lent = 0
+        self.kept: dict[tuple, CapturedStep] = {}
+        self.lent = 0
         self.lock = threading.RLock()  # of the blocks and of what is kept, for requests in several threads
         self._capturable = True
         self._pool: Any = None
@@ -183,20 +183,20 @@ class CUDAGraphRunner:
             return self._borrow(bucket(rows), proposer, sampler, width)
 
     def _borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
-        shared = sampler.by_row and not self._lent
+        shared = sampler.by_row and not self.lent
         if shared:
             width = max(SHORTEST, 1 << (width - 1).bit_length())
         key = (rows, width, id(proposer), sampler.kind)
-        step = self._kept.get(key) if shared else None
+        step = self.kept.get(key) if shared else None
         if step is None:
             blocks = -(-(width + proposer.scratch_slots) // BLOCK_SIZE)
             cache = PagedCache(self.store, torch.zeros(rows, blocks, dtype=torch.int32, device=self.target.device))
             step = self.step_over(new_state(self.target, rows, width), proposer, cache, sampler.buffers(rows))
             self.capture(step, self._pool if shared else None)
             if shared:
-                self._kept[key] = step
+                self.kept[key] = step
                 self._pool = self._pool or (step.graph and step.graph.pool())
-        self._lent += 1
+        self.lent += 1
         return step
 
     def step_over(self, state: State, proposer: Proposer, cache: PagedCache, sampler: Sampler) -> CapturedStep:
@@ -224,13 +224,21 @@ class CUDAGraphRunner:
             )
 
     def give_back(self) -> None:
+        """Take back a step that was borrowed."""
         with self.lock:
-            self._lent -= 1
+            self.lent -= 1
+
+    def drop_steps(self) -> None:
+        """Forget the captured steps that are kept. None may be lent."""
+        self.kept.clear()
+        self._pool = None  # a pool ends with the last graph in it
 
 
 @torch.inference_mode()
 def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     """Merge and compile the forward, on a small tree whose sizes all differ, so that none is taken for another."""
+    from torch._dynamo import config as dynamo_config  # takes seconds to import
+
     zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
     cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
     forward = partial(target.verify, chain(zeros), zeros[:, 0], cache)
@@ -241,7 +249,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
             "compiling %s, once: about a second a layer (--no-compile or compile=False does without)", target.name
         )
     # The drafter's step is compiled for one row and many, one beam and many, the first step and the others.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILES)
     try:
         forward()
     except Exception as error:

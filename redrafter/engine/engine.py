@@ -1,4 +1,4 @@
-"""`generate`, as Hugging Face users know it."""
+"""The engine: `generate` as Hugging Face users know it, over a target and a proposer."""
 
 import threading
 import warnings
@@ -16,7 +16,13 @@ from redrafter.cache.block_manager import BlockManager
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.engine.batch import Batch, DenseBatch, PagedBatch
-from redrafter.engine.call_arguments import NEUTRAL, prompt_of, with_stop_strings, without_neutral
+from redrafter.engine.call_arguments import (
+    NEUTRAL,
+    prompt_of,
+    with_row_temperatures,
+    with_stop_strings,
+    without_neutral,
+)
 from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.engine.decoding import decode
 from redrafter.engine.model_inputs import without_empty_inputs
@@ -26,7 +32,7 @@ from redrafter.engine.request import (
     Request,
     Seed,
     check_arguments,
-    check_inputs,
+    check_shapes,
     known_arguments,
     read_request,
     with_grammar,
@@ -44,10 +50,26 @@ Streamer = BaseStreamer | StepStreamer
 
 
 class Engine:
-    """A target and what proposes for it. Of requests it keeps nothing but what makes the next one faster: on a GPU the
-    captured steps, and keys and values of texts that a prompt may begin with again. Threads may share an engine.
+    """A target and the proposer that drafts for it. Threads may share an engine.
 
-    do_sample: what `generate` does where neither a call nor a `generation_config` says; None: as the model's own."""
+    Between requests it keeps only what makes the next one faster: on a GPU the captured steps, and keys and values of
+    texts that a prompt may begin with again.
+
+    Args:
+        target: The bound model whose text is wanted.
+        proposer: What drafts for it.
+        options: Limits of memory and lengths; None for the defaults.
+
+    Attributes:
+        target: The bound model whose text is wanted.
+        proposer: What drafts for one row.
+        options: Limits of memory and lengths.
+        plain: The proposer that drafts nothing.
+        draft_model: The model that drafts, or None.
+        graphs: The captured steps and their memory, once a batch was opened on a GPU; None before.
+        do_sample: Whether `generate` samples where neither a call nor a `generation_config` says; None for what the
+            model's own says.
+    """
 
     do_sample: bool | None = None
 
@@ -55,45 +77,46 @@ class Engine:
         self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
         self.plain = PlainProposer()
         self.draft_model = proposer.model
-        self._graphs: CUDAGraphRunner | None = None
-        self._lender: Engine | None = None  # whose graphs are used, when not its own
+        self.graphs: CUDAGraphRunner | None = None
+        self.lender: Engine | None = None  # whose graphs are used, when not its own
         self._warned = False
         self._lock = threading.Lock()  # of two first requests at once, one makes the graphs of both
 
     def proposer_for(self, rows: int) -> Proposer:
-        """What proposes for a batch of so many rows."""
+        """Return the proposer for a batch of `rows` rows."""
         return self.proposer
 
     def open_batch(
         self, request: Request, proposer: Proposer, proposer_for: Callable[[int], Proposer] | None = None
     ) -> Batch:
-        """The rows of a request, to be decoded with a proposer; to be closed. proposer_for: what proposes when so few
-        are left; None to keep the ended ones in the batch."""
+        """Open a batch with the rows of a request; the caller closes it.
+
+        Args:
+            request: What is to be written.
+            proposer: What drafts first.
+            proposer_for: Gives what drafts once so few rows are left; None to keep the ended ones in the batch.
+        """
         lengths = self.lengths_for(proposer, request)
         reason = self.target.varlen.reason or (proposer.model and self.draft_unpacked)
         if reason is None:
+            graphs = (self.lender or self).open_graphs()
             # A captured step that belongs to one request alone is not worth capturing for every length.
-            return PagedBatch(
-                (self._lender or self)._open_graphs(),
-                proposer,
-                request,
-                proposer_for,
-                lengths if proposer_for else None,
-            )
+            return PagedBatch(graphs, proposer, request, proposer_for, lengths if proposer_for else None)
         if self.target.device.type == "cuda" and not self._warned:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
         return DenseBatch(self.target, proposer, request, lengths)
 
-    def _open_graphs(self) -> CUDAGraphRunner:
+    def open_graphs(self) -> CUDAGraphRunner:
+        """Return `graphs`, made by the first call."""
         with self._lock:
-            if self._graphs is None:
+            if self.graphs is None:
                 draft_model = None if self.draft_unpacked else self.draft_model
-                self._graphs = CUDAGraphRunner.on(self.target, self.options, draft_model)
-            return self._graphs
+                self.graphs = CUDAGraphRunner.on(self.target, self.options, draft_model)
+            return self.graphs
 
     def lengths_for(self, proposer: Proposer, request: Request) -> AdaptiveDraftLength | None:
-        """What says after each step how far to draft in the next; None: as far as ever."""
+        """Return what sets the draft length of each step from the steps before it; None for one length throughout."""
         return None
 
     @property
@@ -106,25 +129,23 @@ class Engine:
         return self.draft_model.varlen.reason and f"the draft model: {self.draft_model.varlen.reason}"
 
     def drop_graphs(self) -> None:
-        """Forget captured steps, and so free what they hold; the next batch captures again. For when no batch is
-        open."""
-        if self._graphs is not None:
-            self._graphs._kept.clear()
-            self._graphs._pool = None  # a pool ends with the last graph in it
+        """Forget the captured steps and so free what they hold; the next batch captures again. No batch may be open."""
+        if self.graphs is not None:
+            self.graphs.drop_steps()
 
     def forget_prefixes(self) -> None:
-        """Read the next prompts from the first token on, as if never seen. For when no batch is open."""
-        if (graphs := (self._lender or self)._graphs) is not None:
+        """Read the next prompts from the first token on, as if never seen. No batch may be open."""
+        if (graphs := (self.lender or self).graphs) is not None:
             graphs.blocks = BlockManager(graphs.store.num_blocks)
 
     def lend_to(self, other: "Engine") -> None:
         """Let another engine on the same target use this one's GPU memory and captured steps beside its own."""
         assert other.target is self.target and (other.draft_model is None or other.draft_model is self.draft_model)
-        other._lender = None if other is self else self
+        other.lender = None if other is self else self
 
     @property
     def rejection_sampling(self) -> bool:
-        """Tell whether sampled drafts are kept by rejection sampling; sampled tokens are then not plain decoding's."""
+        """Whether sampled drafts are kept by rejection sampling; sampled tokens are then not plain decoding's."""
         return False
 
     @property
@@ -144,45 +165,55 @@ class Engine:
         return_dict_in_generate: bool | None = None,
         **generation_kwargs: Any,
     ) -> Tensor | GenerateOutput:
-        """Write on from `input_ids`, with exactly the tokens that plain decoding would give.
+        """Continue `input_ids` with exactly the tokens that plain decoding would give.
 
-        input_ids, attention_mask: `[B, P]`, left-padded; `inputs` is another name of the ids. generation_config: as in
-        transformers, after the arguments and before the model's own. generation_kwargs: Hugging Face's names, with its
-        meanings (`use_cache` changes nothing: keys and values are always kept); besides, `temperature` may be a list
-        with one value per output row, and `frequency_penalty`, `presence_penalty` and `logit_bias` (a dict from ids)
-        are OpenAI's; `grammar` is a `Grammar` that the texts follow, or what `Grammar.of` reads, with `tokenizer`, or a
-        list of one or None per output row. seed: an int s gives s, s+1, ... to the output rows (after
-        `num_return_sequences`), a list gives one to each; a row with its seed draws the same tokens alone, in any
-        batch, and with `speculate=False`, which is plain decoding in the same engine.
+        Args:
+            input_ids: Prompts, `[B, P]` integer, left-padded; `inputs` is another name of them.
+            attention_mask: 1 at tokens and 0 at padding, `[B, P]`; None where no row is padded.
+            generation_config: As in transformers, after the arguments and before the model's own.
+            streamer: A streamer of transformers, or a `StepStreamer`.
+            seed: An int s gives s, s+1, ... to the output rows (after `num_return_sequences`), a list gives one to
+                each. A row with its seed draws the same tokens alone, in any batch, and with `speculate=False`.
+            speculate: False for plain decoding in the same engine.
+            return_dict_in_generate: Whether to return a `GenerateOutput`; None for what the config says.
+            generation_kwargs: Hugging Face's names, with its meanings (`use_cache` changes nothing: keys and values are
+                always kept). Besides, `temperature` may be a list with one value per output row; `frequency_penalty`,
+                `presence_penalty` and `logit_bias` (a dict from ids) are OpenAI's; `grammar` is a `Grammar` that the
+                texts follow, or what `Grammar.of` reads, with `tokenizer`, or a list of one or None per output row.
 
-        Returns ids `[B, P + new]` laid out as `model.generate` lays them out, or a `GenerateOutput` with `.stats`.
-        Raises `ArgumentError` for arguments that are unknown, out of range or of the wrong shape, and
-        `UnsupportedError` for modes that cannot be honoured (beam search, classifier-free guidance, ...).
+        Returns:
+            Ids `[B, P + new]`, laid out as `model.generate` lays them out, or a `GenerateOutput` with `.stats`.
+
+        Raises:
+            ArgumentError: For arguments that are unknown, out of range or of the wrong shape.
+            UnsupportedError: For modes that cannot be honoured (beam search, classifier-free guidance, ...).
         """
+        # 1. Read the arguments: drop those that ask for nothing, refuse those that cannot be honoured.
         kwargs = without_neutral(without_empty_inputs(generation_kwargs, self.model, known_arguments() | NEUTRAL))
         input_ids = prompt_of(input_ids, kwargs.pop("inputs", None))
         check_arguments(kwargs)
-        check_inputs(input_ids, attention_mask, self.target)
         if not isinstance(generation_config, GenerationConfig | None):
             raise ArgumentError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}")
+
+        # 2. Check the shapes that transformers counts on. Ids and mask are checked as it prepares them, in phase 4.
+        check_shapes(input_ids, attention_mask)
+
+        # 3. Say in transformers' terms what it has no names for, or would not hand on.
         kwargs = with_grammar(with_openai_arguments(kwargs, input_ids.shape[1]), input_ids.shape[1])
+        kwargs = with_row_temperatures(kwargs)
         if return_dict_in_generate is not None:
             kwargs["return_dict_in_generate"] = return_dict_in_generate
         kwargs, generation_config = with_stop_strings(kwargs, generation_config, self.model.generation_config)
         if self.do_sample is not None and generation_config is None:
             kwargs.setdefault("do_sample", self.do_sample)
-        temperature = kwargs.get("temperature")
-        if isinstance(temperature, list | tuple | Tensor):
-            kwargs["temperature"] = 2.0  # makes transformers put a temperature where the rows' own will stand
-        else:
-            temperature = None
-        run = self.custom_generate(streamer=streamer, seed=seed, speculate=speculate, temperature=temperature)
-        entered = False
 
-        def custom_generate(*args: Any, **prepared: Any) -> Tensor | GenerateOutput:
-            nonlocal entered
-            entered = True
-            return run(*args, **prepared)
+        # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode what it prepared.
+        prepared = False
+
+        def decode_prepared(model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateOutput:
+            nonlocal prepared
+            prepared = True
+            return self._decode(*args, **inputs, streamer=streamer, seed=seed, speculate=speculate)
 
         try:
             return self.model.generate(
@@ -190,11 +221,11 @@ class Engine:
                 attention_mask=None if attention_mask is None else attention_mask.to(self.target.device),
                 generation_config=generation_config,
                 streamer=streamer if isinstance(streamer, BaseStreamer) else None,
-                custom_generate=custom_generate,
+                custom_generate=decode_prepared,
                 **kwargs,
             )
         except (ValueError, TypeError, ImportError) as error:
-            if entered:
+            if prepared:
                 raise
             raise ArgumentError(str(error)) from error
 
@@ -206,47 +237,71 @@ class Engine:
         speculate: bool = True,
         temperature: Any = None,
     ) -> Callable[..., Tensor | GenerateOutput]:
-        """For `model.generate(..., custom_generate=engine.custom_generate())`.
+        """Return a function for `model.generate(..., custom_generate=engine.custom_generate())`.
 
         transformers hands neither its streamer nor its tokenizer to such a function: give the streamer here, and stop
-        strings as a `StopStringCriteria`. temperature: one value per output row, in place of the config's.
+        strings as a `StopStringCriteria`.
+
+        Args:
+            streamer: As in `generate`.
+            seed: As in `generate`.
+            speculate: As in `generate`.
+            temperature: One value per output row, in place of the config's; None for the config's.
         """
 
-        @torch.inference_mode()
-        def custom_generate(
-            model: PreTrainedModel,
-            input_ids: Tensor,
-            logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: GenerationConfig,
-            **prepared: Any,  # no parameter of its own for the mask: transformers would pass it twice
-        ) -> Tensor | GenerateOutput:
+        def decode_for(model: PreTrainedModel, input_ids: Tensor, *args: Any, **inputs: Any) -> Tensor | GenerateOutput:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
-            check_autocast(self.target.device)
-            check_eval(self.model, *([self.draft_model.model] if speculate and self.draft_model else []))
-            request = read_request(
-                self.target,
-                input_ids,
-                prepared.pop("attention_mask", None),
-                generation_config,
-                logits_processor,
-                stopping_criteria,
-                prepared,
-                options=self.options,
-                seed=seed,
-                temperature=temperature,
-            )
-            stream: Any = streamer
-            if isinstance(streamer, BaseStreamer):
-                stream = ColumnStream(streamer, len(input_ids), request.pad_token)
-            proposer_for = self.proposer_for if speculate else lambda rows: self.plain
-            # What belongs to a row must be found again: with constants of its own, or its scores, a batch stays whole.
-            whole = request.want_scores or request.want_logits or not request.sampler.by_row
-            proposer = proposer_for(len(request.lengths))
-            batch = self.open_batch(request, proposer, None if whole else proposer_for)
-            output = decode(batch, request, input_ids, stream)
-            check_grammars(request.sampler.processors)
-            return output
+            check_shapes(input_ids, inputs.get("attention_mask"))
+            settings: dict[str, Any] = {"streamer": streamer, "seed": seed, "speculate": speculate}
+            return self._decode(input_ids, *args, **inputs, **settings, temperature=temperature)
 
-        return custom_generate
+        return decode_for
+
+    @torch.inference_mode()
+    def _decode(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *,
+        streamer: Streamer | None,
+        seed: Seed,
+        speculate: bool,
+        temperature: Any = None,
+        **inputs: Any,
+    ) -> Tensor | GenerateOutput:
+        """Decode a call that transformers has prepared; `inputs` is what it would give to the model beside the ids."""
+        # 1. Check the model, which its owner may have changed since.
+        check_autocast(self.target.device)
+        check_eval(self.model, *([self.draft_model.model] if speculate and self.draft_model else []))
+
+        # 2. Check the ids, and turn the call into tensors.
+        request = read_request(
+            self.target,
+            input_ids,
+            inputs.pop("attention_mask", None),
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            inputs,
+            options=self.options,
+            seed=seed,
+            temperature=temperature,
+        )
+        stream: Any = streamer
+        if isinstance(streamer, BaseStreamer):
+            stream = ColumnStream(streamer, len(input_ids), request.pad_token)
+
+        # 3. Decode. Rows that others leave go on in a smaller batch, unless something of theirs cannot be told apart:
+        # constants of the request, or scores that are recorded.
+        proposer_for = self.proposer_for if speculate else lambda rows: self.plain
+        divisible = request.sampler.by_row and not request.want_scores and not request.want_logits
+        proposer = proposer_for(len(request.lengths))
+        batch = self.open_batch(request, proposer, proposer_for if divisible else None)
+        output = decode(batch, request, input_ids, stream)
+
+        # 4. Refuse texts that their grammars could not follow to the end.
+        check_grammars(request.sampler.processors)
+        return output

@@ -36,7 +36,7 @@ from redrafter.target.target import Target
 __all__ = [
     "Request",
     "check_arguments",
-    "check_inputs",
+    "check_shapes",
     "known_arguments",
     "read_request",
     "with_grammar",
@@ -174,22 +174,29 @@ def _check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
         _refuse_mode(name, value)
 
 
-def check_inputs(input_ids: Any, mask: Any, target: Target) -> Tensor:
-    """Check ids `[B, P]` and their mask. Returns the mask, bool `[B, P]`, left-padded, at least one token in a row."""
+def check_shapes(input_ids: Any, mask: Any) -> None:
+    """Raise `ArgumentError` unless the ids are integers `[B, P]`, at least one, and the mask has their shape."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"input_ids must be an integer tensor [batch, length], got {_shown(input_ids)}")
     if input_ids.numel() == 0:
         raise ArgumentError(f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != input_ids.shape):
+        raise ArgumentError(
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got {_shown(mask)}"
+        )
+
+
+def _check_ids(input_ids: Tensor, target: Target) -> None:
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= target.vocab_size:
         bad = low if low < 0 else high
         raise ArgumentError(f"token id {bad} is out of range: the target's vocabulary has {target.vocab_size} ids")
+
+
+def _read_mask(mask: Tensor | None, input_ids: Tensor) -> Tensor:
+    """Return where tokens are, `[B, P]` bool; `ArgumentError` unless each row is left-padded and has a token."""
     if mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
-    if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
-        raise ArgumentError(
-            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got {_shown(mask)}"
-        )
     seen = mask.bool()
     if not bool(seen.any(dim=1).all()):
         raise ArgumentError(f"row {int((~seen.any(dim=1)).nonzero()[0])} of attention_mask has no token: empty prompt")
@@ -220,7 +227,8 @@ def read_request(
     prepared: what else it would have given to the model. temperature: one value per row, in place of the processor's.
     """
     _check_modes(config, target.model.generation_config)
-    seen = check_inputs(input_ids, attention_mask, target)
+    _check_ids(input_ids, target)
+    seen = _read_mask(attention_mask, input_ids)
     check_prepared(prepared, seen, target.model)
     if config.num_return_sequences is not None and config.num_return_sequences < 1:
         raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")

@@ -161,12 +161,12 @@ def test_rows_that_are_left_go_on_in_a_smaller_batch_under_another_tree(llama, s
     assert len(asked) > 5 and len(out.stats.accepted_by_depth) == 6
     dense = with_tree(llama, tiny_drafter(), 4, 3).generate(ids, mask, **arguments)
     assert torch.equal(dense, expected)
-    assert engine._graphs.blocks.num_free_blocks == 199
+    assert engine.graphs.blocks.num_free_blocks == 199
 
 
 def test_memory_comes_back_whatever_happens(llama):
     engine = paged(with_tree(llama, tiny_drafter(), 5, 3), blocks=14)
-    pool = engine._graphs.blocks
+    pool = engine.graphs.blocks
     ids, mask = uneven_batch()
     with pytest.raises(CacheFullError, match="kv_cache_free_gpu_memory_fraction"):
         engine.generate(ids, mask, max_new_tokens=60)
@@ -182,7 +182,7 @@ def test_memory_comes_back_whatever_happens(llama):
     with pytest.raises(KeyError):
         engine.generate(ids[:1], mask[:1], max_new_tokens=10, streamer=Breaks())
     assert pool.num_free_blocks == 13
-    assert engine._graphs._lent == 0
+    assert engine.graphs.lent == 0
     assert engine.generate(ids[:1], mask[:1], max_new_tokens=10).shape == (1, ids.shape[1] + 10)
 
 
@@ -199,7 +199,7 @@ def test_a_prefill_that_failed_leaves_nothing_to_reuse(llama, monkeypatch):
             engine.generate(prompt, max_new_tokens=8, do_sample=False)
     expected = llama.generate(prompt, max_new_tokens=8, do_sample=False)
     assert torch.equal(engine.generate(prompt, max_new_tokens=8, do_sample=False), expected)
-    assert engine._graphs.blocks.num_free_blocks == 199
+    assert engine.graphs.blocks.num_free_blocks == 199
 
 
 def test_a_request_within_a_request_disturbs_neither(llama):
@@ -232,7 +232,7 @@ def test_requests_in_several_threads_disturb_none(llama):
 
     found = in_threads(work, 6)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert engine._graphs._lent == 0 and engine._graphs.blocks.num_free_blocks == 199
+    assert engine.graphs.lent == 0 and engine.graphs.blocks.num_free_blocks == 199
 
 
 def test_lengths_have_limits(llama):

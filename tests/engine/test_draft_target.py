@@ -401,7 +401,7 @@ def test_requests_in_several_threads_disturb_none(llama, similar, sampling):
     work = lambda row: engine.generate(IDS[row : row + 1], MASK[row : row + 1], seed=row, **arguments)  # noqa: E731
     expected, found = [work(row) for row in range(4)], in_threads(work, 4)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert engine._graphs._lent == 0 and engine._graphs.blocks.num_free_blocks == 199
+    assert engine.graphs.lent == 0 and engine.graphs.blocks.num_free_blocks == 199
 
 
 def test_a_text_that_the_draft_model_has_not_read_is_read_again(llama):
@@ -412,7 +412,7 @@ def test_a_text_that_the_draft_model_has_not_read_is_read_again(llama):
     for _ in range(2):  # the second time the text is found, in both models' blocks
         out = engine.generate(prompt, **arguments)
         assert torch.equal(out.sequences, plain.sequences) and out.stats.tokens_per_step == 5
-    assert engine._graphs.blocks.admit(prompt[0].tolist(), 60).reused == 32
+    assert engine.graphs.blocks.admit(prompt[0].tolist(), 60).reused == 32
 
 
 def test_what_is_found_again_was_read_by_both_models(llama):
@@ -420,7 +420,7 @@ def test_what_is_found_again_was_read_by_both_models(llama):
     engine = paged(DraftTarget.from_pretrained(llama, copy.deepcopy(llama), draft_len=3))
     prompt = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(5))
     text = engine.generate(prompt, max_new_tokens=29, do_sample=False, eos_token_id=None)
-    graphs, count = engine._graphs, 3 * BLOCK_SIZE
+    graphs, count = engine.graphs, 3 * BLOCK_SIZE
     lease = graphs.blocks.admit([*text[0].tolist(), 5], 4 * BLOCK_SIZE)
     fresh = PagedCache(KVCachePool(engine.target.paged_shapes, 4), torch.tensor([[1, 2, 3]]).int())
     with torch.inference_mode():

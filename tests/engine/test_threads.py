@@ -80,4 +80,4 @@ def test_first_requests_at_once_make_one_set_of_graphs(monkeypatch):
 
     monkeypatch.setattr(CUDAGraphRunner, "on", slowly)
     engine = with_tree(tiny_model("llama"), tiny_drafter(), 2, 2)
-    assert len(set(in_threads(lambda _: engine._open_graphs(), 4))) == len(made) == 1
+    assert len(set(in_threads(lambda _: engine.open_graphs(), 4))) == len(made) == 1

@@ -159,7 +159,7 @@ def paged(engine: Engine, blocks: int = 200) -> Engine:
     """The engine as it works on a GPU, on a paged cache, with the slow reference of attention."""
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
     stores = [KVCachePool(model.paged_shapes, blocks) for model in models]
-    engine._graphs = CUDAGraphRunner(engine.target, *stores)
+    engine.graphs = CUDAGraphRunner(engine.target, *stores)
     with torch.inference_mode():
         for model, store in zip(models, stores, strict=True):
             model.allow_varlen()

@@ -101,7 +101,7 @@ def test_a_step_neither_waits_nor_allocates():
     engine = on_gpu("llama", compile=False)
     ids, mask = batch()
     engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
-    [step] = [each for each in engine._graphs._kept.values() if len(each.state.length) == 4]
+    [step] = [each for each in engine.graphs.kept.values() if len(each.state.length) == 4]
     neither_waits_nor_allocates(step)
 
 
@@ -156,7 +156,7 @@ def test_a_step_with_a_draft_model_neither_waits_nor_allocates():
     for acceptance in ("match", "rejection"):
         engine = drafting("llama", "llama", acceptance=acceptance)
         engine.generate(*batch(), max_new_tokens=NEW, **SAMPLING)
-        [step] = [each for each in engine._graphs._kept.values() if len(each.state.length) == 4]
+        [step] = [each for each in engine.graphs.kept.values() if len(each.state.length) == 4]
         assert step.graph is not None
         neither_waits_nor_allocates(step)
 
