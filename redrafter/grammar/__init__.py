@@ -1,1 +1,9 @@
-"""Grammars that a text must follow, compiled and followed in processes of their own."""
+"""Grammars that a generated text must follow.
+
+Anybody may send a grammar, so each is compiled and followed in a process of its own, with limits of time and memory.
+
+In this process: `grammar` is the public class, `source` reads what a user wrote, `text` is one text that follows a
+grammar, `process` talks to a grammar's process and `zygotes` starts it; `wire` is the protocol between the processes,
+`limits` the limits. In the other processes: `zygote` holds a vocabulary and forks a `child` for each grammar, which
+uses `compiled` and `state`.
+"""

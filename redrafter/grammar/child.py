@@ -1,7 +1,7 @@
-"""The process of one grammar: compiles it, then follows the texts that are written in it.
+"""The process of one grammar: it compiles the grammar, then computes masks for the texts that follow it.
 
-It is forked by `grammar_zygote` and ends when the other end of its socket is closed. Whatever a grammar does to it,
-nobody else is harmed: memory and time are limited by the kernel, which ends the process.
+`redrafter.grammar.zygote` forks it, and it ends when the other end of its socket is closed. A grammar can harm no other
+process: the kernel limits memory and time, and ends this process at the limit.
 """
 
 import fcntl
@@ -24,62 +24,73 @@ from redrafter.grammar.wire import Question, pack_answers, receive_frame, send_f
 
 __all__ = ["run_child"]
 
-COMPILE_NICENESS = 10  # of a compilation: texts that are being written go first
+COMPILE_NICENESS = 10  # a compilation stands back behind texts that are being generated
 
 _Answer = tuple[dict[int, bytes], bool, str | None]
 
 
 def run_child(connection: socket.socket, vocabulary: Any) -> None:
-    """Say hello, compile the grammar that is sent, say how that went, and answer questions on its texts."""
+    """Compile the grammar that is sent, then answer questions about its texts until the connection is closed.
+
+    An empty frame is sent first, then `+` and the bytes that the compiled grammar takes, or `-` and an error message.
+
+    Args:
+        connection: Socket to the program that uses the grammar.
+        vocabulary: llguidance's view of the tokenizer.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    before, at_first = _memory()
-    if before:
-        resource.setrlimit(resource.RLIMIT_AS, (before + limits.MAX_PROCESS_BYTES, before + limits.MAX_PROCESS_BYTES))
+    reserved, held = _memory()
+    if reserved:
+        most = reserved + limits.MAX_PROCESS_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     try:
         send_frame(connection)
         kind, _, text = receive_frame(connection).decode().partition("\n")
         grammar = _compile(connection, GrammarSource(kind, text), vocabulary)  # type: ignore[arg-type]
         if grammar is not None:
-            send_frame(connection, b"+%d" % (_memory()[1] - at_first))
-            _follow(connection, grammar)
+            send_frame(connection, b"+%d" % (_memory()[1] - held))
+            _answer_questions(connection, grammar)
     except (EOFError, OSError):
-        return  # nobody asks any more
+        return  # the program is gone
 
 
 def _compile(connection: socket.socket, source: GrammarSource, vocabulary: Any) -> CompiledGrammar | None:
+    """Compile a grammar; report an error to the program and return None where it cannot be."""
     try:
-        with _ending_with(connection), _seconds(limits.COMPILE_CPU_SECONDS):
+        with _killed_on_disconnect(connection), _cpu_time_limit(limits.COMPILE_CPU_SECONDS):
             return CompiledGrammar(source, vocabulary, COMPILE_NICENESS)
     except ArgumentError as error:
         send_frame(connection, b"-", str(error).encode(errors="replace"))
         return None
 
 
-def _follow(connection: socket.socket, grammar: CompiledGrammar) -> None:
+def _answer_questions(connection: socket.socket, grammar: CompiledGrammar) -> None:
+    """Answer the program's questions, one frame after another."""
     states: dict[int, GrammarState] = {}
     while True:
         forgotten, questions = unpack_questions(receive_frame(connection))
         for text in forgotten:
             states.pop(text, None)
         if questions:
-            with _seconds(limits.step_cpu_seconds(len(questions))):
-                answers = pack_answers([_answer(states, grammar, each) for each in questions])
+            with _cpu_time_limit(limits.step_cpu_seconds(len(questions))):
+                answers = pack_answers([_answer(states, grammar, question) for question in questions])
             send_frame(connection, *answers)
 
 
-def _answer(states: dict[int, GrammarState], grammar: CompiledGrammar, asked: Question) -> _Answer:
-    if asked.text not in states:
-        states[asked.text] = GrammarState(grammar, asked.ends)
-    state = states[asked.text]
-    if asked.known > len(state.text):
-        raise EOFError("whoever asks speaks of another text")
-    state.advance([*state.text[: asked.known], *asked.new])
-    return state.masks(asked.tokens, asked.parents, asked.levels), state.ended, state.error
+def _answer(states: dict[int, GrammarState], grammar: CompiledGrammar, question: Question) -> _Answer:
+    """Advance one text and return its masks, whether it has ended, and its error if it has one."""
+    if question.text not in states:
+        states[question.text] = GrammarState(grammar, question.ends)
+    state = states[question.text]
+    if question.known > len(state.text):
+        raise EOFError("the program refers to tokens that it has not sent")
+    state.advance([*state.text[: question.known], *question.new])
+    return state.masks(question.tokens, question.parents, question.levels), state.ended, state.error
 
 
 @contextmanager
-def _seconds(count: float) -> Iterator[None]:
-    """Let the kernel end this process if it takes longer, in seconds of a processor."""
+def _cpu_time_limit(count: float) -> Iterator[None]:
+    """Let the kernel end this process once the context has taken `count` seconds of processor time."""
     signal.setitimer(signal.ITIMER_PROF, count)
     try:
         yield
@@ -88,14 +99,16 @@ def _seconds(count: float) -> Iterator[None]:
 
 
 @contextmanager
-def _ending_with(connection: socket.socket) -> Iterator[None]:
-    """Let the kernel end this process when the other end of the connection is closed, even while Python stands still.
-    Nothing may come on it meanwhile."""
+def _killed_on_disconnect(connection: socket.socket) -> Iterator[None]:
+    """Let the kernel end this process when the other end of the connection is closed, even while Python is blocked.
+
+    Nothing may arrive on the connection within the context: that would end the process as well.
+    """
     flags = fcntl.fcntl(connection, fcntl.F_GETFL)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
     watch = select.poll()
-    watch.register(connection, 0)  # for the other end's closing alone
+    watch.register(connection, 0)  # no event but the closing of the other end
     if watch.poll(0):
         raise EOFError("the other side is gone")
     try:
@@ -105,7 +118,7 @@ def _ending_with(connection: socket.socket) -> Iterator[None]:
 
 
 def _memory() -> tuple[int, int]:
-    """Return how many bytes this process has reserved and how many it holds; 0 where the system does not tell."""
+    """Return the bytes of address space that this process has reserved, and the bytes it holds; 0 outside Linux."""
     if sys.platform != "linux":
         return 0, 0
     with open("/proc/self/statm") as file:

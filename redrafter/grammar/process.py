@@ -1,4 +1,4 @@
-"""The process of one grammar, seen from the program that asks it."""
+"""The process of one grammar, as the program sees it that asks for masks."""
 
 import os
 import select
@@ -19,51 +19,56 @@ from redrafter.grammar.zygotes import connect
 
 __all__ = ["GrammarProcess"]
 
-ANSWER_SLACK_SECONDS = 5.0  # seconds of a clock, for a process that is ready and has to wait for a processor
+ANSWER_SLACK_SECONDS = 5.0  # wall-clock time that a process may wait for a processor
 
 _numbers = count()
 
 
 class GrammarProcess:
-    """A process that compiles one grammar and follows its texts. It ends with this object, or when told to.
+    """A process that compiles one grammar and follows its texts. It ends with this object, or by `end`.
 
     Attributes:
-        lock: held from a question to its answer.
-        order: the order in which several locks are taken.
-        ended: whether it is known that nothing more can be asked.
-        memory: how many bytes the compiled grammar takes.
+        lock: Held from a question to its answer.
+        order: Threads that take the locks of several processes take them in this order.
+        ended: Whether the process is known to have ended.
+        memory: Bytes that the compiled grammar takes.
+        forgotten: Numbers of dropped texts, of which the process is told with the next question.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Start it: fork it from the tokenizer's zygote, which is started where there is none."""
+        """Fork a process from the tokenizer's zygote, which is started if there is none."""
         self._connection = connect(tokenizer)
         self._owner, self.ended = os.getpid(), False
         weakref.finalize(self, _close, self._connection, self._owner)
-        self._forgotten: deque[int] = deque()
+        self.forgotten: deque[int] = deque()
         self.lock, self.order, self.memory = threading.Lock(), next(_numbers), 0
 
     @property
     def alive(self) -> bool:
-        """Tell whether this process can ask the grammar's process. A process forked from this one cannot."""
+        """Whether this process can ask the grammar's process; a process forked from this one cannot."""
         if self.ended or self._owner != os.getpid():
             return False
         watch = select.poll()
-        watch.register(self._connection, 0)  # for the other end's closing alone
+        watch.register(self._connection, 0)  # no event but the closing of the other end
         return not watch.poll(0)
 
     def end(self) -> None:
-        """End it; from any thread. Who waits for an answer is told that there is none."""
+        """End the process, from any thread; a thread that waits for an answer gets none."""
         self.ended = True
         if self._owner == os.getpid():
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def compile(self, source: GrammarSource) -> None:
-        """Read a grammar; wait until it is compiled. Raises `ArgumentError` where it cannot be."""
+        """Let the process compile a grammar, and wait for it.
+
+        Raises:
+            ArgumentError: The grammar cannot be compiled.
+        """
         try:
             self._connection.settimeout(COMPILE_WAIT_SECONDS)
             send_frame(self._connection, f"{source.kind}\n{source.text}".encode())
-            said = receive_frame(self._connection)
+            reply = receive_frame(self._connection)
         except TimeoutError as error:
             self.end()
             raise ArgumentError(f"grammar: too complex: it was not compiled in {COMPILE_WAIT_SECONDS} s") from error
@@ -73,14 +78,14 @@ class GrammarProcess:
                 "grammar: too complex: its compilation ended unfinished; it may take "
                 f"{COMPILE_CPU_SECONDS} s of a processor and {MAX_PROCESS_BYTES >> 20} MB of memory"
             ) from error
-        if said[:1] != b"+":
+        if reply[:1] != b"+":
             self.end()
-            raise ArgumentError(said[1:].decode())
-        self.memory = max(int(said[1:]), 0)
+            raise ArgumentError(reply[1:].decode())
+        self.memory = max(int(reply[1:]), 0)
 
     def ask(self, questions: Sequence[Question]) -> None:
-        """Send questions. The caller holds the lock until it has called `answers`."""
-        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        """Send questions; the caller holds the lock until it has called `answers`."""
+        forgotten = [self.forgotten.popleft() for _ in range(len(self.forgotten))]
         try:
             self._connection.settimeout(ANSWER_SLACK_SECONDS + 2 * step_cpu_seconds(len(questions)))
             send_frame(self._connection, pack_questions(forgotten, questions))
@@ -88,7 +93,7 @@ class GrammarProcess:
             self.end()
 
     def answers(self, count: int) -> list[Answer] | None:
-        """Receive the answers to so many questions; None where the process has ended, or is ended now."""
+        """Receive the answers to `count` questions; None if the process has ended or took too long."""
         try:
             return unpack_answers(receive_frame(self._connection), count)
         except (EOFError, OSError):
@@ -96,10 +101,10 @@ class GrammarProcess:
             return None
 
     def forget(self, text: int) -> None:
-        """Let the process forget a text, at once where it is not being asked, else with the next question."""
+        """Let the process forget a text: now, or with the next question if another thread is asking one."""
         if self._owner != os.getpid():
-            return  # the text of another process, whose copy this is
-        self._forgotten.append(text)
+            return  # this process is a fork; the text is its parent's
+        self.forgotten.append(text)
         if self.lock.acquire(blocking=False):
             try:
                 self.ask([])
@@ -108,7 +113,8 @@ class GrammarProcess:
 
 
 def _close(connection: socket.socket, owner: int) -> None:
-    if os.getpid() == owner:  # else it is a copy of another process's, who goes on
+    """Close a connection; in a fork of the process that owns it, close the copy alone."""
+    if os.getpid() == owner:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
     connection.close()

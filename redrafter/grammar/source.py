@@ -1,4 +1,4 @@
-"""What a grammar is written in, checked for its size before anything reads it."""
+"""The text of a grammar as a user wrote it, checked for its size before anything parses it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,18 +7,18 @@ from typing import Any, Literal, NamedTuple
 from redrafter.errors import ArgumentError
 from redrafter.grammar.limits import MAX_GRAMMAR_CHARS, MAX_SCHEMA_DEPTH
 
-__all__ = ["GrammarSource"]
+__all__ = ["GrammarSource", "checked_text"]
 
 KINDS = ("json_schema", "json_object", "regex", "lark", "ebnf", "choice")
-MAX_JSON_CHARS = 6 * MAX_GRAMMAR_CHARS  # characters of a grammar in JSON, each of them escaped
+MAX_JSON_CHARS = 6 * MAX_GRAMMAR_CHARS  # of a grammar in JSON whose every character is escaped
 
 
 class GrammarSource(NamedTuple):
-    """The text of a grammar, small enough to be read. Equal sources are the same grammar.
+    """The notation and text of a grammar that is small enough to be parsed. Equal sources are the same grammar.
 
-    Args:
-        kind: the notation; "llguidance" is llguidance's own.
-        text: what is written in it.
+    Attributes:
+        kind: The notation; "llguidance" is llguidance's own.
+        text: The grammar in that notation.
     """
 
     kind: Literal["json_schema", "regex", "lark", "ebnf", "llguidance"]
@@ -26,13 +26,17 @@ class GrammarSource(NamedTuple):
 
     @classmethod
     def of(cls, spec: object) -> "GrammarSource":
-        """Read `{"regex": ...}` and its like, or such a thing in JSON. Raises `ArgumentError`."""
-        given = _from_json(spec) if isinstance(spec, str) else spec
-        if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in KINDS:
-            raise ArgumentError(f"grammar: one of {', '.join(KINDS)} and its value, got {_told(spec)}")
-        [(kind, value)] = given.items()
+        """Make a source of a mapping from one of `KINDS` to its value, such as `{"regex": ...}`, or of its JSON.
+
+        Raises:
+            ArgumentError: The mapping is of another form, or the grammar is too large.
+        """
+        mapping = _from_json(spec) if isinstance(spec, str) else spec
+        if not isinstance(mapping, Mapping) or len(mapping) != 1 or next(iter(mapping)) not in KINDS:
+            raise ArgumentError(f"grammar: one of {', '.join(KINDS)} and its value, got {_shorten(spec)}")
+        [(kind, value)] = mapping.items()
         if kind == "json_object" and value is not True:
-            raise ArgumentError(f"grammar: json_object is true or left out, got {_told(value)}")
+            raise ArgumentError(f"grammar: json_object is true or left out, got {_shorten(value)}")
         if kind == "json_object":
             return cls.json_schema({"type": "object"})
         if kind == "json_schema":
@@ -41,10 +45,10 @@ class GrammarSource(NamedTuple):
 
     @classmethod
     def json_schema(cls, schema: object) -> "GrammarSource":
-        """Read a schema, as Python holds it or as JSON."""
+        """Make a source of a JSON schema, given as Python objects or as JSON."""
         if isinstance(schema, str):
             return cls("json_schema", checked_text(schema))
-        _check_size(schema)
+        _check_schema(schema)
         try:
             text = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
@@ -53,10 +57,10 @@ class GrammarSource(NamedTuple):
 
     @classmethod
     def choice(cls, texts: object) -> "GrammarSource":
-        """Write a choice of texts in Lark."""
+        """Make a source, in Lark, that allows one of several texts."""
         if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts:
-            raise ArgumentError(f"grammar: choice takes a list of texts, at least one, got {_told(texts)}")
-        size = 5 * len(texts)  # quotes and a stroke
+            raise ArgumentError(f"grammar: choice takes a list of texts, at least one, got {_shorten(texts)}")
+        size = 5 * len(texts)  # the quotes, spaces and `|` around each text
         for text in texts:
             size += len(text) if isinstance(text, str) else 0
             _check_length(size)
@@ -64,19 +68,20 @@ class GrammarSource(NamedTuple):
         return cls("lark", checked_text("start: " + " | ".join(json.dumps(text) for text in texts)))
 
 
-def checked_text(given: object) -> str:
-    """A text that is short enough and can be written in UTF-8."""
-    if not isinstance(given, str):
-        raise ArgumentError(f"grammar: a text is needed, got {_told(given)}")
-    _check_length(len(given))
+def checked_text(value: object) -> str:
+    """Return a text as it is, or raise `ArgumentError` if it is too long or cannot be encoded in UTF-8."""
+    if not isinstance(value, str):
+        raise ArgumentError(f"grammar: a text is needed, got {_shorten(value)}")
+    _check_length(len(value))
     try:
-        given.encode()
+        value.encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"grammar: half a character, {given[error.start]!r}, at {error.start}") from error
-    return given
+        raise ArgumentError(f"grammar: half a character, {value[error.start]!r}, at {error.start}") from error
+    return value
 
 
 def _from_json(text: str) -> Any:
+    """Parse JSON, unless it is too long."""
     if len(text) > MAX_JSON_CHARS:
         raise ArgumentError(f"grammar: it has {len(text)} characters as JSON, {MAX_JSON_CHARS} are the most")
     try:
@@ -86,19 +91,22 @@ def _from_json(text: str) -> Any:
 
 
 def _check_length(characters: int) -> None:
+    """Raise `ArgumentError` if a grammar has too many characters."""
     if characters > MAX_GRAMMAR_CHARS:
         raise ArgumentError(f"grammar: it has {characters} characters, {MAX_GRAMMAR_CHARS} are the most")
 
 
-def _check_size(schema: object) -> None:
-    """Refuse what is too deep, or would be too long as JSON, after a look at no more than
-    `MAX_GRAMMAR_CHARS` parts of it; and
-    halves of characters, which JSON can write and nobody can read."""
+def _check_schema(schema: object) -> None:
+    """Raise `ArgumentError` for a schema that is nested too deeply or would be too long as JSON.
+
+    At most `MAX_GRAMMAR_CHARS` parts of it are looked at. Lone surrogates, which JSON can express and UTF-8 cannot, are
+    refused as well.
+    """
     level, size = [schema], 0
     for _ in range(MAX_SCHEMA_DEPTH + 1):
         below: list[object] = []
         for part in level:
-            size += _least_length(part)
+            size += _min_json_length(part)
             if size > MAX_GRAMMAR_CHARS:
                 raise ArgumentError(f"grammar: it has {size} characters or more, {MAX_GRAMMAR_CHARS} are the most")
             if isinstance(part, str):
@@ -114,8 +122,8 @@ def _check_size(schema: object) -> None:
     raise ArgumentError(f"grammar: objects and lists are nested more than {MAX_SCHEMA_DEPTH} deep")
 
 
-def _least_length(part: object) -> int:
-    """Count characters that this part has in JSON at least, without those of the parts in it."""
+def _min_json_length(part: object) -> int:
+    """Return the least number of characters that this part has in JSON, without those of the parts within it."""
     if isinstance(part, str):
         return len(part) + 2
     if isinstance(part, bool):
@@ -127,10 +135,10 @@ def _least_length(part: object) -> int:
     return max(2, 2 * len(part)) if isinstance(part, list | tuple) else 1
 
 
-def _told(given: object) -> str:
-    """The beginning of what was given, however large or deep it is."""
-    if isinstance(given, str):
-        return f"{given[:80]!r:.80}"
-    if isinstance(given, dict | list | tuple | set):
-        return f"a {type(given).__name__} of {len(given)}"
-    return f"{given!r:.80}"
+def _shorten(value: object) -> str:
+    """Return the beginning of a value, for an error message; it may be of any size and depth."""
+    if isinstance(value, str):
+        return f"{value[:80]!r:.80}"
+    if isinstance(value, dict | list | tuple | set):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r:.80}"

@@ -1,4 +1,4 @@
-"""One text that follows a grammar, as the program sees it: what it may hold is known in the grammar's process."""
+"""One text that follows a grammar, as the program sees it; the grammar's process knows which tokens may follow."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,17 +14,17 @@ __all__ = ["GuidedText", "TextTree", "compute_masks"]
 
 _numbers = count()
 
-Masks = Mapping[int, bytes | memoryview]
+Masks = Mapping[int, bytes | memoryview]  # by node, a bit for each token id that may follow
 
 
 class TextTree(NamedTuple):
-    """Where a text stands, and the drafts behind it.
+    """A text and the tree of drafts that may follow it.
 
-    Args:
-        text: all that was written so far.
-        tokens: of a tree whose root is the text's last token, root first.
-        parents: the node above each node.
-        levels: how many levels of the tree to look at.
+    Attributes:
+        text: All tokens generated so far.
+        tokens: Tokens of the tree, root first; the root is the last token of the text.
+        parents: Index of each node's parent.
+        levels: How many levels of the tree need masks.
     """
 
     text: list[int]
@@ -34,49 +34,64 @@ class TextTree(NamedTuple):
 
 
 class GuidedText:
-    """One text of a grammar.
-
-    Args:
-        grammar: what the text follows.
-        ends: ids that end the text, allowed where the grammar may end, and nothing else where it must.
+    """One text that follows a grammar.
 
     Attributes:
-        ended: whether an end was written.
-        error: why the grammar could not be followed to its end, in one line; from there on only an end is allowed.
+        ends: Ids that end the text, in ascending order.
+        process: The process of the grammar.
+        number: Number that stands for the text in the grammar's process.
+        ended: Whether the text has an end token.
+        error: Why the grammar could not be followed further, on one line; from there on only an end is allowed. None
+            while all is well.
     """
 
     def __init__(self, grammar: Grammar, ends: Collection[int]) -> None:
+        """Begin an empty text.
+
+        Args:
+            grammar: The grammar to follow.
+            ends: Ids that end the text; allowed where the grammar may end, and nothing else where it must.
+        """
         self.ends = sorted({token for token in ends if token >= 0})
         if not self.ends:
             raise ArgumentError("a grammar needs a token that ends the text: give eos_token_id")
         self.process: GrammarProcess = grammar.process
         self.ended = False
         self.error: str | None = None
-        self._number = next(_numbers) & 0x7FFFFFFF
-        self._told: list[int] = []
+        self.number = next(_numbers) & 0x7FFFFFFF
+        self._sent: list[int] = []
         self._asked = False
 
     def __del__(self) -> None:
         if getattr(self, "_asked", False) and not self.process.ended:
-            self.process.forget(self._number)
+            self.process.forget(self.number)
 
     def question(self, tree: TextTree) -> Question:
-        """Ask for what the process does not know yet; it has then been told of the text."""
-        if tree.text[: len(self._told)] != self._told:
-            self._told = []
-        known, self._asked = len(self._told), True
-        new = tree.text[known:]
-        self._told += new
-        return Question(self._number, self.ends, known, new, tree.tokens, tree.parents, tree.levels)
+        """Return the question for the masks of a tree, with the part of the text that the process does not know yet.
 
-    def take(self, answer: Answer | None, nodes: int) -> Masks:
-        """Return the masks of an answer. Without one, which is an error, only an end is allowed anywhere."""
+        The question must be sent: the process is then taken to know the whole text.
+        """
+        if tree.text[: len(self._sent)] != self._sent:
+            self._sent = []
+        known, self._asked = len(self._sent), True
+        new = tree.text[known:]
+        self._sent += new
+        return Question(self.number, self.ends, known, new, tree.tokens, tree.parents, tree.levels)
+
+    def read_answer(self, answer: Answer | None, nodes: int) -> Masks:
+        """Take over what an answer says of the text, and return its masks.
+
+        Args:
+            answer: The answer; None if the process has ended, which is an error of the text: only an end is allowed at
+                all nodes then.
+            nodes: Nodes of the tree.
+        """
         if answer is not None:
             self.ended, self.error = answer.ended, answer.error
             return answer.masks
         if self.error is None:
             self.error = (
-                f"grammar: given up after {len(self._told)} tokens: its process ended, as it does where a step takes "
+                f"grammar: given up after {len(self._sent)} tokens: its process ended, as it does where a step takes "
                 "too long or too much memory"
             )
         mask = bytearray(self.ends[-1] // 8 + 1)
@@ -85,31 +100,35 @@ class GuidedText:
         return dict.fromkeys(range(nodes), bytes(mask))
 
 
-def compute_masks(asked: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks]:
-    """Return for each text by node what may follow it, a bit for each id, where its grammar lets a text come to.
+def compute_masks(requests: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks]:
+    """Return the masks of allowed next tokens for several texts, at the nodes that their grammars allow.
 
     All processes are asked before any answer is waited for, so they work at the same time.
+
+    Args:
+        requests: The texts, each with the tree of drafts that may follow it.
     """
     groups: dict[GrammarProcess, list[int]] = {}
-    for place, (text, _) in enumerate(asked):
-        groups.setdefault(text.process, []).append(place)
-    order = sorted(groups, key=lambda process: process.order)  # else two threads might wait for each other
-    found: list[Masks] = [{}] * len(asked)
+    for index, (text, _) in enumerate(requests):
+        groups.setdefault(text.process, []).append(index)
+    order = sorted(groups, key=lambda process: process.order)  # or else two threads might wait for each other
+    masks: list[Masks] = [{}] * len(requests)
     with ExitStack() as locks:
         try:
             for process in order:
                 locks.enter_context(process.lock)
-                process.ask([asked[place][0].question(asked[place][1]) for place in groups[process]])
+                process.ask([requests[index][0].question(requests[index][1]) for index in groups[process]])
             for process in order:
-                _collect(process, [(place, *asked[place]) for place in groups[process]], found)
-        except BaseException:  # a question without its answer, as where somebody presses Ctrl-C
+                _collect(process, [(index, *requests[index]) for index in groups[process]], masks)
+        except BaseException:  # as by Ctrl-C: the answer to a question was not read
             for process in order:
                 process.end()
             raise
-    return found
+    return masks
 
 
-def _collect(process: GrammarProcess, asked: Sequence[tuple[int, GuidedText, TextTree]], found: list[Masks]) -> None:
-    answers = None if process.ended else process.answers(len(asked))
-    for index, (place, text, tree) in enumerate(asked):
-        found[place] = text.take(None if answers is None else answers[index], len(tree.tokens))
+def _collect(process: GrammarProcess, requests: Sequence[tuple[int, GuidedText, TextTree]], masks: list[Masks]) -> None:
+    """Receive a process's answers, and put the masks of each text at its index."""
+    answers = None if process.ended else process.answers(len(requests))
+    for position, (index, text, tree) in enumerate(requests):
+        masks[index] = text.read_answer(None if answers is None else answers[position], len(tree.tokens))

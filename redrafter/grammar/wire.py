@@ -1,4 +1,7 @@
-"""What passes between a program and the processes of its grammars: frames of bytes, most of them lists of int32."""
+"""The protocol between a program and the processes of its grammars: frames of bytes, mostly lists of int32.
+
+A frame is its length in bytes, a native uint32, and then its content.
+"""
 
 import socket
 import struct
@@ -6,20 +9,38 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Answer", "Question", "receive_frame", "send_frame"]
+__all__ = [
+    "Answer",
+    "Question",
+    "pack_answers",
+    "pack_questions",
+    "receive_frame",
+    "send_frame",
+    "unpack_answers",
+    "unpack_questions",
+]
 
 _LENGTH = struct.Struct("=I")
-MAX_FRAME_BYTES = 1 << 30  # bytes
+MAX_FRAME_BYTES = 1 << 30
 
 
 def send_frame(to: socket.socket, *parts: bytes) -> None:
-    """Send a frame, the parts one after the other. Raises `OSError` where nobody takes it."""
+    """Send a frame whose content is the parts, one after the other.
+
+    Raises:
+        OSError: The other end is closed.
+    """
     frame = b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
     to.sendall(frame)
 
 
 def receive_frame(source: socket.socket) -> bytearray:
-    """Receive a frame. Raises `EOFError` where the other side is gone, `TimeoutError` as the socket has it."""
+    """Receive a frame and return its content.
+
+    Raises:
+        EOFError: The other end is closed.
+        TimeoutError: The socket's timeout is over.
+    """
     [size] = _LENGTH.unpack(_receive(source, _LENGTH.size))
     if size > MAX_FRAME_BYTES:
         raise EOFError("this is no frame")
@@ -27,8 +48,9 @@ def receive_frame(source: socket.socket) -> bytearray:
 
 
 def _receive(source: socket.socket, size: int) -> bytearray:
-    found = bytearray(size)
-    rest = memoryview(found)
+    """Receive exactly `size` bytes."""
+    received = bytearray(size)
+    rest = memoryview(received)
     while rest:
         try:
             count = source.recv_into(rest)
@@ -37,20 +59,20 @@ def _receive(source: socket.socket, size: int) -> bytearray:
         if not count:
             raise EOFError("the other side is gone")
         rest = rest[count:]
-    return found
+    return received
 
 
 class Question(NamedTuple):
-    """What may follow in a text at the nodes of a tree.
+    """The question for the masks of allowed next tokens of one text, at the nodes of a tree.
 
-    Args:
-        text: a number that stands for the text in its grammar's process.
-        ends: ids that end the text; needed where it is new.
-        known: how many of the tokens that were told before still stand.
-        new: the tokens behind those, up to the root of the tree.
-        tokens: of the tree, root first.
-        parents: the node above each node.
-        levels: how many levels of the tree to look at.
+    Attributes:
+        text: Number that stands for the text in the grammar's process.
+        ends: Ids that end the text; needed when the text is new.
+        known: How many of the tokens sent before are still part of the text.
+        new: The tokens after those, up to the root of the tree.
+        tokens: Tokens of the tree, root first.
+        parents: Index of each node's parent.
+        levels: How many levels of the tree need masks.
     """
 
     text: int
@@ -63,7 +85,13 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A mask for each node that the grammar lets the text come to, how the text stands, and what is wrong with it."""
+    """The answer to a question.
+
+    Attributes:
+        masks: The mask of allowed next tokens, by node, at the nodes that the grammar allows.
+        ended: Whether the text has an end token.
+        error: Why the grammar could not be followed further; None while all is well.
+    """
 
     masks: Mapping[int, memoryview]
     ended: bool
@@ -71,26 +99,27 @@ class Answer(NamedTuple):
 
 
 def pack_questions(forgotten: Sequence[int], questions: Sequence[Question]) -> bytes:
-    """Write texts that may be forgotten, and questions on others."""
+    """Return a frame's content with the numbers of texts to be forgotten, and questions about others."""
     numbers = array("i", (len(forgotten), *forgotten, len(questions)))
-    for each in questions:
-        numbers.extend((each.text, len(each.ends), each.known, len(each.new), len(each.tokens), each.levels))
-        for part in (each.ends, each.new, each.tokens, each.parents):
+    for question in questions:
+        text, ends, known, new, tokens, parents, levels = question
+        numbers.extend((text, len(ends), known, len(new), len(tokens), levels))
+        for part in (ends, new, tokens, parents):
             numbers.extend(part)
     return numbers.tobytes()
 
 
 def unpack_questions(frame: bytes | bytearray) -> tuple[list[int], list[Question]]:
-    """Read what `pack_questions` wrote."""
+    """Return the texts to be forgotten and the questions that `pack_questions` wrote."""
     numbers = array("i", bytes(frame)).tolist()
     end = numbers[0] + 1
     forgotten, count = numbers[1:end], numbers[end]
-    place, questions = end + 1, []
+    position, questions = end + 1, []
 
     def take(size: int) -> list[int]:
-        nonlocal place
-        place += size
-        return numbers[place - size : place]
+        nonlocal position
+        position += size
+        return numbers[position - size : position]
 
     for _ in range(count):
         text, ends, known, new, nodes, levels = take(6)
@@ -99,27 +128,27 @@ def unpack_questions(frame: bytes | bytearray) -> tuple[list[int], list[Question
 
 
 def pack_answers(answers: Sequence[tuple[Mapping[int, bytes], bool, str | None]]) -> list[bytes]:
-    """Write answers, as parts of a frame."""
+    """Return answers as parts of a frame's content."""
     numbers, rest = array("i"), []
     for masks, ended, error in answers:
-        said = b"" if error is None else error.encode(errors="replace")
+        message = b"" if error is None else error.encode(errors="replace")
         width = len(next(iter(masks.values()), b""))
-        numbers.extend((ended, -1 if error is None else len(said), len(masks), width, *masks))
-        rest += [said, *masks.values()]
+        numbers.extend((ended, -1 if error is None else len(message), len(masks), width, *masks))
+        rest += [message, *masks.values()]
     return [_LENGTH.pack(len(numbers)), numbers.tobytes(), *rest]
 
 
 def unpack_answers(frame: bytes | bytearray, count: int) -> list[Answer]:
-    """Read so many answers."""
+    """Return the `count` answers that `pack_answers` wrote."""
     view = memoryview(frame)
     [size] = _LENGTH.unpack(view[: _LENGTH.size])
     begin = _LENGTH.size + size * 4
     numbers, rest, answers = array("i", bytes(view[_LENGTH.size : begin])).tolist(), view[begin:], []
     for _ in range(count):
-        ended, said, nodes, width = numbers[:4]
-        error = None if said < 0 else bytes(rest[:said]).decode()
-        rest = rest[max(said, 0) :]
-        masks = {node: rest[place * width : (place + 1) * width] for place, node in enumerate(numbers[4 : 4 + nodes])}
+        ended, message_bytes, nodes, width = numbers[:4]
+        error = None if message_bytes < 0 else bytes(rest[:message_bytes]).decode()
+        rest = rest[max(message_bytes, 0) :]
+        masks = {node: rest[index * width : (index + 1) * width] for index, node in enumerate(numbers[4 : 4 + nodes])}
         answers.append(Answer(masks, bool(ended), error))
         numbers, rest = numbers[4 + nodes :], rest[nodes * width :]
     return answers

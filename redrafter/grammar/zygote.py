@@ -1,6 +1,6 @@
-"""A small process that holds one vocabulary and forks the processes of grammars.
+"""The zygote: a small process that holds one vocabulary and forks the processes of grammars.
 
-It knows neither torch nor the model and has one thread, so a fork takes a millisecond and shares the vocabulary.
+It imports no torch, has one thread and holds no model, so a fork takes a millisecond and shares the vocabulary.
 """
 
 import gc
@@ -17,14 +17,21 @@ __all__ = ["main"]
 
 
 def main(descriptor: int) -> None:
-    """Read a tokenizer from this socket, then fork for each connection that comes over it, until it is closed."""
-    # A program that is told to stop tells its grammars when their texts have ended, by closing their sockets. Its
-    # group of processes is left, and not its session: niceness counts among the processes of one session.
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
+    """Read a tokenizer, then fork a process for each connection received, until the program closes its socket.
+
+    An empty frame is sent once the tokenizer is read; otherwise `import` or `reading`, by what failed, and a message.
+
+    Args:
+        descriptor: File descriptor of a Unix socket to the program.
+    """
+    # Signals for the program are ignored: when it stops, it ends its grammars by closing their sockets, once their
+    # texts have ended. The program's process group is left but not its session, since niceness counts among the
+    # processes of one session.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     os.setpgrp()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries children
-    _die_first()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
+    _prefer_for_oom_kill()
     control = socket.socket(fileno=descriptor)
     try:
         end, tokenizer = json.loads(bytes(receive_frame(control))), json.loads(bytes(receive_frame(control)))
@@ -38,7 +45,7 @@ def main(descriptor: int) -> None:
         tokenizer["padding"] = tokenizer["truncation"] = None
         try:
             vocabulary = llguidance.LLTokenizer(json.dumps(tokenizer, ensure_ascii=False), eos_token=end)
-        except Exception as error:  # whatever llguidance has against a tokenizer
+        except Exception as error:  # llguidance documents no class of errors
             send_frame(control, b"reading", str(error).encode(errors="replace"))
             return
         send_frame(control)
@@ -48,15 +55,16 @@ def main(descriptor: int) -> None:
         return
 
 
-def _die_first() -> None:
-    """Where memory runs out, let the kernel end grammars and not the model."""
+def _prefer_for_oom_kill() -> None:
+    """Let the kernel end grammars, and not the model, when memory runs out."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # other systems have none
         file.write("1000")
 
 
 def _fork_for_each(control: socket.socket, run: Callable[[socket.socket], None]) -> None:
+    """Fork for each connection that arrives over the control socket, and call `run` in the child."""
     gc.collect()
-    gc.freeze()  # pages that nobody writes on are shared
+    gc.freeze()  # pages that no process writes to stay shared
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:
@@ -65,18 +73,18 @@ def _fork_for_each(control: socket.socket, run: Callable[[socket.socket], None])
             try:
                 child = os.fork() == 0
             except OSError:
-                continue  # the connection is closed, which says enough
+                continue  # leaving the context closes the connection, which tells the program
             if child:
                 control.close()
-                _silence()
+                _silence_stderr()
                 try:
                     run(connection)
                 finally:
                     os._exit(0)
 
 
-def _silence() -> None:
-    """Where memory runs out, Rust writes a trace of its calls."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    os.close(nothing)
+def _silence_stderr() -> None:
+    """Send stderr to nowhere: Rust would write a trace of its calls there when memory runs out."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
