@@ -1,3 +1,5 @@
+"""The public names, the modules' own lists of names, and rules that all of a step's files obey."""
+
 import pkgutil
 import re
 from importlib import import_module
@@ -50,7 +52,7 @@ def test_the_changelog_knows_the_version():
 
 
 def test_nothing_in_a_step_waits_for_the_device_or_loops_over_rows():
-    """The files that a step runs through, but for building a cache or a target and for a user's own processors."""
+    """Search the files that a step runs through, but for those that build caches and targets or run a user's code."""
     searched = ("tree/beam_search", "tree/token_tree", "tree/accept", "attention/mask", "drafting/recurrent")
     for name in ("step", *searched, "sampling/noise", "sampling/sampler", "sampling/prefixes"):
         source = (ROOT / "redrafter" / f"{name}.py").read_text()

@@ -1,4 +1,4 @@
-"""A step has fixed shapes and never reads a value: shown by running it on tensors that have none."""
+"""A step has fixed shapes and never reads a value on the host: all its operators are recorded and compared."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,7 +12,7 @@ READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "a
 
 
 class Trace(TorchDispatchMode):
-    """Names and result shapes of every operator."""
+    """Records the name and result shape of every operator that is called."""
 
     def __init__(self):
         super().__init__()
@@ -20,11 +20,13 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.seen.append((func._schema.name, tuple(out.shape) if isinstance(out, torch.Tensor) else None))
+        name = func.name().partition(".")[0]  # without its overload
+        self.seen.append((name, tuple(out.shape) if isinstance(out, torch.Tensor) else None))
         return out
 
 
 def run(engine, proposer, seeds, count):
+    """Make `count` steps; return the operators and the accepted lengths of each."""
     ids, mask = uneven_batch(rows=3)
     length = mask.sum(1)
     tokens = torch.zeros(3, 60, dtype=torch.long)

@@ -1,3 +1,5 @@
+"""The block manager, against a slow one without a trie and against a model of the memory."""
+
 import random
 from copy import deepcopy
 
@@ -9,12 +11,12 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 
 
 def text(*pieces: int) -> list[int]:
-    """One full block of tokens for each number."""
+    """Return a full block of tokens for each number."""
     return [100 * piece + i for piece in pieces for i in range(BLOCK_SIZE)]
 
 
 def store(manager: BlockManager, tokens: list[int]) -> list[int]:
-    """Admit a row, publish its text, release it. Returns its blocks."""
+    """Admit a row, publish its text and release it; return its blocks."""
     block_table = manager.admit(tokens, len(tokens))
     manager.publish(block_table, tokens)
     blocks = block_table.blocks
@@ -23,17 +25,18 @@ def store(manager: BlockManager, tokens: list[int]) -> list[int]:
 
 
 def stored(manager: BlockManager, tokens: list[int]) -> int:
-    """How many of the tokens a row would reuse. A copy is asked, so that nothing is evicted for the question."""
+    """Return how many of the tokens a row would reuse; a copy of the manager is asked, so that nothing is evicted."""
     return deepcopy(manager).admit([*tokens, 0], len(tokens) + 1).reused
 
 
 def test_a_row_gets_blocks_for_all_its_slots_and_never_block_zero():
     manager = BlockManager(8)
     assert manager.num_free_blocks == 7
-    leases = [manager.admit([5], slots) for slots in (1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE)]
-    assert [len(block_table.blocks) for block_table in leases] == [1, 1, 2, 3] and manager.num_free_blocks == 0
-    assert sorted(block for block_table in leases for block in block_table.blocks) == list(range(1, 8))
-    assert {block_table.reused for block_table in leases} == {0}
+    block_tables = [manager.admit([5], slots) for slots in (1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE)]
+    assert [len(block_table.blocks) for block_table in block_tables] == [1, 1, 2, 3]
+    assert manager.num_free_blocks == 0
+    assert sorted(block for block_table in block_tables for block in block_table.blocks) == list(range(1, 8))
+    assert {block_table.reused for block_table in block_tables} == {0}
 
 
 def test_a_prefix_is_reused_but_the_last_token_is_computed_anew():
@@ -68,7 +71,8 @@ def test_rows_share_what_a_running_row_has_published_and_own_the_rest():
     assert stored(manager, text(1, 2, 3)) == 0  # not computed yet
     manager.publish(first, text(1, 2))
     second = manager.admit(text(1, 2, 4), 70)
-    assert second.reused == 32 and second.blocks[:2] == first.blocks[:2]
+    assert second.reused == 32
+    assert second.blocks[:2] == first.blocks[:2]
     assert not set(first.blocks[2:]) & set(second.blocks[2:])
     manager.release(first)
     assert manager.num_free_blocks == 19 - 5
@@ -96,13 +100,16 @@ def test_a_full_pool_says_so_and_nothing_has_changed():
         CacheFullError, match="97 tokens need 5 blocks of 16 besides 2 reused, and 3 of 8 are free"
     ) as e:
         manager.admit(text(1, 2, 3), 97)  # 5 blocks are free, but the two that it reuses cannot be used twice
-    assert "kv_cache_free_gpu_memory_fraction" in str(e.value) and "max_new_tokens" in str(e.value)
+    assert "kv_cache_free_gpu_memory_fraction" in str(e.value)
+    assert "max_new_tokens" in str(e.value)
     assert manager.num_free_blocks == 5
     block_table = manager.admit(text(1, 2, 3), 80)  # and exactly what is there can be had
-    assert block_table.blocks[:2] == kept and manager.num_free_blocks == 0
+    assert block_table.blocks[:2] == kept
+    assert manager.num_free_blocks == 0
     manager.release(block_table)
     manager.release(busy)
-    assert manager.num_free_blocks == 8 and len(set(manager.admit([9], 8 * BLOCK_SIZE).blocks)) == 8
+    assert manager.num_free_blocks == 8
+    assert len(set(manager.admit([9], 8 * BLOCK_SIZE).blocks)) == 8
 
 
 def test_blocks_without_a_text_are_used_before_any_is_evicted():
@@ -169,7 +176,8 @@ def test_texts_are_shared_only_under_the_same_salt():
         assert first.reused == 0
         manager.publish(first, text(1, 2))
         again = manager.admit(text(1, 2), 40, salt=salt)
-        assert again.reused == 16 and again.blocks[0] == first.blocks[0]
+        assert again.reused == 16
+        assert again.blocks[0] == first.blocks[0]
         manager.release(again)
     assert manager.admit(text(1, 2), 32, salt="c").reused == 0
 
@@ -219,9 +227,11 @@ class Slow:
         if block_table is None:
             assert fresh > len(usable)
             return
-        assert block_table.reused == len(shared) * BLOCK_SIZE and block_table.blocks[: len(shared)] == shared
+        assert block_table.reused == len(shared) * BLOCK_SIZE
+        assert block_table.blocks[: len(shared)] == shared
         own = set(block_table.blocks[len(shared) :])
-        assert len(own) == len(block_table.blocks) - len(shared) == fresh and own <= usable
+        assert len(own) == len(block_table.blocks) - len(shared) == fresh
+        assert own <= usable
         order = sorted(usable, key=lambda block: self.used[block] if block in self.texts.values() else (-1, 0))
         empty = usable - set(self.texts.values())
         assert own <= empty if fresh <= len(empty) else own == set(order[:fresh])
@@ -312,7 +322,8 @@ def test_thousands_of_random_operations_agree_with_a_slow_obvious_model(blocks: 
         assert manager.num_free_blocks == len(slow.unheld())
         for row in rows:
             row.check()
-    assert reused > 10 and refused > 50
+    assert reused > 10
+    assert refused > 50
     for row in rows:
         slow.release(row.block_table.blocks, row.text, row.block_table.salt)
         manager.release(row.block_table)

@@ -1,3 +1,5 @@
+"""The dense cache: where nodes are stored, what a commit moves, and how it grows."""
+
 import torch
 
 from redrafter.cache.dense import WINDOW_STEP_SLOTS, DenseCache, LayerShape
@@ -9,7 +11,7 @@ SHAPES = [
 
 
 def fill(cache, length, nodes, value):
-    """Write `nodes` nodes whose every number says row, node and layer."""
+    """Store `nodes` nodes whose every number encodes row, node and layer."""
     cache.write_after(length, nodes)
     for layer, shape in enumerate(SHAPES):
         tag = value + torch.arange(len(length))[:, None] * 100 + torch.arange(nodes)  # [B, N]
@@ -22,8 +24,8 @@ def fill(cache, length, nodes, value):
 
 
 def column(cache, layer, row):
-    (keys, k), (values, v) = cache.layers[layer].stores
-    keys, values = keys.visible[k], values.visible[v]
+    """Return one number of each slot of a row, after a check that keys and values belong together."""
+    keys, values = cache.layers[layer].keys, cache.layers[layer].values
     assert torch.equal(values[row, :, :, 0], torch.where(keys[row, :, :, 0] == 0, 0, keys[row, :, :, 0] + 0.5))
     return keys[row, 0, :, -1]
 
@@ -56,7 +58,8 @@ def test_commit_moves_only_the_path_and_keeps_rows_apart():
 def test_growing_keeps_what_is_there_and_the_window_follows():
     cache = DenseCache(SHAPES, 2)
     cache.reserve(10)
-    assert cache.window == WINDOW_STEP_SLOTS and cache.get_mask_sizes(1, 0)[0] == WINDOW_STEP_SLOTS
+    assert cache.window == WINDOW_STEP_SLOTS
+    assert cache.get_mask_sizes(1, 0)[0] == WINDOW_STEP_SLOTS
     fill(cache, torch.tensor([2, 9]), 5, 1)
     kept = [column(cache, layer, row).clone() for layer in range(2) for row in range(2)]
     cache.reserve(3 * WINDOW_STEP_SLOTS + 1)

@@ -1,4 +1,4 @@
-"""Decoding on the paged cache, packed: the same tokens as on the dense one, for every architecture that can."""
+"""The paged cache: decoding gives the same tokens as on the dense cache, for every architecture that supports it."""
 
 import gc
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architectu
             for mine, theirs in zip(found, expected, strict=True):
                 assert_close_by_scale(mine, theirs, 2e-5)
             target.varlen_forward.fuse_linears(lambda cache=cache: target.verify(tree, lengths, cache))
-    assert before == dict(model.named_modules())  # what stood in is gone
+    assert before == dict(model.named_modules())  # the fused layers were removed again
     assert model.config._attn_implementation != ATTENTION_NAME
     assert not target.head._forward_pre_hooks
 
@@ -158,7 +158,8 @@ def test_rows_that_are_left_go_on_in_a_smaller_batch_under_another_tree(llama, s
     out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
     assert torch.equal(out.sequences, expected)
     assert len(set(row.emitted for row in out.stats.rows)) > 2  # or no batch became smaller
-    assert len(asked) > 5 and len(out.stats.accepted_by_depth) == 6
+    assert len(asked) > 5
+    assert len(out.stats.accepted_by_depth) == 6
     dense = with_tree(llama, tiny_drafter(), 4, 3).generate(ids, mask, **arguments)
     assert torch.equal(dense, expected)
     assert engine.graphs.blocks.num_free_blocks == 199

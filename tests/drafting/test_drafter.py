@@ -1,3 +1,5 @@
+"""The recurrent drafter: every form against its equations, and what its config refuses."""
+
 import inspect
 import json
 
@@ -67,7 +69,8 @@ def test_two_steps_of_the_gated_recurrence_mix_the_state_with_what_is_read():
 
 def test_earlier_layers_are_added_to_the_last_hidden_state():
     drafter = random_drafter(target_layers=(0, 2)).double()
-    assert drafter.feature_size == 3 * HIDDEN and tiny_drafter().feature_size == HIDDEN
+    assert drafter.feature_size == 3 * HIDDEN
+    assert tiny_drafter().feature_size == HIDDEN
     last, first, second = inputs()
     outputs = (first * 300, second)
     features = torch.cat([last, *outputs], dim=-1)  # [3, F]
@@ -76,13 +79,15 @@ def test_earlier_layers_are_added_to_the_last_hidden_state():
     expected = last + read @ w["fuse.weight"].T + w["fuse.bias"]
     torch.testing.assert_close(drafter.fuse_hidden(features), expected)
     assert drafter.bfloat16().fuse_hidden(features.bfloat16()).dtype == torch.bfloat16
-    assert tiny_drafter().fuse_hidden(features) is features and tiny_drafter().fuse is None
+    assert tiny_drafter().fuse_hidden(features) is features
+    assert tiny_drafter().fuse is None
 
 
 def test_a_head_of_low_rank_is_a_product_of_two():
     drafter, whole = random_drafter(head_rank=8).double(), random_drafter().double()
     w = drafter.state_dict()
-    assert w["head_proj.weight"].shape == (8, 2 * HIDDEN) and w["lm_head.weight"].shape == (VOCAB, 8)
+    assert w["head_proj.weight"].shape == (8, 2 * HIDDEN)
+    assert w["lm_head.weight"].shape == (VOCAB, 8)
     shared = {name: weight for name, weight in w.items() if not name.startswith(("lm_head", "head_proj"))}
     whole.load_state_dict(shared | {"lm_head.weight": w["lm_head.weight"] @ w["head_proj.weight"]})
     first, _, hidden = inputs()
@@ -108,7 +113,8 @@ def test_joined_weights_compute_the_same_until_training(form):
     drafter.join_recurrence()
     found = [state := drafter.step(first, None, hidden)[1], drafter.step(second, state, hidden)[1]]
     torch.testing.assert_close(found, expected)
-    assert (drafter.rnn_joined is not None) == (form == "published") and drafter.train().rnn_joined is None
+    assert (drafter.rnn_joined is not None) == (form == "published")
+    assert drafter.train().rnn_joined is None
 
 
 def test_without_recurrence_the_state_is_the_sum_of_embeddings():

@@ -83,7 +83,7 @@ def on_blocks():
 
 
 def texts(sequences: Tensor, ends: tuple[int, ...] = (EOS,)) -> list[str | None]:
-    """What each row wrote; None for one that did not end."""
+    """Return the text that each row generated; None for a row that did not end."""
     found: list[str | None] = []
     for row in sequences[:, IDS.shape[1] :].tolist():
         end = next((place for place, token in enumerate(row) if token in ends), None)
@@ -98,16 +98,16 @@ def spelled(tokens: list[int]) -> str:
 
 @cache
 def compiled(source: GrammarSource) -> CompiledGrammar:
-    """A grammar in this process: the slow reference of those in processes of their own."""
+    """Compile a grammar in this process: the slow reference of grammars in processes of their own."""
     return CompiledGrammar(source, VOCABULARY)
 
 
 def start(grammar: Grammar) -> LLMatcher:
-    return compiled(grammar._source).start()
+    return compiled(grammar.source).start()
 
 
 class OneText(LogitsProcessor):
-    """Masks a text with a matcher made for it alone."""
+    """Masks each text with a matcher that is made for it alone."""
 
     def __init__(self, grammars: list[Grammar | None], ends: tuple[int, ...] = (EOS,), width: int = IDS.shape[1]):
         self.grammars, self.ends, self.width = grammars, ends, width
@@ -210,9 +210,11 @@ def test_a_text_ends_with_any_of_its_own_end_tokens_where_the_grammar_may_end(mo
 def test_a_complete_text_ends_and_a_long_one_is_cut(engine):
     for how in (GREEDY, SAMPLED):
         out = engine.generate(**BATCH, **how, grammar={"choice": ["abcdefg"]})
-        assert texts(out) == ["abcdefg"] * 3 and out.shape[1] == IDS.shape[1] + 8
+        assert texts(out) == ["abcdefg"] * 3
+        assert out.shape[1] == IDS.shape[1] + 8
         cut = engine.generate(**BATCH, **{**how, "max_new_tokens": 5}, grammar={"choice": ["abcdefg"]})
-        assert cut.shape[1] == IDS.shape[1] + 5 and [spelled(row) for row in cut[:, 5:].tolist()] == ["abcde"] * 3
+        assert cut.shape[1] == IDS.shape[1] + 5
+        assert [spelled(row) for row in cut[:, 5:].tolist()] == ["abcde"] * 3
 
 
 def test_the_grammar_wins_over_what_forbids_all_that_it_allows(engine):
@@ -263,7 +265,8 @@ def test_every_node_that_can_be_reached_is_masked_for_its_own_text():
             columns = {name: torch.cat([getattr(ours, name)] * 3) for name in ("tokens", "length", "prompt", "limit")}
             whole = replace(ours, tree=thrice(tree), **columns)
             got = rows(scores, whole)
-            assert torch.equal(scores, before) and got.shape == scores.shape
+            assert torch.equal(scores, before)
+            assert got.shape == scores.shape
             assert torch.equal(got[[0, 2]], scores[[0, 2]])  # free rows
             for node in range(16):
                 text = TOKENIZER.encode(written, add_special_tokens=False) + path_to(tree, node)
@@ -303,7 +306,8 @@ def test_rows_that_ended_or_reached_their_limit_are_left_alone():
     done = prefixes_of("ab", chain(torch.tensor([[EOS]])), 2)
     done.tokens[0, 4], done.length[0] = EOS, 4
     assert torch.equal(rows(scores, done), scores)
-    assert rows.states[0].ended and rows.states[0].error is None
+    assert rows.states[0].ended
+    assert rows.states[0].error is None
     assert torch.equal(rows(scores, prefixes_of("a", chain(torch.tensor([[70]])), 2, limit=3)), scores)
     assert not torch.equal(rows(scores, prefixes_of("a", chain(torch.tensor([[70]])), 2, limit=4)), scores)
     rows.states[:] = [None, rows.states[0]]  # of a row that is not in this step
@@ -325,7 +329,8 @@ def test_a_free_row_without_any_token_left_stays_as_it_is():
     columns = {name: torch.cat([getattr(prefixes, name)] * 2) for name in ("tokens", "length", "prompt", "limit")}
     nothing = torch.full((2, 1, VOCAB), -math.inf)
     got = rows(nothing, replace(prefixes, tree=chain(torch.tensor([[70], [70]])), **columns))
-    assert (got[0] == -math.inf).all() and got[1, 0].argmax() == 71
+    assert (got[0] == -math.inf).all()
+    assert got[1, 0].argmax() == 71
 
 
 def test_a_matcher_that_came_to_a_limit_is_replaced_by_one_that_did_less():
@@ -337,10 +342,13 @@ def test_a_matcher_that_came_to_a_limit_is_replaced_by_one_that_did_less():
 
     expected = ask([70, 71], 71)
     assert len(expected) == 2
-    assert not state._matcher.consume_token(93) and state._matcher.is_error()
-    assert ask([70, 71], 71) == expected and state.error is None
-    state._matcher.consume_token(93)
-    assert ask([70, 71, 71, 70], 70) == expected and state.error is None
+    assert not state.matcher.consume_token(93)
+    assert state.matcher.is_error()
+    assert ask([70, 71], 71) == expected
+    assert state.error is None
+    state.matcher.consume_token(93)
+    assert ask([70, 71, 71, 70], 70) == expected
+    assert state.error is None
 
 
 def test_a_grammar_does_not_wear_out(monkeypatch):
@@ -414,7 +422,8 @@ def test_hostile_grammars_are_read_or_refused_in_bounded_time(name):
     else:
         with pytest.raises(ArgumentError, match=f"^grammar: .*{wrong}") as caught:
             Grammar.of(spec, TOKENIZER)
-        assert not re.search("\n|<state>|<backtrace>", str(caught.value)) and len(str(caught.value)) < 400
+        assert not re.search("\n|<state>|<backtrace>", str(caught.value))
+        assert len(str(caught.value)) < 400
     assert time.perf_counter() - begin < 20  # seconds; two where nothing else runs
 
 

@@ -1,4 +1,4 @@
-"""Grammars in processes of their own: limited, killed, replaced, and gone with their owners."""
+"""The processes of grammars: their limits, their replacement when killed, and their end with their owners."""
 
 import gc
 import os
@@ -55,7 +55,7 @@ def alone():
 
 
 def where(text: list[int], *drafts: int) -> TextTree:
-    """A text with a chain of drafts behind it."""
+    """Return a text with a chain of drafts after it."""
     return TextTree(text, [text[-1] if text else 0, *drafts], list(range(-1, len(drafts))), 1 + len(drafts))
 
 
@@ -98,7 +98,8 @@ def test_the_kernel_knows_the_limit_of_memory():
     grammar = Grammar.regex("a", TOKENIZER)
     lines = Path(f"/proc/{only_child()}/limits").read_text().splitlines()
     soft, hard = next(line.split()[3:5] for line in lines if line.startswith("Max address space"))
-    assert grammar.process.alive and 1 << 30 < int(soft) == int(hard) < 3 << 29
+    assert grammar.process.alive
+    assert 1 << 30 < int(soft) == int(hard) < 3 << 29
 
 
 def test_a_killed_process_ends_its_own_texts_only():
@@ -107,7 +108,8 @@ def test_a_killed_process_ends_its_own_texts_only():
     texts = [GuidedText(grammar, [EOS]) for grammar in (mine, mine, other)]
     asked = [(text, where([70, 71], 70)) for text in texts]
     before = [dict(each) for each in compute_masks(asked)]
-    assert before[0] == before[1] == before[2] and len(before[0]) == 2
+    assert before[0] == before[1] == before[2]
+    assert len(before[0]) == 2
     os.kill(max(own_children()), signal.SIGKILL)
     assert soon(lambda: len(own_children()) == 1)
     dead = other if mine.process.alive else mine
@@ -117,10 +119,12 @@ def test_a_killed_process_ends_its_own_texts_only():
             assert text.error.startswith("grammar: given up after 2 tokens: its process ended")
             assert {node: int.from_bytes(mask, "little") for node, mask in masks.items()} == {0: 1 << EOS, 1: 1 << EOS}
         else:
-            assert text.error is None and masks == old
+            assert text.error is None
+            assert masks == old
     dead.restore()
     again = GuidedText(dead, [EOS])
-    assert compute_masks([(again, where([70, 71], 70))]) == before[:1] and again.error is None
+    assert compute_masks([(again, where([70, 71], 70))]) == before[:1]
+    assert again.error is None
 
 
 def test_generate_raises_where_a_process_is_killed_and_goes_on_with_a_new_one():
@@ -147,7 +151,8 @@ def test_a_killed_zygote_is_replaced_and_its_grammars_live_on():
     os.kill(zygote.pid, signal.SIGKILL)
     assert compute_masks([(text, where([70]))]) == expected
     Grammar.regex("[ab]*", TOKENIZER)
-    assert zygote_for(TOKENIZER).pid != zygote.pid and compute_masks([(text, where([70]))]) == expected
+    assert zygote_for(TOKENIZER).pid != zygote.pid
+    assert compute_masks([(text, where([70]))]) == expected
 
 
 def test_an_answer_that_nobody_took_is_no_other_questions(monkeypatch):
@@ -161,7 +166,8 @@ def test_an_answer_that_nobody_took_is_no_other_questions(monkeypatch):
     with monkeypatch.context() as change, pytest.raises(KeyboardInterrupt):
         change.setattr("redrafter.grammar.process.receive_frame", interrupted)
         compute_masks([(first, where([70, 71]))])
-    assert not grammar.process.alive and not grammar.process.lock.locked()
+    assert not grammar.process.alive
+    assert not grammar.process.lock.locked()
     grammar.restore()
     assert compute_masks([(GuidedText(grammar, [EOS]), where([70]))]) == expected
 
@@ -182,14 +188,15 @@ def test_a_text_that_is_dropped_is_forgotten():
     ask, grammar.process.forget = grammar.process.forget, lambda text: (forgotten.append(text), ask(text))
     text = GuidedText(grammar, [EOS])
     compute_masks([(text, where([70]))])
-    number = text._number
+    number = text.number
     del text
-    assert forgotten == [number] and not grammar.process._forgotten
+    assert forgotten == [number]
+    assert not grammar.process.forgotten
     with grammar.process.lock:
         ask(number)  # while it is being asked
-    assert list(grammar.process._forgotten) == [number]
+    assert list(grammar.process.forgotten) == [number]
     compute_masks([(GuidedText(grammar, [EOS]), where([70]))])
-    assert number not in grammar.process._forgotten
+    assert number not in grammar.process.forgotten
 
 
 def test_threads_share_grammars():
@@ -209,14 +216,15 @@ def test_threads_share_grammars():
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert not wrong and not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "sys.exit()"])
 def test_nothing_is_left_of_a_program_that_ends(how):
     program = (
         "import os, sys, threading, time\n"
-        "from chats import tiny_tokenizer\n"
+        "from helpers.chats import tiny_tokenizer\n"
         "from redrafter.grammar.grammar import Grammar\n"
         "from redrafter.grammar.zygotes import zygote_for\n"
         "tokenizer = tiny_tokenizer()\n"
@@ -226,8 +234,8 @@ def test_nothing_is_left_of_a_program_that_ends(how):
         "print(zygote_for(tokenizer).pid, flush=True)\n"
         f"{how}\n"
     )
-    here = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=60)
+    tests = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", program], cwd=tests, capture_output=True, text=True, timeout=60)
     zygote = int(done.stdout)
     assert soon(lambda: not any(_group(int(name)) == zygote for name in os.listdir("/proc") if name.isdigit()))
     assert "Exception ignored" not in done.stderr
@@ -248,7 +256,8 @@ def test_signals_for_the_program_do_not_end_its_grammars(each):
     os.kill(zygote.pid, each)
     assert os.getpgid(zygote.pid) == zygote.pid != os.getpgid(0)  # where Ctrl-C in a terminal does not come to
     compute_masks([(text, where([70]))])
-    assert text.error is None and zygote.alive
+    assert text.error is None
+    assert zygote.alive
 
 
 KINDS = {
@@ -298,14 +307,16 @@ def test_what_is_large_is_refused_before_it_is_read(spec, wrong):
     begin = time.process_time()
     with pytest.raises(ArgumentError, match=f"^grammar: .*{wrong}") as caught:
         GrammarSource.of(spec)
-    assert time.process_time() - begin < 0.1 and len(str(caught.value)) < 400
+    assert time.process_time() - begin < 0.1
+    assert len(str(caught.value)) < 400
 
 
 def test_a_schema_may_be_as_large_as_is_said():
     for extra, fits in ((0, True), (1, False)):
         schema = {"description": "x" * (131_072 - len('{"description": ""}') + extra)}
         try:
-            assert GrammarSource.json_schema(schema).text and fits
+            assert GrammarSource.json_schema(schema).text
+            assert fits
         except ArgumentError:
             assert not fits
     assert GrammarSource.json_schema(nested(128)).text

@@ -1,17 +1,17 @@
-"""Every form of drafter, with random weights."""
+"""Drafters of every form, with random weights."""
 
 import torch
 
 from helpers.models import VOCAB, tiny_drafter
 from redrafter import RecurrentDrafter
 
-# Every form that a drafter may have, beside what all share.
+# Form -> fields of its config that differ from the defaults.
 FORMS: dict[str, dict] = {
     "published": {},
     "sum": {"rnn": False},
     "narrow": {"exit_dim": 24, "num_draft_layers": 1},
     "gated": {"recurrence": "gated"},
-    "tapped": {"target_layers": (0, 2)},
+    "aux_hidden": {"target_layers": (0, 2)},
     "low_rank": {"head_rank": 8},
     "reduced": {"draft_vocab_size": 40},
     "all": {
@@ -25,7 +25,7 @@ FORMS: dict[str, dict] = {
 
 
 def random_drafter(**changes) -> RecurrentDrafter:
-    """Wide enough weights that every part of the drafter matters."""
+    """Make a tiny drafter whose weights are large enough for every part of it to matter."""
     drafter = tiny_drafter(**changes)
     for weight in drafter.parameters():
         torch.nn.init.normal_(weight, std=0.3)

@@ -1,4 +1,4 @@
-"""Tiny targets of many architectures, and proposers that are right always, never, or at random."""
+"""Tiny targets of many architectures, and a proposer whose drafts are always right or always wrong."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -76,7 +76,7 @@ ARCHITECTURES: dict[str, dict] = {
 
 
 def tiny_model(model_type: str, **changes: object) -> PreTrainedModel:
-    """A random model of that architecture, fp32, with its own seed."""
+    """Make a random model of an architecture, in fp32; each architecture has a seed of its own."""
     shape = _COMMON | ARCHITECTURES.get(model_type, {}) | changes
     if shape.get("layer_types", "") is None:
         del shape["layer_types"]
@@ -85,12 +85,13 @@ def tiny_model(model_type: str, **changes: object) -> PreTrainedModel:
 
 
 def tiny_drafter(**changes: object) -> RecurrentDrafter:
+    """Make a drafter for the tiny targets, with random weights."""
     torch.manual_seed(7)
     return RecurrentDrafter(DrafterConfig(**({"vocab_size": VOCAB, "hidden_size": HIDDEN} | changes))).eval()
 
 
 def uneven_batch(rows: int = 4, longest: int = 11, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Left-padded prompts of unequal length."""
+    """Return left-padded prompts of unequal length, `[B, P]`, and their mask."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (rows, longest), generator=generator)
     mask = torch.ones_like(ids)
@@ -101,10 +102,14 @@ def uneven_batch(rows: int = 4, longest: int = 11, seed: int = 1) -> tuple[Tenso
 
 @dataclass
 class Scripted:
-    """A proposer of `beams` x `depth` trees whose first beam says what `script` says, right or wrong.
+    """A proposer of `beams` x `depth` trees whose first beam follows a script.
 
-    script: `[B, T]`, each row's own tokens by position. offset: added to every scripted token, so that 0 is always
-    right and any other number never is.
+    Attributes:
+        script: Each row's tokens by position, `[B, T]` int64.
+        beams: W, siblings at each level.
+        depth: K, levels.
+        offset: Added to every scripted token: 0 for drafts that are always right, another number for drafts that never
+            are.
     """
 
     script: Tensor
@@ -116,18 +121,21 @@ class Scripted:
 
     @property
     def scratch_slots(self) -> int:
+        """Slots after a row's committed tokens that a step writes to."""
         return self.nodes
 
     @property
     def nodes(self) -> int:
+        """N, the nodes of the tree."""
         return 1 + self.beams * self.depth
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: None = None) -> Tree:
+        """Return a tree whose first beam follows the script."""
         rows = len(state.length)
         index = state.length[:, None] + 1 + torch.arange(self.depth)
-        told = self.script.gather(1, index.clamp(max=self.script.shape[1] - 1)) + self.offset  # [B, K]
+        scripted = self.script.gather(1, index.clamp(max=self.script.shape[1] - 1)) + self.offset  # [B, K]
         beam = torch.arange(self.beams)
-        level = (told[:, :, None] + beam) % VOCAB  # [B, K, W]; siblings differ
+        level = (scripted[:, :, None] + beam) % VOCAB  # [B, K, W]; siblings differ
         tokens = torch.cat([state.pending, level.flatten(1)], dim=1)
         node = torch.arange(self.nodes)
         depth = (node + self.beams - 1) // self.beams
@@ -136,7 +144,7 @@ class Scripted:
 
 
 def row_texts(sequences: Tensor, mask: Tensor) -> Tensor:
-    """Output sequences `[B, L]` with their left padding `mask` `[B, P]` moved away: `[B, L]` by own position."""
+    """Return output sequences `[B, L]` by each row's own position, without their left padding `mask` `[B, P]`."""
     pads = (mask == 0).sum(dim=1)
     index = (torch.arange(sequences.shape[1]) + pads[:, None]).clamp(max=sequences.shape[1] - 1)
     return sequences.gather(1, index)
@@ -145,18 +153,19 @@ def row_texts(sequences: Tensor, mask: Tensor) -> Tensor:
 def assert_close_by_scale(found: Tensor, expected: Tensor, part: float) -> None:
     """Fail unless all numbers agree to `part` of the largest of them.
 
-    What another order of summation changes, as on another CPU or with another BLAS, grows with the terms of a sum and
-    not with the sum, which may be near 0: in float32 it is up to 100 * 2**-24 of the largest number here.
+    Another order of summation, as on another CPU or with another BLAS, changes a sum in proportion to its terms and not
+    to the sum, which may be near 0: in float32 by up to 100 * 2**-24 of the largest number here.
     """
     torch.testing.assert_close(found, expected, rtol=0, atol=part * float(expected.detach().abs().max()))
 
 
 def with_tree(model: PreTrainedModel, drafter: RecurrentDrafter, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
+    """Make an engine that drafts trees of `beams` x `depth` with a drafter, cut to the `nodes` best nodes."""
     return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes))
 
 
 def paged(engine: Engine, blocks: int = 200) -> Engine:
-    """The engine as it works on a GPU, on a paged cache, with the slow reference of attention."""
+    """Let an engine work as on a GPU, on a paged cache, with the slow reference of attention; return it."""
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
     stores = [KVCachePool(model.paged_shapes, blocks) for model in models]
     engine.graphs = CUDAGraphRunner(engine.target, *stores)
@@ -168,10 +177,11 @@ def paged(engine: Engine, blocks: int = 200) -> Engine:
 
 
 def in_threads(work: Callable[[int], Tensor], count: int) -> list[Tensor]:
-    """`work(0)` to `work(count - 1)`, all begun at once, each in a thread of its own."""
+    """Call `work(0)` to `work(count - 1)` at once, each in a thread of its own."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, range(count)))
 
 
 def scripted_engine(model: PreTrainedModel, script: Tensor, beams: int, depth: int, offset: int = 0) -> Engine:
+    """Make an engine whose drafts follow a script; see `Scripted`."""
     return Engine(Target(model), Scripted(script, beams, depth, offset))

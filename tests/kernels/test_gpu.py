@@ -1,4 +1,4 @@
-"""On a GPU: captured steps give the same tokens, for every architecture, and neither wait nor allocate."""
+"""Captured steps on a GPU: the same tokens for every architecture, without a wait or an allocation within a step."""
 
 import gc
 import warnings
@@ -36,11 +36,13 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(engine: Engine) -> None:
+    """Fail unless steps with and without drafts give the same tokens, and greedy ones those of `model.generate`."""
     ids, mask = batch()
     expected = engine.model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
     for arguments in ({"do_sample": False}, SAMPLING, PROCESSED):
         out = [engine.generate(ids, mask, max_new_tokens=NEW, speculate=s, **arguments) for s in (True, False, True)]
-        assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[2])
+        assert torch.equal(out[0], out[1])
+        assert torch.equal(out[0], out[2])
         if not arguments["do_sample"]:
             assert torch.equal(out[0], expected)
 
@@ -87,6 +89,7 @@ def test_a_captured_step_tells_the_drafter_what_a_plain_forward_does(compile):
 
 
 def neither_waits_nor_allocates(step: CapturedStep) -> None:
+    """Fail if a replay waits for the device or allocates memory."""
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -106,7 +109,7 @@ def test_a_step_neither_waits_nor_allocates():
 
 
 def test_nothing_is_collected_while_a_step_is_captured():
-    """A graph that is freed during another's capture ends the process."""
+    """Collect garbage at every allocation: a graph that is freed during another's capture would end the process."""
     engine, collected = on_gpu("llama", compile=False), []
     engine.generate(*batch(), max_new_tokens=NEW, do_sample=False)
     gc.set_threshold(1)
@@ -116,7 +119,8 @@ def test_nothing_is_collected_while_a_step_is_captured():
     finally:
         gc.callbacks.pop()
         gc.set_threshold(700, 10, 10)
-    assert collected and not any(collected)
+    assert collected
+    assert not any(collected)
 
 
 def test_a_target_knows_whether_it_can_be_packed():

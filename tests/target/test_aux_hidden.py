@@ -304,7 +304,7 @@ def test_every_form_of_drafter_leaves_the_text_as_it_is(architecture, form):
 
 
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 5}])
-@pytest.mark.parametrize("form", ["published", "tapped", "all"])
+@pytest.mark.parametrize("form", ["published", "aux_hidden", "all"])
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_drafts_are_made_from_what_the_trainer_reads(monkeypatch, architecture, form, arguments):
     """Compare the hidden state of every row at every step, and the tree that follows from it."""

@@ -1,3 +1,5 @@
+"""Acceptance, against a walk down the tree and against exact enumeration."""
+
 import itertools
 
 import torch
@@ -8,13 +10,14 @@ from redrafter.tree.token_tree import chain, tree_of
 
 
 def small_tree(tokens):
-    """Root, two children, and two children under the first: 0 -> (1, 2), 1 -> (3, 4)."""
+    """Make a tree of a root, two children, and two children under the first: 0 -> (1, 2), 1 -> (3, 4)."""
     parents, depth = torch.tensor([[0, 0, 0, 1, 1]]), torch.tensor([[0, 1, 1, 2, 2]])
     rows = len(tokens)
     return tree_of(torch.tensor(tokens), parents.expand(rows, -1), depth.expand(rows, -1), 2)
 
 
 def slow_accept(tree, drawn, row):
+    """Walk down the tree from the root, as long as a child has the token that was drawn."""
     path = [0]
     while True:
         here = path[-1]
@@ -34,13 +37,15 @@ def test_every_outcome_of_a_small_tree_agrees_with_walking_it():
         drawn = torch.tensor([draws])
         path, expected = accept(tree, drawn, 2), slow_accept(tree, drawn, 0)
         assert path.nodes[0, : path.accepted[0] + 1].tolist() == expected
-        assert path.end.tolist() == [expected[-1]] and path.accepted.tolist() == [len(expected) - 1]
+        assert path.end.tolist() == [expected[-1]]
+        assert path.accepted.tolist() == [len(expected) - 1]
 
 
 def test_a_confirmed_node_below_an_unconfirmed_one_is_not_kept():
     tree = small_tree([[0, 1, 2, 1, 2]])
     path = accept(tree, torch.tensor([[0, 2, 0, 0, 0]]), 2)  # node 4 matches at node 1, but node 1 was not drawn
-    assert path.accepted.tolist() == [0] and path.nodes.tolist() == [[0, 0, 0]]
+    assert path.accepted.tolist() == [0]
+    assert path.nodes.tolist() == [[0, 0, 0]]
 
 
 def test_rows_are_independent():
@@ -51,11 +56,12 @@ def test_rows_are_independent():
 
 def test_a_lone_pending_token_is_always_kept():
     path = accept(chain(torch.tensor([[4], [5]])), torch.tensor([[1], [2]]), 0)
-    assert path.nodes.tolist() == [[0], [0]] and path.accepted.tolist() == [0, 0]
+    assert path.nodes.tolist() == [[0], [0]]
+    assert path.accepted.tolist() == [0, 0]
 
 
 def test_two_steps_over_any_tree_sample_exactly_from_the_target():
-    """200,000 draws of a 3-letter Markov target against exact enumeration of its two-token texts.
+    """Compare 200,000 draws of a 3-letter Markov target with exact enumeration of its two-token texts.
 
     The tree proposes likely letters, as a drafter would, so a rule that accepts by anything but the target's own draw
     shifts the counts far outside the noise.

@@ -1,3 +1,5 @@
+"""Beam search, against the same search with lists."""
+
 import torch
 
 from redrafter.tree.beam_search import beam_search
@@ -6,7 +8,7 @@ V = 11
 
 
 def table_search(seed: int, rows: int, beams: int, depth: int, nodes: int):
-    """Search a random bigram table; returns the tree and the table's log-probabilities."""
+    """Search a random bigram table; return the tree and the table's log-probabilities."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn(V, V, generator=generator) * 2
     root = torch.randint(0, V, (rows,), generator=generator)
@@ -15,6 +17,7 @@ def table_search(seed: int, rows: int, beams: int, depth: int, nodes: int):
 
 
 def path_of(tree, row, node):
+    """Return the nodes from the root down to a node."""
     path = [node]
     while path[-1] != 0:
         path.append(tree.parents[row, path[-1]].item())
@@ -22,7 +25,7 @@ def path_of(tree, row, node):
 
 
 def slow_search(table, root, beams, depth):
-    """The same search with lists: every kept pair at every step, as token paths with their scores."""
+    """Do the same search with lists; return every selected pair of every step, as a token path with its score."""
     live, lattice = [((root,), 0.0)], [((root,), 0.0)]
     for _ in range(depth):
         grown = [((*p, t), s + table[p[-1], t].item()) for p, s in live for t in range(V)]
@@ -36,7 +39,8 @@ def test_the_lattice_holds_every_pair_that_the_search_selected():
     for row in range(3):
         expected = {path for path, _ in slow_search(table, tree.tokens[row, 0].item(), 4, 3)}
         found = {tuple(tree.tokens[row, path_of(tree, row, i)].tolist()) for i in range(13)}
-        assert found == expected and len(found) == 13
+        assert found == expected
+        assert len(found) == 13
 
 
 def test_parents_come_first_and_siblings_differ():
@@ -46,7 +50,8 @@ def test_parents_come_first_and_siblings_differ():
             seen = set()
             for node in range(1, 9):
                 parent = tree.parents[row, node].item()
-                assert parent < node and tree.depth[row, node] == tree.depth[row, parent] + 1
+                assert parent < node
+                assert tree.depth[row, node] == tree.depth[row, parent] + 1
                 seen.add((parent, tree.tokens[row, node].item()))
             assert len(seen) == 8
 
@@ -93,5 +98,6 @@ def test_sources_say_which_beam_each_one_continues():
         return scores
 
     beam_search(torch.tensor([0]), expand, beams=3, depth=3, nodes=10)
-    assert seen[0].tolist() == [[0]] and seen[1].tolist() == [[0, 0, 0]]
+    assert seen[0].tolist() == [[0]]
+    assert seen[1].tolist() == [[0, 0, 0]]
     assert 2 in seen[2][0].tolist()

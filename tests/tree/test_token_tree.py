@@ -1,3 +1,5 @@
+"""Token trees: ancestors, chains, and the choice of the best nodes."""
+
 import pytest
 import torch
 
@@ -23,7 +25,8 @@ def test_ancestors_are_the_closure_of_parents():
 
 def test_a_chain_sees_itself_and_what_came_before():
     tree = chain(torch.tensor([[4, 5, 6]]))
-    assert tree.depth.tolist() == [[0, 1, 2]] and tree.parents.tolist() == [[0, 0, 1]]
+    assert tree.depth.tolist() == [[0, 1, 2]]
+    assert tree.parents.tolist() == [[0, 0, 1]]
     assert torch.equal(tree.ancestors[0], torch.ones(3, 3).tril().bool())
 
 
