@@ -69,7 +69,7 @@ def step(
     decoding (or, with rejection sampling, a sample of the same distribution).
 
     Args:
-        state: Where the rows stand: committed tokens, the pending token, the target's last hidden state.
+        state: The rows before the step: their texts, pending tokens, and the hidden states that produced those.
         proposer: Drafts the tree.
         target: The model that verifies it.
         cache: The target's keys and values of the committed tokens; written in place.

@@ -86,18 +86,18 @@ class _Layer(CacheLayerMixin):
     is_initialized = True
 
     def __init__(self, cache: "DenseCache", keys: tuple[_Pool, int], values: tuple[_Pool, int]):
-        self._cache, self.stores = cache, (keys, values)
+        self._cache, self._stores = cache, (keys, values)
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
         """Keys that attention reads, `[B, heads, S, dim]`."""
-        pool, index = self.stores[0]
+        pool, index = self._stores[0]
         return pool.visible[index]
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
         """Values that attention reads, `[B, heads, S, dim]`."""
-        pool, index = self.stores[1]
+        pool, index = self._stores[1]
         return pool.visible[index]
 
     def update(
@@ -115,7 +115,7 @@ class _Layer(CacheLayerMixin):
             Keys and values in the window, `[B, heads, S, dim]` each.
         """
         slots = self._cache.slots(key_states.device)
-        for states, (pool, index) in zip((key_states, value_states), self.stores, strict=True):
+        for states, (pool, index) in zip((key_states, value_states), self._stores, strict=True):
             pool.slots[index].index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
         if self._cache.contiguous:
             return self.keys.contiguous(), self.values.contiguous()

@@ -142,13 +142,13 @@ class _Lattice:
             tokens: Tokens of the new nodes, `[B, W]` int64.
             sources: Which nodes of the last level they continue, `[B, W]` int64.
         """
-        tree, wide = self.tree, tokens.shape[1]
+        tree, width = self.tree, tokens.shape[1]
         whole = torch.cat([tree.tokens, tokens], dim=1)
-        if wide == 1:
+        if width == 1:
             self.tree = chain(whole).last(1)
             return
         self._levels += 1
         parents = torch.cat([tree.parents, sources + self._last_level_start], dim=1)
         depth = torch.cat([tree.depth, torch.full_like(tokens, self._levels)], dim=1)
         self._last_level_start = tree.tokens.shape[1]
-        self.tree = tree_of(whole, parents, depth, max_depth=self._levels).last(wide)
+        self.tree = tree_of(whole, parents, depth, max_depth=self._levels).last(width)

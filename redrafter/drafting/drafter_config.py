@@ -109,7 +109,7 @@ class DrafterConfig(PretrainedConfig):
                 f"got {self.draft_vocab_size!r}"
             )
 
-    def _check_size(self, name: str, least: int = 1, most: int = MAX_SIZE) -> None:
+    def _check_size(self, name: str, minimum: int = 1, maximum: int = MAX_SIZE) -> None:
         value = getattr(self, name)
-        if type(value) is not int or not least <= value <= most:
-            raise ArgumentError(f"DrafterConfig.{name} must be an integer from {least} to {most}, got {value!r}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise ArgumentError(f"DrafterConfig.{name} must be an integer from {minimum} to {maximum}, got {value!r}")

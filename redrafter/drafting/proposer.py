@@ -72,7 +72,7 @@ class Proposer(Protocol):
         """Draft a tree whose root is each row's pending token.
 
         Args:
-            state: Where the rows stand.
+            state: The rows' texts, pending tokens and hidden states.
             sampler: How the target will draw.
             noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
             cache: The keys and values of `model`; None without a model.

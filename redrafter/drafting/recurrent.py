@@ -56,7 +56,7 @@ class RecurrentProposer:
         """Draft a tree whose root is each row's pending token.
 
         Args:
-            state: Where the rows stand.
+            state: The rows' texts, pending tokens and hidden states.
             sampler: How the target will draw.
             noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
             should_stop: Ends the search early, as `beam_search` describes; None to search all steps.

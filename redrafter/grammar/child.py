@@ -24,7 +24,7 @@ from redrafter.grammar.wire import Question, pack_answers, receive_frame, send_f
 
 __all__ = ["run_child"]
 
-COMPILE_NICENESS = 10  # a compilation stands back behind texts that are being generated
+COMPILE_NICENESS = 10  # of a compilation, so that texts that are being generated go first
 
 _Answer = tuple[dict[int, bytes], bool, str | None]
 
@@ -41,8 +41,8 @@ def run_child(connection: socket.socket, vocabulary: Any) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     reserved, held = _memory()
     if reserved:
-        most = reserved + limits.MAX_PROCESS_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit = reserved + limits.MAX_PROCESS_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         send_frame(connection)
         kind, _, text = receive_frame(connection).decode().partition("\n")

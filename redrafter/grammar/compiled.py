@@ -28,7 +28,7 @@ class CompiledGrammar:
 
     Attributes:
         vocabulary: llguidance's view of a tokenizer.
-        age: How often the state that its matchers share has been made anew.
+        age: How often the grammar has been compiled again.
     """
 
     def __init__(self, source: GrammarSource, vocabulary: Any, nice: int = 0) -> None:
@@ -51,7 +51,7 @@ class CompiledGrammar:
         return self._first.deep_copy()
 
     def renew(self, age: int) -> None:
-        """Compile the grammar anew, unless that was done since matchers of age `age` were made.
+        """Compile the grammar again, unless that was done since matchers of age `age` were made.
 
         All matchers of one age share the states of a lexer. Every text adds some, until `MAX_LEXER_STATES` stops all
         texts.

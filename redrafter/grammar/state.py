@@ -97,7 +97,7 @@ class GrammarState:
         return masks
 
     def _restart(self) -> None:
-        """Begin the text anew."""
+        """Begin the text again, with a new matcher."""
         self.matcher, self._age = self.grammar.start(), self.grammar.age
         self.text, self._consumed, self.ended, self.error = [], [], False, None
 
@@ -107,21 +107,21 @@ class GrammarState:
         if self.matcher.try_consume_tokens(tokens) < len(tokens):
             self._renew()
 
-    def _renew(self, anew: bool = False) -> None:
+    def _renew(self, recompile: bool = False) -> None:
         """Take a new matcher, which has consumed this text and nothing else.
 
         Some of llguidance's limits count all that a matcher ever did, rejected drafts included.
 
         Args:
-            anew: Compile the grammar anew first, since other limits count what all its texts did.
+            recompile: Compile the grammar again first, since other limits count what all its texts did.
         """
-        if anew:
+        if recompile:
             self.grammar.renew(self._age)
         self.matcher, self._age = self.grammar.start(), self.grammar.age
         if self.matcher.try_consume_tokens(self._consumed) < len(self._consumed):
             self.matcher.compute_bitmask()  # which sets the error
-            if self.matcher.is_error() and not anew:
-                return self._renew(anew=True)
+            if self.matcher.is_error() and not recompile:
+                return self._renew(recompile=True)
             self._give_up("it does not allow what was written")
 
     def _give_up(self, otherwise: str) -> None:
@@ -142,7 +142,7 @@ class GrammarState:
             self._renew()
             mask = self._compute_mask()
         if mask is None and self.matcher.is_error():
-            self._renew(anew=True)
+            self._renew(recompile=True)
             mask = self._compute_mask()
         if mask is None:
             self._give_up("no token of the vocabulary may follow")

@@ -24,7 +24,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _scaled_scores(q, k, scale, SOFTCAP: tl.constexpr):
-    """Return the scores `[M, S]` divided by log 2, for `exp2` in place of `exp`."""
+    """Return the scores `[M, S]` divided by ln 2, so that `exp2` of them is `exp` of the scores."""
     x = tl.dot(q, k, input_precision="ieee")
     if SOFTCAP > 0:
         return SOFTCAP * (2 * tl.sigmoid(2 * scale / SOFTCAP * x) - 1) * LOG2E  # tanh
@@ -136,11 +136,11 @@ def _attend_kernel(
                 slot = tl.load(TABLE + row * blocks + at // PAGE, held, 0).to(tl.int64) * PAGE + at % PAGE
                 k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], held & (dk[:, None] < DK), 0.0)
                 v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, held[:, None] & (dv < DV), 0.0)
-                seen = tl.load(ANCESTORS + token[:, None] * all_nodes + j, live[:, None] & held, 0) != 0
+                visible = tl.load(ANCESTORS + token[:, None] * all_nodes + j, live[:, None] & held, 0) != 0
                 if WINDOW > 0:
                     above = tl.load(DEPTH + row * all_nodes + j, held, 0).to(tl.int32)
-                    seen = seen & (depth[:, None] - above < WINDOW)
-                x = tl.where(seen, _scaled_scores(q, k, scale, SOFTCAP), float("-inf"))
+                    visible = visible & (depth[:, None] - above < WINDOW)
+                x = tl.where(visible, _scaled_scores(q, k, scale, SOFTCAP), float("-inf"))
                 top, total, acc = _update_softmax(x, v, top, total, acc)
         for start in range(0, nodes, BLOCK_S):
             j = start + tl.arange(0, BLOCK_S)
@@ -149,11 +149,11 @@ def _attend_kernel(
             k = tl.load(K + other * k_token + head * k_head + dk[:, None], held & (dk[:, None] < DK), 0.0)
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
             x = _scaled_scores(q, k, scale, SOFTCAP)
-            seen = tl.load(ANCESTORS + token[:, None] * all_nodes + cached + j, live[:, None] & held, 0) != 0
+            visible = tl.load(ANCESTORS + token[:, None] * all_nodes + cached + j, live[:, None] & held, 0) != 0
             if WINDOW > 0:
                 level = tl.load(DEPTH + row * all_nodes + cached + j, held, 0).to(tl.int32)
-                seen = seen & (depth[:, None] - level < WINDOW)
-            top, total, acc = _update_softmax(tl.where(seen, x, float("-inf")), v, top, total, acc)
+                visible = visible & (depth[:, None] - level < WINDOW)
+            top, total, acc = _update_softmax(tl.where(visible, x, float("-inf")), v, top, total, acc)
             if tile == 0:
                 at = n + cached + j
                 inside = held & (at // PAGE < blocks)
@@ -251,7 +251,7 @@ def tree_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Do what the operator `redrafter.attention.tree_attention.tree_attention` does, with the same arguments."""
+    """Store and attend as the operator `redrafter.attention.tree_attention.tree_attention`; the same arguments."""
     rows = length.shape[0] - 1
     all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
     nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)

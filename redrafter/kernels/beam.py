@@ -69,25 +69,25 @@ def _top_of_row_kernel(
     tl.store(TOKEN + out, token, selected)
 
 
-def top_continuations(scores: Tensor, total: Tensor, wide: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `redrafter.tree.beam_search.top_continuations` does, with the same arguments."""
+def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Select the best pairs as `redrafter.tree.beam_search.top_continuations` does; the same arguments."""
     rows, beams, vocab = scores.shape
     scores = scores.contiguous()
     chunks = triton.cdiv(vocab, CHUNK)
-    values = scores.new_empty(rows, beams, chunks, wide, dtype=torch.float32)
+    values = scores.new_empty(rows, beams, chunks, width, dtype=torch.float32)
     found_ids = torch.empty_like(values, dtype=torch.int32)
     tops = scores.new_empty(rows, beams, chunks, 2, dtype=torch.float32)
     _top_of_chunk_kernel[(rows * beams, chunks)](
-        scores, values, found_ids, tops, vocab, chunks, WIDE=wide, CHUNK=CHUNK, num_warps=4
+        scores, values, found_ids, tops, vocab, chunks, WIDE=width, CHUNK=CHUNK, num_warps=4
     )
-    score = scores.new_empty(rows, wide, dtype=torch.float32)
+    score = scores.new_empty(rows, width, dtype=torch.float32)
     source = torch.empty_like(score, dtype=torch.long)
     token = torch.empty_like(source)
-    candidates, padded_beams = triton.next_power_of_2(chunks * wide), triton.next_power_of_2(beams)
+    candidates, padded_beams = triton.next_power_of_2(chunks * width), triton.next_power_of_2(beams)
     _top_of_row_kernel[(rows,)](
         values, found_ids, tops, total.contiguous(), ids, score, source, token, beams, chunks,
-        WIDE=wide, BLOCK_BEAMS=padded_beams, BLOCK_CANDIDATES=candidates, BLOCK_CHUNKS=triton.next_power_of_2(chunks),
-        BLOCK_WIDE=triton.next_power_of_2(wide), NAMED=ids is not None,
+        WIDE=width, BLOCK_BEAMS=padded_beams, BLOCK_CANDIDATES=candidates, BLOCK_CHUNKS=triton.next_power_of_2(chunks),
+        BLOCK_WIDE=triton.next_power_of_2(width), NAMED=ids is not None,
         num_warps=4 if candidates * padded_beams <= 2048 else 8,
     )  # fmt: skip
     return score, source, token

@@ -1,4 +1,4 @@
-"""A linear layer for few tokens, whose time is that of reading the weight: a split-K matrix product in one launch.
+"""A linear layer for few tokens, where reading the weight takes all the time: a split-K matrix product in one launch.
 
 Each program reads a tile of the weight along a part of its input features. The last program of a tile to finish adds up
 the parts. The order of that sum is fixed, so the result does not depend on which program is last.

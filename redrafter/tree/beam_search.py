@@ -100,13 +100,13 @@ def _layout(rows: int, beams: int, depth: int, device: torch.device) -> tuple[Te
     return level, (1 + (level - 2) * beams).clamp_(min=0), zero, zero.long()
 
 
-def top_continuations(scores: Tensor, total: Tensor, wide: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Select the best pairs of a beam and a token that follows it.
 
     Args:
         scores: Unnormalised log-probabilities of the next token, `[B, w, V']`.
         total: Cumulative log-probabilities of the beams so far, `[B, w]` float32.
-        wide: W, pairs to select.
+        width: W, pairs to select.
         ids: The target's id of each of the proposer's ids, `[V']` int64; None where they are the same.
 
     Returns:
@@ -114,13 +114,13 @@ def top_continuations(scores: Tensor, total: Tensor, wide: int, ids: Tensor | No
         first.
     """
     if kernels.TRITON and scores.is_cuda:
-        return kernels.top_continuations(scores, total, wide, ids)
-    if wide == scores.shape[1] == 1:  # a chain: the best token, without a sort
+        return kernels.top_continuations(scores, total, width, ids)
+    if width == scores.shape[1] == 1:  # a chain: the best token, without a sort
         best, token = scores.float().max(dim=-1)  # [B, 1]
         score = total + best - scores.logsumexp(dim=-1).float()
         return score, torch.zeros_like(token), token if ids is None else ids[token]
     log_probs = scores.log_softmax(dim=-1, dtype=torch.float32)
-    best, index = log_probs.topk(wide, dim=-1)  # [B, w, W]: the best W pairs are among the best W of each beam
-    score, pair = rearrange(best + total[:, :, None], "b w n -> b (w n)").topk(wide, dim=-1)  # [B, W]
+    best, index = log_probs.topk(width, dim=-1)  # [B, w, W]: the best W pairs are among the best W of each beam
+    score, pair = rearrange(best + total[:, :, None], "b w n -> b (w n)").topk(width, dim=-1)  # [B, W]
     token = rearrange(index, "b w n -> b (w n)").gather(1, pair)
-    return score, pair // wide, token if ids is None else ids[token]
+    return score, pair // width, token if ids is None else ids[token]
