@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 
 from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
-from redrafter.grammar.text import GuidedText, TextTree, compute_masks
+from redrafter.grammar.guided_text import GuidedText, TextTree, compute_masks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.tree.token_tree import chain
 

@@ -12,7 +12,7 @@ from redrafter.engine.outputs import Stats
 from redrafter.engine.stopping import cut
 from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
-from redrafter.grammar.text import GuidedText
+from redrafter.grammar.guided_text import GuidedText
 from redrafter.scheduler.logprobs import PromptScore, token_logprobs
 
 __all__ = ["Finish", "SamplingParams", "SequenceDelta", "TokenSequence"]

@@ -19,8 +19,8 @@ from redrafter import ArgumentError, DraftTarget, ReDrafter, boxed_pair
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import MissingDependencyError
 from redrafter.grammar.grammar import Grammar
+from redrafter.grammar.guided_text import GuidedText
 from redrafter.grammar.source import GrammarSource
-from redrafter.grammar.text import GuidedText
 from redrafter.sampling.grammar_masks import GrammarProcessor, RowGrammars
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.tree.token_tree import Tree, chain, tree_of

@@ -18,8 +18,8 @@ from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.processes import children, soon
 from redrafter import ArgumentError
 from redrafter.grammar.grammar import Grammar
+from redrafter.grammar.guided_text import GuidedText, TextTree, compute_masks
 from redrafter.grammar.source import GrammarSource
-from redrafter.grammar.text import GuidedText, TextTree, compute_masks
 from redrafter.grammar.zygotes import zygote_for
 
 pytest.importorskip("llguidance")
