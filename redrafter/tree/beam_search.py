@@ -55,22 +55,22 @@ def beam_search(
     level, first, score, source = _layout(rows, beams, depth, root.device)
     token = root[:, None]
     tokens, sources, scores = [token], [source], [score]
-    for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # a chain is never cut
+    for k in range(depth if beams > 1 else min(depth, nodes - 1)):  # a chain drafts no node to be cut
         score, source, token = top_continuations(expand(k, token, source), score, beams, ids)  # [B, W] each
         tokens.append(token)
         sources.append(source)
         scores.append(score)
         if should_stop is not None and should_stop(score):
             break
-    tree = torch.cat(tokens, 1)
+    lattice_tokens = torch.cat(tokens, 1)  # [B, N]
     if beams == 1:
-        return chain(tree)
-    count = tree.shape[1]
-    lattice = tree, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
+        return chain(lattice_tokens)
+    count = lattice_tokens.shape[1]
+    lattice = lattice_tokens, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
     if nodes >= count:
         return tree_of(*lattice, max_depth=len(tokens) - 1)
-    tree, parents, levels, slots = keep_best(*lattice, torch.cat(scores, 1), nodes)
-    return replace(tree_of(tree, parents, levels, max_depth=len(tokens) - 1), slots=slots)
+    kept_tokens, parents, depths, slots = keep_best(*lattice, torch.cat(scores, 1), nodes)
+    return replace(tree_of(kept_tokens, parents, depths, max_depth=len(tokens) - 1), slots=slots)
 
 
 def node_count(budget: int | None, beams: int, depth: int, device: torch.device) -> int:
