@@ -1,9 +1,10 @@
-"""What docs/migration.md says of each flag, key and field is what happens."""
+"""Flags, keys and fields are honoured, noted or refused as docs/migration.md says."""
 
 import json
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,18 +18,19 @@ OUTCOMES = ("honoured", "noted", "refused")
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Of each row whose last cell is an outcome: the heading that it stands under, its first cell, and the outcome."""
-    found, heading = [], ""
+    """Return the heading, the first cell and the outcome of each table row of the page that ends with an outcome."""
+    table_rows, heading = [], ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("#"):
             heading = line.lstrip("# ")
         elif line.startswith("|") and cells[-1] in OUTCOMES:
-            found.append((heading, cells[0], cells[-1]))
-    return found
+            table_rows.append((heading, cells[0], cells[-1]))
+    return table_rows
 
 
-def of(heading: str) -> list[tuple[str, str]]:
+def rows_below(heading: str) -> list[tuple[str, str]]:
+    """Return the first cell and the outcome of each row below a heading."""
     return [(first, outcome) for under, first, outcome in rows() if under == heading]
 
 
@@ -39,20 +41,20 @@ FLAGS = [
 ]
 
 
-def parser_of(command: str):
+def parse(command: str, words: list[str]) -> dict[str, Any]:
+    """Return the options that a command's parser reads."""
     if command == "serve":
-        return serve_command._parser()
+        return vars(serve_command.build_parser().parse_args(words))
     if command == "convert":
-        return convert_config.parser("redrafter convert")
-    return build_parser().commands[command]
+        return vars(convert_config.parser("redrafter convert").parse_args(words))
+    return vars(build_parser().parse_args([command, *words]))
 
 
 @pytest.mark.parametrize(("command", "typed", "outcome"), FLAGS)
 def test_flags_are_honoured_noted_or_refused_as_the_page_says(capsys, command, typed, outcome):
     words = [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', typed)]
-    parser = parser_of(command)
     try:
-        found = vars(parser.parse_args(words))
+        options = parse(command, words)
     except SystemExit as end:
         assert end.code == 2
         err = capsys.readouterr().err
@@ -61,7 +63,7 @@ def test_flags_are_honoured_noted_or_refused_as_the_page_says(capsys, command, t
         return
     err = capsys.readouterr().err
     assert outcome == ("noted" if "; not needed here: " in err else "honoured"), err
-    assert (found == vars(parser.parse_args([]))) == (outcome == "noted")
+    assert (options == parse(command, [])) == (outcome == "noted")
 
 
 def test_the_page_has_tables_for_all_four_programs():
@@ -69,18 +71,18 @@ def test_the_page_has_tables_for_all_four_programs():
     assert len(FLAGS) > 60
 
 
-@pytest.mark.parametrize(("key", "outcome"), of("Keys of `runtime.json`"))
+@pytest.mark.parametrize(("key", "outcome"), rows_below("Keys of `runtime.json`"))
 def test_keys_are_honoured_or_noted_as_the_page_says(tmp_path, key, outcome):
     file, key = tmp_path / "runtime.json", key.strip("`")
     value = {"guaranteed_no_evict": True, "kv_cache_free_gpu_mem_fraction": 0.5}.get(key, key.startswith("enable") or 9)
     file.write_text(json.dumps({key: value}))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found = read_config([str(file)], (ServeOptions, serve_command.LoadOptions))
-    assert (len(told), len(found)) == ((0, 1) if outcome == "honoured" else (1, 0))
+        options = read_config([str(file)], (ServeOptions, serve_command.LoadOptions))
+    assert (len(warned), len(options)) == ((0, 1) if outcome == "honoured" else (1, 0))
 
 
-@pytest.mark.parametrize(("names", "outcome"), of("Fields of a request"))
+@pytest.mark.parametrize(("names", "outcome"), rows_below("Fields of a request"))
 def test_fields_are_taken_or_refused_as_the_page_says(names, outcome):
     protocol = pytest.importorskip("redrafter.serve.protocol.requests")
     for name in re.findall(r"`(\w+)`", names):

@@ -31,20 +31,20 @@ _FOREIGN_NAMES = {
 
 
 def unknown_keyword_error(
-    error: Exception, given: Mapping[str, Any], caller: Callable[..., Any] | None
+    error: Exception, keywords: Mapping[str, Any], caller: Callable[..., Any] | None
 ) -> ArgumentError | None:
     """Return an error for a keyword argument that neither transformers nor the model's class takes.
 
     Args:
         error: What `from_pretrained` of transformers raised.
-        given: The keyword arguments that were handed to it.
+        keywords: The keyword arguments that were handed to it.
         caller: The `from_pretrained` of this library that took them; its arguments are suggested.
 
     Returns:
         The error, or None where `error` has another cause.
     """
     match = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
-    if match is None or match[1] not in given:
+    if match is None or match[1] not in keywords:
         return None
     name, arguments = match[1], _argument_names(caller)
     translations = [text for text in _FOREIGN_NAMES.get(name, ()) if text.partition("=")[0] in arguments]
@@ -53,26 +53,28 @@ def unknown_keyword_error(
     return ArgumentError(f"from_pretrained() has no argument {name!r}, here or in transformers{hint}")
 
 
-def check_reserved_keywords(given: Mapping[str, Any]) -> None:
+def check_reserved_keywords(keywords: Mapping[str, Any]) -> None:
     """Refuse keyword arguments of transformers that this library sets itself or has another name for.
 
     Raises:
         ArgumentError: If `torch_dtype` or `output_loading_info` is given.
     """
-    if "torch_dtype" in given:
-        raise ArgumentError(f"from_pretrained() takes dtype={given['torch_dtype']!r} for torch_dtype")
-    if "output_loading_info" in given:
+    if "torch_dtype" in keywords:
+        raise ArgumentError(f"from_pretrained() takes dtype={keywords['torch_dtype']!r} for torch_dtype")
+    if "output_loading_info" in keywords:
         raise ArgumentError("from_pretrained() returns an engine alone: leave out output_loading_info")
 
 
-def check_no_load_keywords(given: Mapping[str, Any]) -> None:
+def check_no_load_keywords(keywords: Mapping[str, Any]) -> None:
     """Refuse keyword arguments for loading when the model is loaded already.
 
     Raises:
         ArgumentError: If there are any.
     """
-    if given:
-        raise ArgumentError(f"{', '.join(given)}: for a model that is loaded by name; this one is loaded, leave it out")
+    if keywords:
+        raise ArgumentError(
+            f"{', '.join(keywords)}: for a model that is loaded by name; this one is loaded, leave it out"
+        )
 
 
 def _argument_names(function: Callable[..., Any] | None) -> list[str]:

@@ -117,8 +117,8 @@ def _read_entries(path: Path) -> Iterator[tuple[str, Any]]:
     may_be_list = path.name.removesuffix(".gz").removesuffix(".xz").endswith(".json")
     for number, line in lines:
         if may_be_list and line.lstrip().startswith("["):
-            whole = line + "".join(rest for _, rest in lines)
-            for row, entry in enumerate(_parse_json(whole, str(path)), start=1):
+            content = line + "".join(rest for _, rest in lines)
+            for row, entry in enumerate(_parse_json(content, str(path)), start=1):
                 yield f"{path}:row {row}", entry
         else:
             yield f"{path}:{number}", _parse_json(line, f"{path}:{number}")

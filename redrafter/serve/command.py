@@ -23,7 +23,7 @@ from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.serve.config import LIMITS, ServeOptions, config_beside, read_config
 from redrafter.serve.network.api_keys import ENVIRONMENT, ApiKeys, collect_keys
 
-__all__ = ["Server", "main"]
+__all__ = ["Server", "build_parser", "main"]
 
 _LOG = logging.getLogger("redrafter.serve")
 
@@ -120,7 +120,8 @@ def listen(options: ServeOptions) -> socket.socket:
     return found
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
+    """Build the parser of `redrafter serve`."""
     parser = Parser(
         prog="redrafter serve",
         description="Serve a model over OpenAI's protocol: /v1/completions, /v1/chat/completions, /v1/responses,\n"
@@ -151,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
 
     def run() -> int:
-        args = _with_config(_parser().parse_args(argv))
+        args = _with_config(build_parser().parse_args(argv))
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
         draft = read_options(DraftOptions, args)
         if args.print_config:

@@ -1,4 +1,4 @@
-"""From what a request asks to be continued to tokens."""
+"""Encode the prompts of requests."""
 
 import json
 from collections.abc import Iterable
@@ -8,19 +8,24 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.serve.chat.control_tokens import ControlTokens, marker_for
-from redrafter.serve.chat.template import THINK, ChatTemplate
-from redrafter.serve.chat.tools import described, templated
+from redrafter.serve.chat.control_tokens import ControlTokens, choose_marker
+from redrafter.serve.chat.template import THINK_TAGS, ChatTemplate
+from redrafter.serve.chat.tools import describe_tools, template_tools
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, Message, ToolCall
 
 __all__ = ["ChatPrompt", "Prompts"]
 
-WIDE = 16  # characters of a text, by the tokens of the longest one, that are tokenized at once to see its length
+CHUNK_CHARACTERS = 16  # for each token of the context: a longer text is counted in chunks of so many characters
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The tokens of a chat. thinking: whether the text ends within thoughts that the template opened."""
+    """Prompt of a chat.
+
+    Attributes:
+        ids: Token ids.
+        thinking: Whether the prompt ends within thoughts, so that the answer goes on with them.
+    """
 
     ids: list[int]
     thinking: bool
@@ -28,14 +33,14 @@ class ChatPrompt:
 
 @dataclass
 class Prompts:
-    """Reads prompts, and raises `ApiError` for what cannot be written on from.
+    """Encodes prompts, and raises `ApiError` for those that are malformed, empty or too long.
 
     Args:
-        tokenizer: The tokenizer of the model.
-        model: The name that clients know.
-        vocabulary: How many ids the target has.
-        context: Tokens of the longest text.
-        special_tokens_in_content: Whether a control token that a message spells is one.
+        tokenizer: The model's tokenizer.
+        model: Name of the model that clients know.
+        vocabulary: Number of the target's ids.
+        context: Most tokens of a prompt and its answer.
+        special_tokens_in_content: Whether control tokens that a message spells are encoded as such.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -46,7 +51,7 @@ class Prompts:
 
     @property
     def template(self) -> ChatTemplate:
-        """The chat template. Raises `ApiError` where the model has none."""
+        """The chat template. Raises `ApiError` if the model has none."""
         if not self.tokenizer.chat_template:
             raise ApiError(
                 400, f"{self.model} has no chat template; use /v1/completions", "messages", "no_chat_template"
@@ -61,51 +66,65 @@ class Prompts:
     def _control(self) -> ControlTokens:
         return ControlTokens(self.tokenizer, self.template.text)
 
-    def text(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the tokens of one text, with or without those that the tokenizer puts around it."""
+    def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of one text, with the tokenizer's special tokens around it if `add_special_tokens`."""
         self._check_size(text, "prompt")
         return self._checked(list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids), "prompt")
 
-    def several(self, given: str | list[Any]) -> list[list[int]]:
-        """Of `/v1/completions`: one text or many, or their tokens."""
-        texts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-        if not texts:
-            raise ApiError(400, "there is no prompt", "prompt")
-        return [self._checked(text, "prompt") for text in texts]
+    def encode_prompts(self, prompt: str | list[Any]) -> list[list[int]]:
+        """Return the token ids of each prompt of a completion request.
 
-    def talk(self, request: ChatRequest) -> ChatPrompt:
-        """Of `/v1/chat/completions`."""
-        tools = templated(request.callable_tools)
-        messages = [_templated(message, self.template.knows_developer) for message in request.messages]
+        Args:
+            prompt: The request's `prompt`: a text or token ids, or a list of such.
+
+        Raises:
+            ApiError: If there is no prompt, or one cannot be used.
+        """
+        prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        if not prompts:
+            raise ApiError(400, "there is no prompt", "prompt")
+        return [self._checked(text, "prompt") for text in prompts]
+
+    def encode_chat(self, request: ChatRequest) -> ChatPrompt:
+        """Render a chat request with the chat template, and encode it.
+
+        Raises:
+            ApiError: If there is no template, it refuses the request, or the prompt is too long.
+        """
+        tools = template_tools(request.callable_tools)
+        messages = [_template_message(message, self.template.knows_developer) for message in request.messages]
         variables = self._variables(request)
-        marker = marker_for(messages, tools, variables, self.template.text)
+        marker = choose_marker(messages, tools, variables, self.template.text)
         text = self._render(messages, None, variables, marker)
         if tools:
-            told = self._render(messages, tools, variables, marker)
-            if told == text:  # this template knows nothing of tools
-                several = request.parallel_tool_calls is not False
-                messages = [{"role": "system", "content": described(tools, several)}, *messages]
-                told = self._render(messages, None, variables, marker)
-            text = told
+            with_tools = self._render(messages, tools, variables, marker)
+            if with_tools == text:  # the template ignores tools
+                parallel_calls = request.parallel_tool_calls is not False
+                messages = [{"role": "system", "content": describe_tools(tools, parallel_calls)}, *messages]
+                with_tools = self._render(messages, None, variables, marker)
+            text = with_tools
         self._check_size(text, "messages")
         text, ids = self._control.encode(text, marker)
-        opened = messages[-1]["content"] if request.continue_final_message else text.rstrip()[-len(THINK[0]) :]
-        return ChatPrompt(self._checked(ids, "messages"), opened.rfind(THINK[0]) > opened.rfind(THINK[1]))
+        begin, end = THINK_TAGS
+        tail = messages[-1]["content"] if request.continue_final_message else text.rstrip()[-len(begin) :]
+        return ChatPrompt(self._checked(ids, "messages"), thinking=tail.rfind(begin) > tail.rfind(end))
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """What a request asks of the chat template."""
+        """Return the variables that a request has for the chat template, and options of `apply_chat_template`."""
         self.template.check(request.chat_template_kwargs or {}, "chat_template_kwargs")
-        asked = dict(request.chat_template_kwargs or {})
+        variables = dict(request.chat_template_kwargs or {})
         for name in ("reasoning_effort", "verbosity"):
             if (value := getattr(request, name)) is not None:
                 self.template.check({name: value}, name)
-                asked[name] = value
-        begin = not request.continue_final_message and request.add_generation_prompt is not False
-        return asked | {"add_generation_prompt": begin, "continue_final_message": request.continue_final_message}
+                variables[name] = value
+        continues = request.continue_final_message
+        add_prompt = not continues and request.add_generation_prompt is not False
+        return variables | {"add_generation_prompt": add_prompt, "continue_final_message": continues}
 
     def _render(
         self, messages: Iterable[dict[str, Any]], tools: list[Any] | None, variables: dict[str, Any], marker: str
     ) -> str:
+        """Render a chat with `marker` in the control tokens that the request spells."""
         if self.special_tokens_in_content:
             return self.template.render(list(messages), tools, **variables)
         control = self._control
@@ -113,7 +132,7 @@ class Prompts:
         return self.template.render(marked, control.mark(tools, marker), **control.mark(variables, marker))
 
     def _checked(self, prompt: str | list[int], param: str) -> list[int]:
-        """Return the tokens of a prompt that has any, of which all are known and no more than may be."""
+        """Return the token ids of a prompt, checked to be not empty, within the vocabulary and short enough."""
         if isinstance(prompt, str):
             self._check_size(prompt, param)
             prompt = list(self.tokenizer(prompt).input_ids)
@@ -126,17 +145,17 @@ class Prompts:
         return prompt
 
     def _check_size(self, text: str, param: str) -> None:
-        """Read a text that is far too long only until that shows."""
+        """Refuse a text that is far too long without tokenizing all of it."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ApiError(
                 400, f"the prompt holds {error.object[error.start]!a}, half of a character", param
             ) from error
-        size, count = WIDE * self.context, 0
+        size, count = CHUNK_CHARACTERS * self.context, 0
         for begin in range(0, len(text), size) if len(text) > size else ():
             count += len(self.tokenizer(text[begin : begin + size], add_special_tokens=False).input_ids)
-            if count > 2 * self.context:  # not exact: where a piece ends, a token may be cut
+            if count > 2 * self.context:  # not exact: the end of a chunk may cut a token
                 raise self._too_long(f"more than {self.context}", param)
 
     def _too_long(self, count: str, param: str) -> ApiError:
@@ -144,22 +163,26 @@ class Prompts:
         return ApiError(400, message, param, "context_length_exceeded")
 
 
-def _templated(message: Message, knows_developer: bool) -> dict[str, Any]:
-    """Return a message as chat templates read it: text alone, arguments of calls as objects."""
+def _template_message(message: Message, knows_developer: bool) -> dict[str, Any]:
+    """Return a message as chat templates read it: content as one text, arguments of calls as objects."""
     role = "system" if message.role == "developer" and not knows_developer else message.role
-    found: dict[str, Any] = {"role": role, "content": message.text}
+    templated: dict[str, Any] = {"role": role, "content": message.text}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
-            found[name] = value
+            templated[name] = value
     if message.tool_calls:
-        found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _object(call)}}
+        templated["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _parse_arguments(call)},
+            }
             for call in message.tool_calls
         ]
-    return found
+    return templated
 
 
-def _object(call: ToolCall) -> Any:
+def _parse_arguments(call: ToolCall) -> Any:
     try:
         return json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError) as error:

@@ -13,15 +13,22 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.engine.stopping import end_tokens
 from redrafter.grammar.grammar import Grammar
 from redrafter.scheduler.sequence import SamplingParams
-from redrafter.serve.answers.chat import Chat
-from redrafter.serve.answers.openai_format import Choice, Completion, answer, stream, told, with_cuts_told
+from redrafter.serve.answers.chat import ChatFormat
+from redrafter.serve.answers.openai_format import (
+    Choice,
+    CompletionFormat,
+    collect_answer,
+    raise_cuts_as_errors,
+    stream_answer,
+    summarize,
+)
 from redrafter.serve.answers.prompt_logprobs import check_scores, prompt_logprobs
-from redrafter.serve.answers.text import StopStrings, text_of
-from redrafter.serve.chat.tool_schema import schema_of
+from redrafter.serve.answers.text import StopStrings, decode_tokens
+from redrafter.serve.chat.tool_schema import call_schema
 from redrafter.serve.grammars import Grammars
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.prompts import Prompts
-from redrafter.serve.protocol.requests import MOST_PROMPTS, ApiError, ChatRequest, CompletionRequest, StreamOptions
+from redrafter.serve.protocol.requests import MAX_PROMPTS, ApiError, ChatRequest, CompletionRequest, StreamOptions
 from redrafter.serve.worker import Worker
 
 __all__ = ["Service"]
@@ -85,8 +92,8 @@ class Service:
         self, request: CompletionRequest, facts: Facts
     ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         self.check_model(request.model)
-        prompts = await asyncio.to_thread(self._prompts.several, request.prompt)
-        echo = [text_of(self.tokenizer, ids, True) for ids in prompts] if request.echo else None
+        prompts = await asyncio.to_thread(self._prompts.encode_prompts, request.prompt)
+        echo = [decode_tokens(self.tokenizer, ids, True) for ids in prompts] if request.echo else None
         copies, told = request.copies, request.n or 1
         count = request.logprobs
         if copies > told and count is None:
@@ -95,25 +102,26 @@ class Service:
         params = replace(params, prompt_logprobs=request.prompt_count)
         every = [ids for ids in prompts for _ in range(copies)]
         before = None if echo is None else [text for text in echo for _ in range(told)]
-        form = Completion(before, request.logprobs, self.tokenizer, request.prompt_logprobs)
+        form = CompletionFormat(before, request.logprobs, self.tokenizer, request.prompt_logprobs)
         max_new_tokens = COMPLETION if request.max_tokens is None else request.max_tokens
         return await self._serve(request, every, max_new_tokens, params, form, facts, (copies, told))
 
     async def chat(self, request: ChatRequest, facts: Facts) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         self.check_model(request.model)
-        prompt = await asyncio.to_thread(self._prompts.talk, request)
+        prompt = await asyncio.to_thread(self._prompts.encode_chat, request)
         count = (request.top_logprobs or 0) if request.logprobs else None
         grammar = await self._grammar(_spec(request), _client(facts))
         params = self._sampling_params(request, count, grammar)
         params = replace(params, prompt_logprobs=request.prompt_logprobs)
         max_new_tokens = request.max_completion_tokens or request.max_tokens or self.context
-        thinks = self.reasoning and self._prompts.template.thinks and grammar is None  # a grammar is of the whole text
-        form = Chat(
+        # A grammar describes the whole text, so that there are no thoughts to split off.
+        thinks = self.reasoning and self._prompts.template.has_think_tags and grammar is None
+        form = ChatFormat(
             count,
             self.tokenizer,
             frozenset(tool.function.name for tool in request.callable_tools),
-            several=request.parallel_tool_calls is not False,
-            thinks=thinks,
+            parallel_calls=request.parallel_tool_calls is not False,
+            split_thoughts=thinks,
             thinking=thinks and prompt.thinking,
         )
         return await self._serve(request, [prompt.ids] * (request.n or 1), max_new_tokens, params, form, facts)
@@ -124,12 +132,12 @@ class Service:
         prompts: Sequence[list[int]],
         max_new_tokens: int,
         params: SamplingParams,
-        form: Completion | Chat,
+        form: CompletionFormat | ChatFormat,
         facts: Facts,
         best: tuple[int, int] = (1, 1),
     ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
-        if len(prompts) > MOST_PROMPTS:
-            raise ApiError(400, f"{len(prompts)} texts in one request; at most {MOST_PROMPTS}", "n")
+        if len(prompts) > MAX_PROMPTS:
+            raise ApiError(400, f"{len(prompts)} texts in one request; at most {MAX_PROMPTS}", "n")
         check_scores(prompts, params.prompt_logprobs)
         stops = request.stops
         make = (lambda: StopStrings(stops, self.tokenizer)) if stops else (lambda: None)
@@ -140,24 +148,24 @@ class Service:
             prompts, max_new_tokens, params, make, client, self._salt(client, request.cache_salt)
         )
         if not request.stream:
-            found = await answer(deltas, choices, form, self.model, best)
+            found = await collect_answer(deltas, choices, form, self.model, best)
             if isinstance(request, ChatRequest) and request.prompt_logprobs is not None and choices[0].job is not None:
                 sequence, count = choices[0].job, request.prompt_logprobs
                 found["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, sequence, count, self.tokenizer)
-            facts |= told(choices)
+            facts |= summarize(choices)
             return found
-        parts = stream(deltas, choices, form, self.model, asked)
+        parts = stream_answer(deltas, choices, form, self.model, asked)
         first = await anext(parts)  # what is refused is refused with a status, not within a stream
 
         async def every() -> AsyncIterator[dict[str, Any]]:
             try:
                 yield first
-                async for part in with_cuts_told(parts):
+                async for part in raise_cuts_as_errors(parts):
                     yield part
             finally:
                 await parts.aclose()  # type: ignore[attr-defined]
                 await deltas.aclose()  # type: ignore[attr-defined]
-                facts.update(told(choices))
+                facts.update(summarize(choices))
 
         return every()
 
@@ -226,7 +234,7 @@ def _spec(request: AnyRequest) -> dict[str, Any] | None:
         return {"json_schema" if kind == "json_" else kind: value}
     if isinstance(request, CompletionRequest):
         return None
-    if (schema := schema_of(request)) is not None:
+    if (schema := call_schema(request)) is not None:
         return {"json_schema": schema}
     asked = request.response_format
     if asked is None or asked.type == "text":

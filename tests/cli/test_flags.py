@@ -156,7 +156,7 @@ def test_what_has_another_name_or_meaning_here_is_told_it(capsys, command, typed
 def test_every_meaning_of_the_table_is_that_of_some_command():
     commands = build_parser().commands
     parsers = [commands[name] for name in ("generate", "chat", "compare", "tune", "bench")]
-    parsers += [serve_command._parser(), convert_config.parser("redrafter convert")]
+    parsers += [serve_command.build_parser(), convert_config.parser("redrafter convert")]
     for name, known in FLAGS.items():
         reached = {find_meaning(name, parser) for parser in parsers}
         assert set(known) <= reached, name

@@ -1,4 +1,4 @@
-"""Training data: what rows may say, which tokens of them are learnt, and how they share batches."""
+"""Training data: formats of rows, tokens that are learnt, prompts, and batches of windows."""
 
 import json
 import sys
@@ -39,23 +39,23 @@ def learnt(document: Document) -> str:
 
 
 def random_documents(count: int, longest: int, seed: int = 0) -> list[Document]:
-    """Documents that open with their own number and are to be written in stretches."""
+    """Return documents that begin with their own number and have random loss masks."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    documents = []
     for number in range(count):
         size = int(torch.randint(4, longest + 1, (1,), generator=generator))
         mask = (torch.rand(size, generator=generator) < 0.8).tolist()
-        found.append(Document([number, *range(1000, 999 + size)], [*mask[:-2], True, True]))
-    return found
+        documents.append(Document([number, *range(1000, 999 + size)], [*mask[:-2], True, True]))
+    return documents
 
 
 def windows_in(batch: Batch) -> list[list[int]]:
-    """The windows of a batch, told apart by their segments alone."""
+    """Return the windows of a batch, split by their segments."""
     rows = zip(batch.tokens.tolist(), batch.segment.tolist(), strict=True)
-    found = [
+    windows = [
         [t for t, s in zip(tokens, segments, strict=True) if s == k] for tokens, segments in rows for k in range(99)
     ]
-    return [window for window in found if window and any(window)]
+    return [window for window in windows if window and any(window)]
 
 
 # What is learnt
@@ -65,8 +65,8 @@ def windows_in(batch: Batch) -> list[list[int]]:
 def test_only_assistant_turns_are_in_the_mask(tmp_path, key):
     tokenizer = tiny_tokenizer()
     (document,) = encode_documents(read(tmp_path, {key: CHAT["conversations"], "id": 3}), tokenizer)
-    whole = tokenizer.apply_chat_template(CHAT["conversations"], tokenize=True, return_dict=False)
-    assert document.ids == whole
+    ids = tokenizer.apply_chat_template(CHAT["conversations"], tokenize=True, return_dict=False)
+    assert document.ids == ids
     assert learnt(document) == "<t>hm</t>yes</s>\nno</s>\n"
 
 
@@ -74,8 +74,8 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_document_for_each(tmp_pa
     tokenizer = tiny_tokenizer(FORGETFUL)
     first, second = encode_documents(read(tmp_path, CHAT, name="a.jsonl.gz"), tokenizer)
     assert [learnt(first), learnt(second)] == ["<t>hm</t>yes</s>\n", "no</s>\n"]
-    said = "<s><|user|>\nhi\n<|assistant|>\nyes</s>\n<|user|>\nand?\n<|assistant|>\nno</s>\n"
-    assert tokenizer.decode(second.ids) == said
+    rendered = "<s><|user|>\nhi\n<|assistant|>\nyes</s>\n<|user|>\nand?\n<|assistant|>\nno</s>\n"
+    assert tokenizer.decode(second.ids) == rendered
 
 
 def test_an_answer_to_nothing_is_read_and_not_learnt(tmp_path):
@@ -117,8 +117,8 @@ def test_a_sample_is_shown_with_what_is_learnt_of_it(tmp_path):
     tokenizer = tiny_tokenizer()
     turns = [{"role": "user", "content": "où?"}, {"role": "assistant", "content": "là é"}] * 2
     (document,) = encode_documents(read(tmp_path, {"messages": turns}), tokenizer)
-    said = "<|user|>\noù?\n<|assistant|>\n⟦là é</s>\n⟧"
-    assert format_sample(document, tokenizer) == f"<s>{said}{said}"
+    sample = "<|user|>\noù?\n<|assistant|>\n⟦là é</s>\n⟧"
+    assert format_sample(document, tokenizer) == f"<s>{sample}{sample}"
     accent = tokenizer("é", add_special_tokens=False)["input_ids"]
     assert format_sample(Document([*accent, *accent], [False, True, True, True]), tokenizer) == "⟦éé⟧"
 
@@ -209,18 +209,18 @@ def test_an_empty_mask_is_refused_with_the_sample(tmp_path):
 def test_ids_of_another_tokenizer_are_refused(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "saved")
-    own = fingerprint(PreTrainedTokenizerFast.from_pretrained(tmp_path / "saved"))
-    assert own == fingerprint(tokenizer)
-    assert len(own) == 16
-    assert int(own, 16)
-    row = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "tokenizer": own}
+    saved = fingerprint(PreTrainedTokenizerFast.from_pretrained(tmp_path / "saved"))
+    assert saved == fingerprint(tokenizer)
+    assert len(saved) == 16
+    assert int(saved, 16)
+    row = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "tokenizer": saved}
     assert len(list(encode_documents(read(tmp_path, row), tokenizer))) == 1
     tokenizer.add_tokens(["more"])
     for use in (
         lambda rows: list(encode_documents(rows, tokenizer)),
         lambda rows: sample_prompts(rows, tokenizer, 1, 9, 0),
     ):
-        with pytest.raises(MismatchError, match=rf"a.jsonl:1: made with tokenizer {own}, .*{fingerprint(tokenizer)}"):
+        with pytest.raises(MismatchError, match=rf"a.jsonl:1: made with tokenizer {saved}, .*{fingerprint(tokenizer)}"):
             use(read(tmp_path, row))
 
 
@@ -229,20 +229,20 @@ def test_files_and_templates_that_cannot_be_used_are_refused(tmp_path):
         list(read_rows([tmp_path / "gone.jsonl"]))
     with pytest.raises(CheckpointError, match=r"gone.jsonl.gz cannot be read"):
         list(read_rows(["gone.jsonl.gz"]))  # which is no name of a dataset
-    whole = Path(write(tmp_path / "a.jsonl.xz", [{"text": "abc"}] * 99)).read_bytes()
-    (tmp_path / "cut.jsonl.xz").write_bytes(whole[:-20])
+    content = Path(write(tmp_path / "a.jsonl.xz", [{"text": "abc"}] * 99)).read_bytes()
+    (tmp_path / "cut.jsonl.xz").write_bytes(content[:-20])
     with pytest.raises(CheckpointError, match=r"cut.jsonl.xz cannot be read"):
         list(read_rows([tmp_path / "cut.jsonl.xz"]))
-    whole = Path(write(tmp_path / "a.jsonl.gz", [{"text": "abc"}] * 99)).read_bytes()
-    (tmp_path / "torn.jsonl.gz").write_bytes(whole[:40] + bytes(9) + whole[49:])
+    content = Path(write(tmp_path / "a.jsonl.gz", [{"text": "abc"}] * 99)).read_bytes()
+    (tmp_path / "torn.jsonl.gz").write_bytes(content[:40] + bytes(9) + content[49:])
     for name in ("torn.jsonl.gz", "no\0.jsonl", "n" * 300 + ".jsonl"):
         with pytest.raises(CheckpointError, match="cannot be read"):
             list(read_rows([tmp_path / name]))
     rows = read(tmp_path, CHAT, name="b.jsonl")
     unlike = LLAMA_LIKE.replace("{{ '<|assistant|>\n' }}", "Answer:")
     missing = "has no chat template: set tokenizer.chat_template, or use rows of text"
-    for template, said in ((None, missing), ("{{ nobody() }}", "template fails"), (unlike, "does not write")):
-        with pytest.raises(CheckpointError, match=said) as caught:
+    for template, message in ((None, missing), ("{{ nobody() }}", "template fails"), (unlike, "does not write")):
+        with pytest.raises(CheckpointError, match=message) as caught:
             list(encode_documents(rows, tiny_tokenizer(template)))
         assert "b.jsonl:1" in str(caught.value)
 
@@ -263,10 +263,10 @@ def test_the_text_that_a_tokenizer_fails_on_is_named(tmp_path):
 def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
     turns = [{"role": turn["role"], "content": turn["content"], "from": None} for turn in CHAT["conversations"]]
     rows = [{"text": "one", "messages": None}, {"text": None, "messages": turns}]
-    asked = []
+    requests = []
 
     def load_dataset(name: str, split: str) -> list[object]:
-        asked.append((name, split))
+        requests.append((name, split))
         if name == "org/gone":
             raise FileNotFoundError("nobody\nhas it")
         return rows
@@ -274,13 +274,13 @@ def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
     stored: object = {"val": rows, "test": rows[:1]}
     saved = SimpleNamespace(load_dataset=load_dataset, load_from_disk=lambda name: stored)
     monkeypatch.setitem(sys.modules, "datasets", saved)
-    found = list(
+    rows_read = list(
         read_rows(["org/name", "org/name:test_sft", write(tmp_path / "a.jsonl", rows[:1]), f"{tmp_path}:test"])
     )
-    assert asked == [("org/name", "train"), ("org/name", "test_sft")]
-    assert len(found) == 6
-    assert found[3].where == "org/name:test_sft:row 2"
-    assert found[3].messages == CHAT["conversations"]
+    assert requests == [("org/name", "train"), ("org/name", "test_sft")]
+    assert len(rows_read) == 6
+    assert rows_read[3].where == "org/name:test_sft:row 2"
+    assert rows_read[3].messages == CHAT["conversations"]
     with pytest.raises(CheckpointError, match=r"org/gone .* cannot be read as a Hugging Face dataset: nobody$"):
         list(read_rows(["org/gone"]))
     with pytest.raises(CheckpointError, match=r"no split train; .* one of val, test"):
@@ -308,15 +308,15 @@ def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
 )
 def test_of_an_answer_to_a_prompt_the_answer_is_learnt(tmp_path, row, shown):
     tokenizer = tiny_tokenizer()
-    [found] = encode_documents(read(tmp_path, row), tokenizer)
+    [document] = encode_documents(read(tmp_path, row), tokenizer)
     if shown is None:
         [chat] = encode_documents(read(tmp_path, CHAT), tokenizer)
-        assert (found.ids, found.mask) == (chat.ids, chat.mask)
+        assert (document.ids, document.mask) == (chat.ids, chat.mask)
         return
-    assert format_sample(found, tokenizer) == shown
-    [begun] = sample_prompts(read(tmp_path, row), tokenizer, 1, 99, 0)
-    assert found.ids[: len(begun)] == begun
-    assert "text" in row or not any(found.mask[: len(begun)])
+    assert format_sample(document, tokenizer) == shown
+    [prompt] = sample_prompts(read(tmp_path, row), tokenizer, 1, 99, 0)
+    assert document.ids[: len(prompt)] == prompt
+    assert "text" in row or not any(document.mask[: len(prompt)])
 
 
 @pytest.mark.parametrize(
@@ -343,8 +343,8 @@ def test_a_prompt_ends_where_the_assistant_begins(tmp_path):
     tokenizer = tiny_tokenizer()
     rows = read(tmp_path, CHAT, {"text": "x" * 300})
     cut = {"text_share": 0.5, "max_text_tokens": 64, "seed": 0}
-    found = {tokenizer.decode(ids) for ids in sample_prompts(rows, tokenizer, count=9, max_tokens=70, **cut)}
-    assert found == {"<s><|user|>\nhi\n<|assistant|>\n", "x" * 64}
+    decoded = {tokenizer.decode(ids) for ids in sample_prompts(rows, tokenizer, count=9, max_tokens=70, **cut)}
+    assert decoded == {"<s><|user|>\nhi\n<|assistant|>\n", "x" * 64}
     assert len(sample_prompts(rows, tokenizer, count=1, max_tokens=70, **cut)) == 1
     assert [len(ids) for ids in sample_prompts(rows, tokenizer, count=9, max_tokens=63, **cut)] == [8]
     assert sorted(len(ids) for ids in sample_prompts(rows, tokenizer, count=9, max_tokens=300, seed=0)) == [8, 300]
@@ -372,9 +372,9 @@ def test_a_prompt_ends_where_the_assistant_begins(tmp_path):
 def test_every_kind_of_row_gives_a_prompt(tmp_path, row, begun):
     tokenizer = tiny_tokenizer()
     rows = read(tmp_path, row)
-    found = sample_prompts(rows, tokenizer, count=9, max_tokens=80, seed=0, text_share=0.5, max_text_tokens=64)
+    prompts = sample_prompts(rows, tokenizer, count=9, max_tokens=80, seed=0, text_share=0.5, max_text_tokens=64)
     ids = tokenizer(begun)["input_ids"] if isinstance(begun, str) else begun
-    assert found == ([] if begun is None else [ids])
+    assert prompts == ([] if begun is None else [ids])
 
 
 # Windows and batches
@@ -383,8 +383,8 @@ def test_every_kind_of_row_gives_a_prompt(tmp_path, row, begun):
 def test_long_documents_are_cut_and_open_as_every_prompt_does():
     text = Document([1, *range(10, 33)], [True] * 24)
     windows = Windows([text, Document([40, 41, 42], [True] * 3)], length=10, bos=1, pack=False)
-    found = [windows_in(batch)[0] for batch in islice(windows.batches(1, 0), 4)]
-    assert sorted(found) == [[1, *range(10, 19)], [1, *range(19, 28)], [1, *range(28, 33)], [40, 41, 42]]
+    in_order = [windows_in(batch)[0] for batch in islice(windows.batches(1, 0), 4)]
+    assert sorted(in_order) == [[1, *range(10, 19)], [1, *range(19, 28)], [1, *range(28, 33)], [40, 41, 42]]
     assert windows.count_ids(50)[10:33].tolist() == [1] * 23
     assert windows.count_ids(50)[[1, 40, 41]].tolist() == [0, 0, 1]  # nothing draws a first token
     silent = Document(list(range(30)), [False] * 10 + [True] * 5 + [False] * 15)
@@ -394,8 +394,8 @@ def test_long_documents_are_cut_and_open_as_every_prompt_does():
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_batches_hold_documents_side_by_side_and_nothing_else(pack):
-    made = random_documents(60, longest=40)
-    windows = Windows(made, length=40, pack=pack)
+    originals = random_documents(60, longest=40)
+    windows = Windows(originals, length=40, pack=pack)
     seen = []
     for batch in islice(windows.batches(4, 0), windows.steps_per_epoch(4)):
         assert batch.tokens.dtype == batch.segment.dtype == torch.int64
@@ -408,8 +408,8 @@ def test_batches_hold_documents_side_by_side_and_nothing_else(pack):
             for k in range(int(segment[-1]) + 1):
                 ids, learnt = tokens[segment == k].tolist(), mask[segment == k].tolist()
                 if ids[1:2] == [1000]:
-                    assert ids == made[ids[0]].ids
-                    assert learnt == [False, *made[ids[0]].mask[1:]]
+                    assert ids == originals[ids[0]].ids
+                    assert learnt == [False, *originals[ids[0]].mask[1:]]
                     seen.append(ids[0])
                 else:  # padding, which only ends a row
                     assert k == segment[-1]
@@ -434,12 +434,12 @@ def test_no_rollout_crosses_from_a_document_into_another():
 def test_short_documents_leave_little_padding():
     windows = Windows(random_documents(2000, longest=100), length=256)
     batches = list(islice(windows.batches(4, 0), windows.steps_per_epoch(4)))
-    places = sum(batch.tokens.numel() for batch in batches)
-    assert sum(int((batch.tokens > 0).sum()) for batch in batches) / places > 0.98
+    tokens = sum(batch.tokens.numel() for batch in batches)
+    assert sum(int((batch.tokens > 0).sum()) for batch in batches) / tokens > 0.98
     windows = Windows(random_documents(400, longest=100), length=256, pack=False)
     batches = list(islice(windows.batches(4, 0), windows.steps_per_epoch(4)))
-    places = sum(batch.tokens.numel() for batch in batches)
-    assert sum(int((batch.tokens > 0).sum()) for batch in batches) / places > 0.9  # alike in length
+    tokens = sum(batch.tokens.numel() for batch in batches)
+    assert sum(int((batch.tokens > 0).sum()) for batch in batches) / tokens > 0.9  # alike in length
     widths = [batch.tokens.shape[1] for batch in batches[:32]]
     assert widths != sorted(widths)  # but short and long batches in turn
     assert assign_rows([6, 5, 4, 3, 2], 10) == [0, 1, 0, 1, 1]
@@ -465,7 +465,7 @@ def test_an_epoch_sees_every_window_once_in_a_seeded_order(pack):
     if pack:  # who shares a row changes from epoch to epoch, and which rows share a batch
         first, second = (list(islice(windows.batches(2, seed), 6)) for seed in (0, 1))
         assert {str(row) for batch in first for row in batch.tokens} != {str(row) for b in second for row in b.tokens}
-        first, second = ({str(batch.segment.sort(0).values) for batch in each} for each in (first, second))
+        first, second = ({str(batch.segment.sort(0).values) for batch in sequence} for sequence in (first, second))
         assert first != second
     batch = next(Windows([Document([5] * 4, [True] * 4)], 9, pack=pack).batches(3, 0))
     assert batch.tokens.shape == (3, 9 if pack else 4)  # fewer windows than a batch: they repeat
@@ -475,8 +475,8 @@ def test_an_epoch_sees_every_window_once_in_a_seeded_order(pack):
 def test_starting_later_is_having_drawn(pack):
     windows = Windows(random_documents(50, longest=40), length=64, pack=pack)
     for process in (0, 1):
-        whole = list(islice(windows.batches(3, 7, process, 2), 40))
+        all_batches = list(islice(windows.batches(3, 7, process, 2), 40))
         assert windows.steps_per_epoch(3, 2) < 20
         for start in (0, 1, windows.steps_per_epoch(3, 2), 2 * windows.steps_per_epoch(3, 2) + 3):
-            for later, drawn in zip(windows.batches(3, 7, process, 2, start), whole[start:], strict=False):
+            for later, drawn in zip(windows.batches(3, 7, process, 2, start), all_batches[start:], strict=False):
                 assert all(map(torch.equal, later, drawn))

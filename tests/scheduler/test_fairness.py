@@ -503,7 +503,7 @@ def test_a_request_is_served_for_its_client_and_under_its_salt(engine):
 
     from redrafter import boxed_pair
     from redrafter.serve.metrics import Metrics
-    from redrafter.serve.protocol.requests import LONGEST_SALT, CompletionRequest
+    from redrafter.serve.protocol.requests import MAX_SALT_CHARACTERS, CompletionRequest
     from redrafter.serve.service import Service
     from redrafter.serve.worker import Worker
 
@@ -527,6 +527,6 @@ def test_a_request_is_served_for_its_client_and_under_its_salt(engine):
     assert [reused(apart, client) for client in "aabb"] == [0, 32, 0, 32]
     assert [reused(apart, client, cache_salt="x") for client in "aabb"] == [0, 32, 0, 32]
     worker.stop()
-    for wrong in ("", "x" * (LONGEST_SALT + 1), 7):
+    for wrong in ("", "x" * (MAX_SALT_CHARACTERS + 1), 7):
         with pytest.raises(ValidationError):
             CompletionRequest(prompt="a", cache_salt=wrong)

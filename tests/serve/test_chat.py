@@ -108,8 +108,8 @@ def talk(**message: Any) -> dict[str, Any]:
 )
 def test_an_error_names_the_field_and_the_real_reason(path, body, status, says):
     body = ({"messages": [HELLO]} if path == CHAT else {"prompt": "a"}) | body
-    found, message, param = refusal(path, body)
-    assert found == status and message.startswith(says), message
+    code, message, param = refusal(path, body)
+    assert code == status and message.startswith(says), message
     assert param is None or message.startswith(param)
 
 
@@ -153,10 +153,10 @@ class Order(BaseModel):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    found = Server(Pair.load(LoadOptions()), ServeOptions(), LoadOptions())
-    found.worker.start()
-    yield found
-    found.worker.stop()
+    loaded = Server(Pair.load(LoadOptions()), ServeOptions(), LoadOptions())
+    loaded.worker.start()
+    yield loaded
+    loaded.worker.stop()
 
 
 @pytest.fixture(scope="module")
@@ -171,41 +171,45 @@ ORDER = openai.pydantic_function_tool(Order, name="order")
 
 
 def test_models_within_models_are_parsed(client):
-    found = client.chat.completions.parse(**SAME | {"max_tokens": 400}, response_format=Order)
-    assert isinstance(found.choices[0].message.parsed, Order)
-    found = client.chat.completions.parse(**SAME, tools=[ORDER], tool_choice="required")
-    [call] = found.choices[0].message.tool_calls
-    assert isinstance(call.function.parsed_arguments, Order) and found.choices[0].finish_reason == "tool_calls"
+    completion = client.chat.completions.parse(**SAME | {"max_tokens": 400}, response_format=Order)
+    assert isinstance(completion.choices[0].message.parsed, Order)
+    completion = client.chat.completions.parse(**SAME, tools=[ORDER], tool_choice="required")
+    [call] = completion.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Order)
+    assert completion.choices[0].finish_reason == "tool_calls"
 
 
 def test_a_call_is_streamed_and_its_message_sent_back(client):
-    how = {"tools": [ORDER], "tool_choice": "required"}
-    with client.chat.completions.stream(**SAME, **how) as events:
+    options = {"tools": [ORDER], "tool_choice": "required"}
+    with client.chat.completions.stream(**SAME, **options) as events:
         deltas = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
         message = events.get_final_completion().choices[0].message
-    whole = client.chat.completions.create(**SAME, **how).choices[0].message
-    assert len(deltas) > 5 and message.tool_calls[0].function.arguments == whole.tool_calls[0].function.arguments
+    unstreamed = client.chat.completions.create(**SAME, **options).choices[0].message
+    assert len(deltas) > 5
+    assert message.tool_calls[0].function.arguments == unstreamed.tool_calls[0].function.arguments
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
     answers = [
-        client.chat.completions.create(**SAME | {"messages": [*TALK, each, result], "max_tokens": 8}, tools=[ORDER])
-        for each in (message, message.model_dump(), whole, whole.model_dump())
+        client.chat.completions.create(**SAME | {"messages": [*TALK, sent, result], "max_tokens": 8}, tools=[ORDER])
+        for sent in (message, message.model_dump(), unstreamed, unstreamed.model_dump())
     ]
     assert len({answer.choices[0].message.content for answer in answers}) == 1
 
 
 def test_a_call_that_is_cut_ends_for_its_length(client):
-    how = {"tools": [ORDER], "tool_choice": "required", "max_tokens": 30}
-    [choice] = client.chat.completions.create(**SAME | how).choices
-    assert choice.finish_reason == "length" and choice.message.tool_calls[0].function.arguments.startswith("{")
-    parts = [part.choices[0] for part in client.chat.completions.create(**SAME | how, stream=True)]
+    options = {"tools": [ORDER], "tool_choice": "required", "max_tokens": 30}
+    [choice] = client.chat.completions.create(**SAME | options).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls[0].function.arguments.startswith("{")
+    parts = [part.choices[0] for part in client.chat.completions.create(**SAME | options, stream=True)]
     assert parts[-1].finish_reason == "length"
 
 
 def test_a_text_comes_at_once_where_tools_may_be_called(client):
-    how = {"tools": [{"type": "function", "function": {"name": "find"}}], "temperature": 0, "max_tokens": 30}
-    parts = [part.choices[0].delta.content for part in client.chat.completions.create(**SAME | how, stream=True)]
-    whole = client.chat.completions.create(**SAME | how).choices[0].message.content
-    assert "".join(filter(None, parts)) == whole and sum(map(bool, parts)) > 4
+    options = {"tools": [{"type": "function", "function": {"name": "find"}}], "temperature": 0, "max_tokens": 30}
+    parts = [part.choices[0].delta.content for part in client.chat.completions.create(**SAME | options, stream=True)]
+    unstreamed = client.chat.completions.create(**SAME | options).choices[0].message.content
+    assert "".join(filter(None, parts)) == unstreamed
+    assert sum(map(bool, parts)) > 4
 
 
 def test_thoughts_are_told_apart(client, server, monkeypatch):
@@ -220,10 +224,12 @@ def test_thoughts_are_told_apart(client, server, monkeypatch):
         assert thinker.chat.completions.create(**body).choices[0].message.content == plain
         settings = body | {"messages": opened, "extra_body": {"continue_final_message": True}}
         message = thinker.chat.completions.create(**settings).choices[0].message
-        assert message.content is None and message.reasoning_content
+        assert message.content is None
+        assert message.reasoning_content
         parts = [part.choices[0].delta for part in thinker.chat.completions.create(**settings, stream=True)]
         thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in parts]
-        assert "".join(thoughts) == message.reasoning_content and sum(map(bool, thoughts)) > 4
+        assert "".join(thoughts) == message.reasoning_content
+        assert sum(map(bool, thoughts)) > 4
         forced = thinker.chat.completions.create(**settings, response_format={"type": "json_object"})
         assert forced.choices[0].message.content.startswith("{")  # a grammar is of the whole text
         service.reasoning = False
@@ -233,11 +239,13 @@ def test_thoughts_are_told_apart(client, server, monkeypatch):
 
 
 def test_the_coldest_temperatures_are_greedy(client):
-    found = {
-        client.chat.completions.create(**SAME | {"max_tokens": 16, "temperature": each}).choices[0].message.content
-        for each in (0, 1e-40, 1e-9, 9e-6)
+    texts = {
+        client.chat.completions.create(**SAME | {"max_tokens": 16, "temperature": temperature})
+        .choices[0]
+        .message.content
+        for temperature in (0, 1e-40, 1e-9, 9e-6)
     }
-    assert len(found) == 1
+    assert len(texts) == 1
 
 
 def test_a_spelt_special_token_is_counted_as_text(client):

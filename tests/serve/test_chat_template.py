@@ -29,17 +29,17 @@ def prompts(template: str) -> Prompts:
 
 
 def text(template: str, *messages: dict[str, Any], **more: Any) -> str:
-    """What a model reads of a chat."""
+    """Return the text that a model reads of a chat."""
     read = prompts(template)
-    ids = read.talk(ChatRequest.model_validate({"messages": list(messages) or [HELLO]} | more)).ids
+    ids = read.encode_chat(ChatRequest.model_validate({"messages": list(messages) or [HELLO]} | more)).ids
     return str(read.tokenizer.decode(ids))
 
 
 def refusal(template: str, **more: Any) -> tuple[str, str | None]:
-    with pytest.raises(ApiError) as found:
+    with pytest.raises(ApiError) as raised:
         text(template, **more)
-    assert found.value.status == 400
-    return str(found.value), found.value.param
+    assert raised.value.status == 400
+    return str(raised.value), raised.value.param
 
 
 def test_variables_of_the_template_can_be_set_and_no_others():
@@ -47,10 +47,9 @@ def test_variables_of_the_template_can_be_set_and_no_others():
     assert text(THINKER, reasoning_effort="high").endswith("<|assistant|>\n<think>\n")
     assert text(THINKER, chat_template_kwargs={"reasoning_effort": "high"}).endswith("<think>\n")
     for name in ("messages", "tools", "tokenizer", "bos_token", "add_generation_prompt", "chat_template", "tokenize"):
-        said, param = refusal(THINKER, chat_template_kwargs={name: "x"})
-        assert (
-            param == "chat_template_kwargs" and f"reads no '{name}'; it reads enable_thinking, reasoning_effort" in said
-        )
+        message, param = refusal(THINKER, chat_template_kwargs={name: "x"})
+        assert param == "chat_template_kwargs"
+        assert f"reads no '{name}'; it reads enable_thinking, reasoning_effort" in message
     for name in ("reasoning_effort", "verbosity"):
         assert refusal(LLAMA_LIKE, **{name: "high"}) == (
             f"{name}: the chat template reads no {name!r}; it reads none",
@@ -66,11 +65,11 @@ def test_what_a_template_refuses_is_said():
 
 
 def test_an_answer_may_be_continued_and_its_beginning_left_out():
-    begun = {"role": "assistant", "content": "The sea"}
-    assert text(LLAMA_LIKE, HELLO, begun, continue_final_message=True).endswith("<|assistant|>\nThe sea")
-    assert text(LLAMA_LIKE, HELLO, begun).endswith("The sea</s>\n<|assistant|>\n")
+    beginning = {"role": "assistant", "content": "The sea"}
+    assert text(LLAMA_LIKE, HELLO, beginning, continue_final_message=True).endswith("<|assistant|>\nThe sea")
+    assert text(LLAMA_LIKE, HELLO, beginning).endswith("The sea</s>\n<|assistant|>\n")
     assert text(LLAMA_LIKE, HELLO, add_generation_prompt=False).endswith("Hello\n")
-    assert text(LLAMA_LIKE, HELLO, begun | {"content": "a </s>"}, continue_final_message=True).endswith("\na </s>")
+    assert text(LLAMA_LIKE, HELLO, beginning | {"content": "a </s>"}, continue_final_message=True).endswith("\na </s>")
 
 
 def test_a_developer_is_the_system_where_the_template_knows_none():
@@ -83,8 +82,8 @@ def test_a_developer_is_the_system_where_the_template_knows_none():
 def test_a_template_reads_thoughts_and_calls_of_earlier_turns():
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
     turn = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
-    told = "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}"
-    assert text(told, turn) == "hm" + json.dumps([call | {"function": {"name": "f", "arguments": {}}}])
+    template = "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}"
+    assert text(template, turn) == "hm" + json.dumps([call | {"function": {"name": "f", "arguments": {}}}])
 
 
 @pytest.mark.parametrize(
@@ -102,14 +101,15 @@ def test_a_template_reads_thoughts_and_calls_of_earlier_turns():
     ],
 )
 def test_it_is_seen_whether_thoughts_are_open(template, more, thinking):
-    assert prompts(template).talk(ChatRequest.model_validate({"messages": [HELLO]} | more)).thinking == thinking
+    assert prompts(template).encode_chat(ChatRequest.model_validate({"messages": [HELLO]} | more)).thinking == thinking
 
 
 def test_thoughts_are_told_apart_where_the_template_marks_them():
-    assert not prompts(LLAMA_LIKE).template.thinks and prompts(THINKER).template.thinks
+    assert not prompts(LLAMA_LIKE).template.has_think_tags
+    assert prompts(THINKER).template.has_think_tags
     hidden = prompts(THINKER)
     hidden.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
-    assert not hidden.template.thinks  # a special token is not seen in a text
+    assert not hidden.template.has_think_tags  # a special token is not seen in a text
 
 
 def test_a_template_beside_the_model_is_found(tmp_path):
@@ -141,13 +141,15 @@ def test_a_template_beside_the_model_is_found(tmp_path):
 def test_a_file_that_is_no_template_is_refused(tmp_path, name, written, says):
     if written is not None:
         (tmp_path / name).write_bytes(written)
-    with pytest.raises(ArgumentError, match="chat template") as found:
+    with pytest.raises(ArgumentError, match="chat template") as raised:
         read_template(tmp_path / name)
-    assert says in str(found.value)
+    assert says in str(raised.value)
 
 
 def test_a_server_with_a_wrong_template_says_so_in_a_line(tmp_path):
     command = [sys.executable, "-m", "redrafter", "serve", "--port", "0", "--chat-template", str(tmp_path / "none")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1
-    assert "error: chat template" in run.stderr and "cannot be read: No such file" in run.stderr
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert "error: chat template" in run.stderr
+    assert "cannot be read: No such file" in run.stderr

@@ -15,7 +15,7 @@ pytest.importorskip("openai")  # test_serve needs it
 
 from helpers.serving import PROMPTS, Program
 from redrafter.engine.outputs import Stats
-from redrafter.serve.answers.openai_format import speculation
+from redrafter.serve.answers.openai_format import speculation_metrics
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
 
@@ -110,7 +110,7 @@ def test_counters_rise_by_what_the_answers_tell(program):
 
 
 def test_a_text_without_drafts_comes_to_one_token_a_step():
-    told = speculation([Stats(accepted_by_depth=[0] * 3)])
+    told = speculation_metrics([Stats(accepted_by_depth=[0] * 3)])
     assert (told["mean_acceptance_length"], told["draft_acceptance_rate"]) == (1.0, 0.0)
     assert told["acceptance_histogram"] == [0] * 4 and told["num_spec_steps"] == 0
 

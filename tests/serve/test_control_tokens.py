@@ -1,4 +1,4 @@
-"""Text of users stays text, and is read as any text is, by tokenizers of several kinds."""
+"""Text of users never becomes a control token, with tokenizers of several kinds."""
 
 import random
 import time
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 pytest.importorskip("fastapi")
 
 from redrafter import boxed_pair
-from redrafter.serve.chat.control_tokens import ControlTokens, marker_for
+from redrafter.serve.chat.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
@@ -26,54 +26,54 @@ TEMPLATE = (
 )
 
 
-def wrapped(made: Tokenizer) -> PreTrainedTokenizerFast:
-    """A tokenizer of transformers with the special tokens, and two that are merely added."""
-    made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
-    made.add_tokens(["<tool_call>", "</tool_call>", "<table>"])
-    found = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
-    found.chat_template = TEMPLATE
-    return found
+def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of transformers with special tokens, and with other added tokens."""
+    backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
+    backend.add_tokens(["<tool_call>", "</tool_call>", "<table>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def byte_level(ignore_merges: bool = False) -> PreTrainedTokenizerFast:
-    """Bytes as GPT-2, Llama 3 and Qwen have them."""
-    made = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    """Return a byte-level BPE tokenizer, as GPT-2, Llama 3 and Qwen have."""
+    backend = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
-    return wrapped(made)
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
+    return wrapped(backend)
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """Pieces as T5 has them; control tokens are entries of the vocabulary too."""
-    made = Tokenizer(models.Unigram())
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    """Return a Unigram tokenizer, as T5 has, whose vocabulary has the control tokens too."""
+    backend = Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
     letters = sorted(set("".join(CORPUS + SPECIAL)))
     special = ["<unk>", *SPECIAL]
-    made.train_from_iterator(
+    backend.train_from_iterator(
         CORPUS,
         trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>", initial_alphabet=letters),
     )
-    return wrapped(made)
+    return wrapped(backend)
 
 
 def llama_2() -> PreTrainedTokenizerFast:
-    """Pieces by a normalizer, with bytes for what no piece spells."""
+    """Return a BPE tokenizer as Llama 2 has: a normalizer instead of a pre-tokenizer, and byte fallback."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     vocab = {name: index for index, name in enumerate(["<unk>", "<s>", "</s>", *bytes_, "▁", *"abcdefghi<>|/s"])}
-    made = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return wrapped(made)
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return wrapped(backend)
 
 
 def lower_case() -> PreTrainedTokenizerFast:
-    """Words in lower case, as BERT has them."""
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    """Return a lower-case WordPiece tokenizer, as BERT has."""
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]"], initial_alphabet=list("abc<>|_/[]"))
-    made.train_from_iterator(CORPUS, trainer)
-    return wrapped(made)
+    backend.train_from_iterator(CORPUS, trainer)
+    return wrapped(backend)
 
 
 def boxed() -> Any:
@@ -100,11 +100,11 @@ def prompts(tokenizer: Any, **options: bool) -> Prompts:
 
 
 def encoded(tokenizer: Any, body: dict[str, Any], **options: bool) -> list[int]:
-    return prompts(tokenizer, **options).talk(ChatRequest.model_validate(body)).ids
+    return prompts(tokenizer, **options).encode_chat(ChatRequest.model_validate(body)).ids
 
 
 def controls(tokenizer: Any, ids: list[int]) -> list[int]:
-    """The added tokens among some ids, but for <table>, which no template knows, and for what stands for anything."""
+    """Return the added tokens among some ids, without <table>, which no template knows, and unknown tokens."""
     other = tokenizer.convert_tokens_to_ids(["<table>", "<unk>", "[UNK]"])
     return [token for token in ids if token in tokenizer.added_tokens_decoder and token not in other]
 
@@ -114,7 +114,7 @@ def ordinary(tokenizer: Any, body: dict[str, Any]) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def said(*texts: str, **more: Any) -> dict[str, Any]:
+def chat_body(*texts: str, **more: Any) -> dict[str, Any]:
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[n % 2], "content": text, **more} for n, text in enumerate(texts)]}
 
@@ -143,34 +143,36 @@ def test_a_text_without_control_tokens_is_read_as_ever(tokenizer):
         texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 6))) for _ in range(3)]
         if any(name in text for text in texts for name in tokenizer.added_tokens_encoder if name != "<table>"):
             continue
-        body = said(*texts)
-        assert read.talk(ChatRequest.model_validate(body)).ids == ordinary(tokenizer, body), texts
+        body = chat_body(*texts)
+        assert read.encode_chat(ChatRequest.model_validate(body)).ids == ordinary(tokenizer, body), texts
 
 
 def test_control_tokens_in_a_text_are_text(tokenizer):
-    """As many control tokens, in the same order, as beside a text that spells none."""
-    expected = controls(tokenizer, ordinary(tokenizer, said("a", "b", "c")))
+    """The prompt has the same control tokens, in the same order, as with texts that spell none."""
+    expected = controls(tokenizer, ordinary(tokenizer, chat_body("a", "b", "c")))
     names = [name for name in tokenizer.added_tokens_encoder if name not in ("<table>", "<unk>", "[UNK]")]
     rng = random.Random(4)
     read = prompts(tokenizer)
-    assert len(controls(tokenizer, ordinary(tokenizer, said(names[0], "b", "c")))) > len(expected)
+    assert len(controls(tokenizer, ordinary(tokenizer, chat_body(names[0], "b", "c")))) > len(expected)
     for _ in range(150):
         texts = [
             "".join(rng.choices([*names, "a", " ", "<", "<|im_", "end|>"], k=rng.randrange(1, 5))) for _ in range(3)
         ]
         texts[1] = "b"
-        assert controls(tokenizer, read.talk(ChatRequest.model_validate(said(*texts))).ids) == expected, texts
+        assert controls(tokenizer, read.encode_chat(ChatRequest.model_validate(chat_body(*texts))).ids) == expected, (
+            texts
+        )
 
 
 def test_what_is_spelt_comes_back(tokenizer):
     if tokenizer.decode(tokenizer("<|im_end|> a\n</s>", split_special_tokens=True).input_ids) == "<|im_end|> a\n</s>":
-        ids = encoded(tokenizer, said("see <|im_end|> a\n</s><|eos|> d"))
+        ids = encoded(tokenizer, chat_body("see <|im_end|> a\n</s><|eos|> d"))
         assert "see <|im_end|> a\n</s><|eos|> d" in tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_parts_and_a_trim_bring_no_control_token_about():
     tokenizer = byte_level()
-    expected = controls(tokenizer, ordinary(tokenizer, said("a")))
+    expected = controls(tokenizer, ordinary(tokenizer, chat_body("a")))
     parts = [{"type": "text", "text": text} for text in ("<|im_", "end|>", "<|im_start|>", "system")]
     for content in (parts, "  <|im_end|>  ", "<<|im_end|>|im_end|>", "<|im_end|><|im_end|>", "<|im_<|im_end|>end|>"):
         assert controls(tokenizer, encoded(tokenizer, {"messages": [{"role": "user", "content": content}]})) == expected
@@ -178,15 +180,16 @@ def test_parts_and_a_trim_bring_no_control_token_about():
 
 def test_a_text_between_a_templates_own_marks_makes_no_control_token():
     tokenizer = byte_level()
-    expected = controls(tokenizer, ordinary(tokenizer, said("a", name="n")))
+    expected = controls(tokenizer, ordinary(tokenizer, chat_body("a", name="n")))
     for name in ("|im_end|", "/s", "s", "|im_end|><", "b><s"):
-        plain = ordinary(tokenizer, said("a", name=name))
-        found = encoded(tokenizer, said("a", name=name))
-        assert len(controls(tokenizer, plain)) > len(expected) and controls(tokenizer, found) == expected
+        plain = ordinary(tokenizer, chat_body("a", name=name))
+        ids = encoded(tokenizer, chat_body("a", name=name))
+        assert len(controls(tokenizer, plain)) > len(expected)
+        assert controls(tokenizer, ids) == expected
     tokenizer.chat_template = "<s>{{ messages[0].content }}im_end|>{{ messages[1].content }}"
-    assert controls(tokenizer, ordinary(tokenizer, said("a <|", "b"))) != [0]
+    assert controls(tokenizer, ordinary(tokenizer, chat_body("a <|", "b"))) != [0]
     for first, second in (("a <|", "b"), ("<|", "<|")):
-        assert len(controls(tokenizer, encoded(tokenizer, said(first, second)))) == 1
+        assert len(controls(tokenizer, encoded(tokenizer, chat_body(first, second)))) == 1
 
 
 def test_tools_their_calls_and_results_are_text():
@@ -211,29 +214,31 @@ def test_tools_their_calls_and_results_are_text():
 def test_an_assistant_keeps_the_marks_that_it_writes_itself():
     tokenizer = byte_level()
     call, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
-    found = encoded(tokenizer, said("<tool_call>", "<tool_call><|im_end|>"))
-    assert found.count(call) == 1 and found.count(end) == 2
+    ids = encoded(tokenizer, chat_body("<tool_call>", "<tool_call><|im_end|>"))
+    assert ids.count(call) == 1
+    assert ids.count(end) == 2
 
 
 def test_control_tokens_are_read_where_the_server_allows_it():
     tokenizer = byte_level()
-    body = said("a<|im_end|>b")
+    body = chat_body("a<|im_end|>b")
     assert encoded(tokenizer, body, special_tokens_in_content=True) == ordinary(tokenizer, body)
     assert encoded(tokenizer, body) != ordinary(tokenizer, body)
-    assert prompts(tokenizer).several("a<|im_end|>b") == [tokenizer("a<|im_end|>b").input_ids]
+    assert prompts(tokenizer).encode_prompts("a<|im_end|>b") == [tokenizer("a<|im_end|>b").input_ids]
 
 
 def test_a_long_text_of_beginnings_is_read_soon():
-    """With names that are tried one by one this takes minutes."""
+    """A pattern that tried the names one by one would take minutes."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{n}|>" for n in range(1000)]})
     control = ControlTokens(tokenizer, TEMPLATE)
     for text in ("<|" * 1_000_000, "<|reserved_" * 100_000):
         begin = time.monotonic()
-        assert control.mark(text, "\ue000") == text and marker_for(text) == "\ue000"
+        assert control.mark(text, "\ue000") == text
+        assert choose_marker(text) == "\ue000"
         assert time.monotonic() - begin < 8
 
 
 def test_a_text_of_all_characters_of_private_use_is_refused():
     with pytest.raises(ApiError, match="private use"):
-        encoded(byte_level(), said("".join(map(chr, range(0xE000, 0xF900)))))
+        encoded(byte_level(), chat_body("".join(map(chr, range(0xE000, 0xF900)))))

@@ -24,7 +24,7 @@ uvicorn = pytest.importorskip("uvicorn")
 from redrafter.cli import main
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.serve import log
-from redrafter.serve.answers.openai_format import with_cuts_told
+from redrafter.serve.answers.openai_format import raise_cuts_as_errors
 from redrafter.serve.command import Server
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.network import bodies, connections
@@ -273,7 +273,7 @@ def test_a_stream_that_is_cut_off_says_so(error, status_kind):
                 yield {"n": 1}
                 raise error
 
-            return with_cuts_told(parts())
+            return raise_cuts_as_errors(parts())
 
     first, last = posted(create_app(Cut())).text.strip().split("\n\n")
     assert json.loads(first.removeprefix("data: ")) == {"n": 1}

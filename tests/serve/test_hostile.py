@@ -14,7 +14,7 @@ pytest.importorskip("llguidance")
 
 from helpers.serving import Program
 from redrafter.serve.chat.reader import ChatReader
-from redrafter.serve.chat.tools import called
+from redrafter.serve.chat.tools import collect_calls
 from redrafter.serve.protocol.requests import Tool, error_body
 from redrafter.serve.protocol.response_models import ErrorAnswer
 
@@ -161,5 +161,5 @@ def test_an_error_can_be_sent_whatever_it_names():
 def test_half_a_character_in_a_call_is_sent_as_it_was_written():
     tools = [Tool.model_validate(tool()["tools"][0])]
     reader = ChatReader(frozenset(tool.function.name for tool in tools))
-    [call] = called(reader.push('{"name": "f", "arguments": {"a": "\\ud800 \u00e9"}}', last=True))
+    [call] = collect_calls(reader.push('{"name": "f", "arguments": {"a": "\\ud800 \u00e9"}}', last=True))
     assert call["function"]["arguments"] == '{"a": "\\ud800 \u00e9"}'

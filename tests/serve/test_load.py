@@ -20,8 +20,8 @@ pytest.importorskip("llguidance")
 
 from helpers.serving import Program
 from redrafter.cache.paged import KVCachePool
-from redrafter.serve.chat.tool_schema import schema_of
-from redrafter.serve.chat.tools import described
+from redrafter.serve.chat.tool_schema import call_schema
+from redrafter.serve.chat.tools import describe_tools
 from redrafter.serve.protocol.requests import ChatRequest
 from redrafter.serve.protocol.response_models import ChatAnswer, CompletionAnswer
 
@@ -47,7 +47,7 @@ TOOLS = [
     for name in ("find_person", "find_dog")
 ]
 TALK = [{"role": "user", "content": "Hello"}]
-CALL = schema_of(ChatRequest.model_validate({"messages": TALK, "tools": TOOLS, "tool_choice": "required"}))
+CALL = call_schema(ChatRequest.model_validate({"messages": TALK, "tools": TOOLS, "tool_choice": "required"}))
 
 
 @dataclass
@@ -194,7 +194,7 @@ class Alone:
             return self.tokenizer(ask.prompt).input_ids
         talk = [{"role": "user", "content": ask.prompt}]
         if "tools" in ask.body:
-            talk.insert(0, {"role": "system", "content": described(TOOLS)})
+            talk.insert(0, {"role": "system", "content": describe_tools(TOOLS)})
         text = self.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
         return self.tokenizer(text, add_special_tokens=False).input_ids
 

@@ -79,7 +79,7 @@ def test_every_character_is_of_the_token_that_completes_it(stops):
             size = made.randint(1, 7)
             piece, left, accepted = left[:size], left[size:], made.randint(0, size)
             drafted += [place < accepted for place in range(len(piece))]
-            new, added = stream.push(piece, last=not left, accepted=accepted), stream.runs()
+            new, added = stream.push(piece, last=not left, accepted=accepted), stream.new_runs()
             assert "".join(text for text, _ in added) == new
             runs += added
         ends = accumulate(len(character.encode()) for character in whole[:shown])

@@ -27,9 +27,9 @@ TOOLS = [{"type": "function", "name": "find_dog", "description": "finds", "param
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[Program]:
-    found = Program("--max-batch-size", "8")
-    yield found
-    assert found.end() == 0
+    running = Program("--max-batch-size", "8")
+    yield running
+    assert running.end() == 0
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +45,16 @@ def posted(program: Program, **body: object) -> dict:
 
 
 def streamed(program: Program, **body: object) -> list[dict]:
-    """The events of a stream, each of the type that its line names and that the client knows."""
-    found = []
+    """Return the events of a stream, checked to have the types that their lines name and the client knows."""
+    events = []
     with httpx.stream("POST", f"{program.url}/v1/responses", json=body | {"stream": True}, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
         for event in "".join(answer.iter_text()).strip().split("\n\n"):
             name, data = event.split("\n")
-            found.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {found[-1]['type']}"
-    check(found)
-    return found
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+    check(events)
+    return events
 
 
 def check(events: list[dict]) -> None:
@@ -65,7 +65,7 @@ def check(events: list[dict]) -> None:
 
 
 def kinds(events: list[dict]) -> list[str]:
-    """Types without their beginning, runs of deltas as one."""
+    """Return the types of events without their common prefix, and runs of deltas as one."""
     names = [event["type"].removeprefix("response.") for event in events]
     return [name for at, name in enumerate(names) if not (name.endswith("delta") and name in names[at - 1 : at])]
 
@@ -77,13 +77,17 @@ def chat(client, **settings: object):
 def test_a_response_is_what_a_chat_writes(client, program):
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me of the sea"}]
     expected = chat(client, messages=talk, max_tokens=24, temperature=0)
-    found = client.responses.create(model="boxed", instructions="Be brief.", **TALK)
-    assert found.output_text == expected.choices[0].message.content
-    assert found.usage.input_tokens == expected.usage.prompt_tokens and found.usage.output_tokens == 24
-    assert found.status == "incomplete" and found.incomplete_details.reason == "max_output_tokens"
-    assert found.store is False and found.instructions == "Be brief."
+    response = client.responses.create(model="boxed", instructions="Be brief.", **TALK)
+    assert response.output_text == expected.choices[0].message.content
+    assert response.usage.input_tokens == expected.usage.prompt_tokens
+    assert response.usage.output_tokens == 24
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.store is False
+    assert response.instructions == "Be brief."
     raw = posted(program, **TALK | {"instructions": "Be brief.", "metadata": {"a": "b"}, "user": "me"})
-    assert raw["metadata"] == {"a": "b"} and raw["output"][0]["content"][0]["text"] == found.output_text
+    assert raw["metadata"] == {"a": "b"}
+    assert raw["output"][0]["content"][0]["text"] == response.output_text
     again = posted(program, **TALK | {"instructions": "Be brief."})["usage"]
     assert again["input_tokens_details"]["cached_tokens"] > 0
     assert again["output_tokens_details"] == {"reasoning_tokens": 0}
@@ -109,13 +113,13 @@ def test_items_are_read_as_messages(client, program):
         {"role": "tool", "tool_call_id": "a", "content": "found"},
     ]
     expected = chat(client, messages=talk, max_tokens=8, temperature=0)
-    found = client.responses.create(model="boxed", input=items, max_output_tokens=8, temperature=0)
-    assert found.output_text == expected.choices[0].message.content
-    assert found.usage.input_tokens == expected.usage.prompt_tokens
+    response = client.responses.create(model="boxed", input=items, max_output_tokens=8, temperature=0)
+    assert response.output_text == expected.choices[0].message.content
+    assert response.usage.input_tokens == expected.usage.prompt_tokens
 
 
 def test_a_streams_events_come_in_order_and_join_to_the_whole(program):
-    whole, events = posted(program, **TALK), streamed(program, **TALK)
+    response, events = posted(program, **TALK), streamed(program, **TALK)
     assert kinds(events) == [
         "created",
         "in_progress",
@@ -125,16 +129,17 @@ def test_a_streams_events_come_in_order_and_join_to_the_whole(program):
         "output_text.done",
         "content_part.done",
         "output_item.done",
-        whole["status"],
+        response["status"],
     ]
     text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
     last = events[-1]["response"]
-    assert text == whole["output"][0]["content"][0]["text"] == last["output"][0]["content"][0]["text"]
-    assert events[0]["response"]["status"] == "in_progress" and last["status"] == whole["status"]
-    assert (
-        last["usage"]["output_tokens"] == whole["usage"]["output_tokens"] and last["id"] == events[0]["response"]["id"]
-    )
-    assert last["output"][0] == events[-2]["item"] and last["metrics"] == whole["metrics"]
+    assert text == response["output"][0]["content"][0]["text"] == last["output"][0]["content"][0]["text"]
+    assert events[0]["response"]["status"] == "in_progress"
+    assert last["status"] == response["status"]
+    assert last["usage"]["output_tokens"] == response["usage"]["output_tokens"]
+    assert last["id"] == events[0]["response"]["id"]
+    assert last["output"][0] == events[-2]["item"]
+    assert last["metrics"] == response["metrics"]
 
 
 class Person(BaseModel):
@@ -146,17 +151,20 @@ def test_the_clients_own_stream_reads_it(client):
     settings = {"input": "Who?", "max_output_tokens": 100, "text_format": Person, "extra_body": {"seed": 3}}
     with client.responses.stream(model="boxed", **settings) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
-        found = stream.get_final_response()
-    assert "".join(deltas) == found.output_text and isinstance(found.output_parsed, Person)
+        response = stream.get_final_response()
+    assert "".join(deltas) == response.output_text
+    assert isinstance(response.output_parsed, Person)
 
 
 def test_a_text_is_parsed_into_a_type(client, program):
     settings = {"model": "boxed", "input": "Who?", "max_output_tokens": 300, "temperature": 0.5}
-    found = client.responses.parse(text_format=Person, extra_body={"seed": 3}, **settings)
-    assert found.status == "completed" and isinstance(found.output_parsed, Person)
+    response = client.responses.parse(text_format=Person, extra_body={"seed": 3}, **settings)
+    assert response.status == "completed"
+    assert isinstance(response.output_parsed, Person)
     form = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}}
     raw = posted(program, text=form, input="Who?", max_output_tokens=200, seed=1)
-    assert set(json.loads(raw["output"][0]["content"][0]["text"])) == {"name", "age"} and raw["text"] == form
+    assert set(json.loads(raw["output"][0]["content"][0]["text"])) == {"name", "age"}
+    assert raw["text"] == form
     assert posted(program, text={"format": {"type": "text"}}, **TALK)["text"] == {"format": {"type": "text"}}
 
 
@@ -164,7 +172,8 @@ def test_a_text_is_parsed_into_a_type(client, program):
 def test_tools_are_called(choice, client, program):
     settings = {"input": "Find Rex", "tools": TOOLS, "tool_choice": choice, "max_output_tokens": 80, "seed": 2}
     [call] = posted(program, **settings)["output"]
-    assert call["type"] == "function_call" and set(json.loads(call["arguments"])) == {"name", "age"}
+    assert call["type"] == "function_call"
+    assert set(json.loads(call["arguments"])) == {"name", "age"}
     events = streamed(program, **settings)
     assert kinds(events) == [
         "created",
@@ -176,9 +185,11 @@ def test_tools_are_called(choice, client, program):
         "completed",
     ]
     [again] = events[-1]["response"]["output"]
-    assert again["arguments"] == call["arguments"] and again["name"] == "find_dog" and again["call_id"]
-    own = {name: value for name, value in settings.items() if name != "seed"}
-    with client.responses.stream(model="boxed", extra_body={"seed": 2}, **own) as stream:
+    assert again["arguments"] == call["arguments"]
+    assert again["name"] == "find_dog"
+    assert again["call_id"]
+    without_seed = {name: value for name, value in settings.items() if name != "seed"}
+    with client.responses.stream(model="boxed", extra_body={"seed": 2}, **without_seed) as stream:
         assert stream.get_final_response().output[0].arguments == call["arguments"]
 
 
@@ -204,7 +215,8 @@ def test_what_is_not_there_is_refused_by_name(field, value, says, program):
     answer = httpx.post(f"{program.url}/v1/responses", json=TALK | {field: value})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert says in error["message"] and error["param"].startswith(field)
+    assert says in error["message"]
+    assert error["param"].startswith(field)
 
 
 def test_what_the_chat_route_refuses_is_refused_here(program):
@@ -233,8 +245,8 @@ HEAD = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m", "ou
 HEAD |= {"tool_choice": "auto", "tools": [], "status": "in_progress"}
 
 
-def told(*deltas: dict, finish: str | None = "stop", error: Exception | None = None) -> list[dict]:
-    """The events of a chat's stream of these deltas."""
+def events_of(*deltas: dict, finish: str | None = "stop", error: Exception | None = None) -> list[dict]:
+    """Return the events for a chat's stream of these deltas."""
 
     async def parts():
         for delta in deltas:
@@ -247,9 +259,9 @@ def told(*deltas: dict, finish: str | None = "stop", error: Exception | None = N
     async def joined() -> list[dict]:
         return [event async for event in response_events(HEAD, parts())]
 
-    found = asyncio.run(joined())
-    check(found)
-    return found
+    events = asyncio.run(joined())
+    check(events)
+    return events
 
 
 def call(index: int, arguments: str, **more: str) -> dict:
@@ -258,7 +270,7 @@ def call(index: int, arguments: str, **more: str) -> dict:
 
 
 def test_calls_that_come_in_pieces_are_told_in_pieces():
-    events = told(
+    events = events_of(
         {"role": "assistant", "content": ""},
         {"content": "I look."},
         call(0, "", id="a", name="f"),
@@ -267,44 +279,50 @@ def test_calls_that_come_in_pieces_are_told_in_pieces():
         call(1, "{}", id="b", name="g"),
     )
     deltas = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
-    assert deltas == ['{"x"', ": 1}", "{}"] and events[-1]["type"] == "response.completed"
+    assert deltas == ['{"x"', ": 1}", "{}"]
+    assert events[-1]["type"] == "response.completed"
     message, first, second = events[-1]["response"]["output"]
-    assert message["content"][0]["text"] == "I look." and message["status"] == "completed"
+    assert message["content"][0]["text"] == "I look."
+    assert message["status"] == "completed"
     assert (first["name"], first["arguments"], first["call_id"]) == ("f", '{"x": 1}', "a")
     assert (second["name"], second["arguments"], second["call_id"]) == ("g", "{}", "b")
-    places = [event["output_index"] for event in events if event["type"] == "response.output_item.added"]
-    assert places == [0, 1, 2]
+    indices = [event["output_index"] for event in events if event["type"] == "response.output_item.added"]
+    assert indices == [0, 1, 2]
     assert events[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
 
 
 def test_thoughts_are_an_item_of_their_own():
-    events = told({"role": "assistant"}, {"reasoning_content": "Hm"}, {"reasoning_content": "m."}, {"content": "Yes."})
+    events = events_of(
+        {"role": "assistant"}, {"reasoning_content": "Hm"}, {"reasoning_content": "m."}, {"content": "Yes."}
+    )
     deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
     thoughts, message = events[-1]["response"]["output"]
-    assert deltas == ["Hm", "m."] and thoughts["content"] == [{"type": "reasoning_text", "text": "Hmm."}]
-    assert message["content"][0]["text"] == "Yes." and thoughts["status"] == message["status"] == "completed"
-    [cut] = told({"reasoning_content": "Hm"}, finish="length")[-1]["response"]["output"]
+    assert deltas == ["Hm", "m."]
+    assert thoughts["content"] == [{"type": "reasoning_text", "text": "Hmm."}]
+    assert message["content"][0]["text"] == "Yes."
+    assert thoughts["status"] == message["status"] == "completed"
+    [cut] = events_of({"reasoning_content": "Hm"}, finish="length")[-1]["response"]["output"]
     assert (cut["type"], cut["status"]) == ("reasoning", "incomplete")
 
 
 def test_thoughts_may_be_sent_back():
-    thoughts, message = told({"reasoning_content": "Hm."}, {"content": "Yes."})[-1]["response"]["output"]
+    thoughts, message = events_of({"reasoning_content": "Hm."}, {"content": "Yes."})[-1]["response"]["output"]
     user = {"role": "user", "content": "And?"}
     chat = as_chat(ResponsesRequest.model_validate({"input": [user, thoughts, message, user]}))
-    turns = [(each.role, each.text, each.reasoning_content) for each in chat.messages]
+    turns = [(turn.role, turn.text, turn.reasoning_content) for turn in chat.messages]
     assert turns == [("user", "And?", None), ("assistant", "Yes.", "Hm."), ("user", "And?", None)]
-    asked = as_chat(ResponsesRequest.model_validate({"input": "a", "reasoning": {"effort": "low"}}))
-    assert asked.reasoning_effort == "low"
+    request = as_chat(ResponsesRequest.model_validate({"input": "a", "reasoning": {"effort": "low"}}))
+    assert request.reasoning_effort == "low"
 
 
 def test_a_call_alone_and_a_text_of_nothing():
-    [only] = told(call(0, "{}", id="a", name="f"))[-1]["response"]["output"]
+    [only] = events_of(call(0, "{}", id="a", name="f"))[-1]["response"]["output"]
     assert only["type"] == "function_call"
-    [message] = told({"role": "assistant", "content": ""})[-1]["response"]["output"]
+    [message] = events_of({"role": "assistant", "content": ""})[-1]["response"]["output"]
     assert message["content"][0]["text"] == ""
 
 
 def test_an_error_within_a_stream_is_its_last_event():
-    events = told({"content": "a"}, error=ApiError(500, "the engine failed"))
+    events = events_of({"content": "a"}, error=ApiError(500, "the engine failed"))
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"] == {"code": "server_error", "message": "the engine failed"}

@@ -17,10 +17,10 @@ from redrafter import boxed_pair
 from redrafter.grammar.compiled import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SequenceDelta
-from redrafter.serve.answers.chat import Chat
+from redrafter.serve.answers.chat import ChatFormat
 from redrafter.serve.answers.openai_format import Choice
 from redrafter.serve.chat.reader import Call, ChatReader, Fragment, Span
-from redrafter.serve.chat.tool_schema import schema_of
+from redrafter.serve.chat.tool_schema import call_schema
 from redrafter.serve.protocol.requests import ChatRequest
 
 F, G = '{"name": "f", "arguments": {"a": [1, {"b": "}\\"<tool_call>"}]}}', '{"name": "g", "parameters": {}}'
@@ -68,16 +68,19 @@ def read(reader: ChatReader, pieces: list[str]) -> tuple[str, str, list[tuple[st
             if isinstance(event, Span):
                 texts[event.thought] += reader.text[event.begin : event.end]
             elif isinstance(event, Call):
-                assert event.number == len(calls) and event.id.startswith("call_")
+                assert event.number == len(calls)
+                assert event.id.startswith("call_")
                 calls.append([event.name, ""])
             else:
-                assert isinstance(event, Fragment) and event.number == len(calls) - 1 and event.text
+                assert isinstance(event, Fragment)
+                assert event.number == len(calls) - 1
+                assert event.text
                 calls[-1][1] += event.text
     return texts[False], texts[True], [(name, arguments) for name, arguments in calls]
 
 
-def made(**options: Any) -> ChatReader:
-    return ChatReader(**({"names": frozenset("fg"), "thinks": True} | options))
+def make_reader(**options: Any) -> ChatReader:
+    return ChatReader(**({"names": frozenset("fg"), "split_thoughts": True} | options))
 
 
 @pytest.mark.parametrize("text", WRITTEN)
@@ -85,11 +88,11 @@ def test_what_is_found_does_not_depend_on_the_pieces(text):
     *expected, cut = WRITTEN[text]
     rng = random.Random(5)
     for trial in range(40):
-        places = sorted(rng.randrange(len(text) + 1) for _ in range(trial % 8))
+        cuts = sorted(rng.randrange(len(text) + 1) for _ in range(trial % 8))
         if trial == 8:
-            places = list(range(len(text)))
-        pieces = [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
-        reader = made()
+            cuts = list(range(len(text)))
+        pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        reader = make_reader()
         assert read(reader, pieces) == tuple(expected), pieces
         assert reader.cut == cut
 
@@ -117,42 +120,52 @@ def test_random_pieces_of_marks_are_read_alike_however_they_come():
     ]
     for _ in range(1500):
         text = "".join(rng.choices(parts, k=rng.randrange(1, 9)))
-        options = {"several": rng.random() < 0.7, "thinking": rng.random() < 0.3, "thinks": rng.random() < 0.7}
+        options = {
+            "parallel_calls": rng.random() < 0.7,
+            "thinking": rng.random() < 0.3,
+            "split_thoughts": rng.random() < 0.7,
+        }
         size = rng.randrange(1, 6)
-        pieces = [text[place : place + size] for place in range(0, len(text), size)]
-        assert read(made(**options), [text]) == read(made(**options), pieces) == read(made(**options), [*pieces, ""]), (
-            text
-        )
+        pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
+        assert (
+            read(make_reader(**options), [text])
+            == read(make_reader(**options), pieces)
+            == read(make_reader(**options), [*pieces, ""])
+        ), text
 
 
 def test_what_is_certain_comes_at_once():
-    reader = made(thinks=False)
+    reader = make_reader(split_thoughts=False)
     assert reader.push("I look") == [Span(0, 6)]
     assert reader.push(' <tool_call>{"name": "f", "argu') == []
-    begun, first = reader.push('ments": {"a')
-    assert isinstance(begun, Call) and begun.name == "f" and first == Fragment(0, '{"a')
+    call, first = reader.push('ments": {"a')
+    assert isinstance(call, Call)
+    assert call.name == "f"
+    assert first == Fragment(0, '{"a')
     assert reader.push('": 1') == [Fragment(0, '": 1')]
     assert reader.push("}}</tool_call>", last=True) == [Fragment(0, "}")]
-    assert made(thinks=False).push('{"name": "Anna", ') == [Span(0, 16)]  # no tool's name, and so no call
-    assert made(thinking=True).push("hm") == [Span(0, 2, True)]
+    assert make_reader(split_thoughts=False).push('{"name": "Anna", ') == [
+        Span(0, 16)
+    ]  # no tool's name, and so no call
+    assert make_reader(thinking=True).push("hm") == [Span(0, 2, True)]
 
 
 def test_one_call_where_no_more_may_be_made():
     for text in (f"[{F}, {G}]", f"<tool_call>{F}</tool_call><tool_call>{G}</tool_call> more", f"{F} more"):
-        assert read(made(several=False), list(text)) == ("", "", [FIRST])
+        assert read(make_reader(parallel_calls=False), list(text)) == ("", "", [FIRST])
 
 
 def test_long_texts_are_read_in_linear_time():
-    """Each would take minutes if what was read were read again."""
+    """A reader that read any text twice would take minutes for each."""
     for text in (
         " " * 200_000,
         '{"x": "' + "a" * 200_000,
         "<tool_call>" * 20_000,
         '{"name": "f", "arguments": ' + "[" * 200_000,
     ):
-        reader = made()
-        for place in range(0, len(text), 4):
-            reader.push(text[place : place + 4])
+        reader = make_reader()
+        for begin in range(0, len(text), 4):
+            reader.push(text[begin : begin + 4])
         reader.push("", last=True)
 
 
@@ -178,14 +191,15 @@ NESTED = {
 }
 
 
-def asked(*parameters: Any, choice: Any = "required") -> dict[str, Any]:
+def schema_for(*parameters: Any, choice: Any = "required") -> dict[str, Any]:
     tools = [
-        {"type": "function", "function": {"name": f"tool-{n}", "parameters": each}} for n, each in enumerate(parameters)
+        {"type": "function", "function": {"name": f"tool-{n}", "parameters": schema_of_one}}
+        for n, schema_of_one in enumerate(parameters)
     ]
     talk = [{"role": "user", "content": "Hello"}]
-    found = schema_of(ChatRequest.model_validate({"messages": talk, "tools": tools, "tool_choice": choice}))
-    assert found is not None
-    return found
+    schema = call_schema(ChatRequest.model_validate({"messages": talk, "tools": tools, "tool_choice": choice}))
+    assert schema is not None
+    return schema
 
 
 @pytest.fixture(scope="module")
@@ -203,34 +217,36 @@ def allows() -> Any:
 
 
 def test_references_of_a_tools_schema_lead_to_what_they_led_to(allows):
-    schema = asked(ITEM, NESTED)
+    schema = schema_for(ITEM, NESTED)
     call = {"name": "tool-1", "arguments": {"item": {"price": 3}}}
     deep = {"item": {"price": 3}, "$ref": "#/$defs/Item", "note": "#/$defs/Item", "more": [{"item": {"price": 4}}]}
-    assert allows(schema, json.dumps(call)) and allows(schema, json.dumps(call | {"arguments": deep}))
+    assert allows(schema, json.dumps(call))
+    assert allows(schema, json.dumps(call | {"arguments": deep}))
     assert allows(schema, json.dumps({"name": "tool-0", "arguments": {"price": 1}}))
     for wrong in ({"item": {"price": "3"}}, deep | {"more": [{}]}, deep | {"$ref": "#/$defs/1/$defs/Item"}):
         assert not allows(schema, json.dumps(call | {"arguments": wrong}))
     assert not allows(schema, json.dumps(call | {"name": "tool-0"}))
-    named = asked(ITEM, NESTED, choice={"type": "function", "function": {"name": "tool-1"}})
-    assert allows(named, json.dumps(call)) and not allows(
-        named, json.dumps({"name": "tool-0", "arguments": {"price": 1}})
-    )
+    named = schema_for(ITEM, NESTED, choice={"type": "function", "function": {"name": "tool-1"}})
+    assert allows(named, json.dumps(call))
+    assert not allows(named, json.dumps({"name": "tool-0", "arguments": {"price": 1}}))
 
 
 def test_a_call_that_must_be_written_holds_no_idle_spaces(allows):
-    schema = asked(ITEM, None)
+    schema = schema_for(ITEM, None)
     for text in ('{"name": "tool-0", "arguments": {"price": 1}}', '{"name":"tool-0","arguments":{"price":1}}'):
         assert allows(schema, text)
-        for place in (0, 1, text.index(":") + 1, len(text) - 1):
-            assert not allows(schema, f"{text[:place]}\n{text[place:]}")
-            assert not allows(schema, f"{text[:place]}  {text[place:]}")
+        for index in (0, 1, text.index(":") + 1, len(text) - 1):
+            assert not allows(schema, f"{text[:index]}\n{text[index:]}")
+            assert not allows(schema, f"{text[:index]}  {text[index:]}")
     assert allows(schema, '{"name": "tool-1", "arguments": {"any": [1, 2]}}')
 
 
-def told(form: Chat, tokenizer: Any, ids: list[int], sizes: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The message of a whole answer, and what the deltas of a stream of these sizes join to."""
+def write_answer(
+    form: ChatFormat, tokenizer: Any, ids: list[int], sizes: list[int]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the message of a whole answer, and what the deltas of a stream in steps of these sizes join to."""
     job: Any = SimpleNamespace(settings=SimpleNamespace(ends=frozenset()))
-    choice, found = (
+    choice, streamed = (
         Choice(tokenizer, (), True),
         {"content": "", "reasoning_content": "", "tool_calls": [], "finish": None},
     )
@@ -238,25 +254,25 @@ def told(form: Chat, tokenizer: Any, ids: list[int], sizes: list[int]) -> tuple[
         size, *sizes = sizes or [len(ids)]
         piece = SequenceDelta(ids[:size], accepted=min(1, size), finish="stop" if size >= len(ids) else None)
         ids = ids[size:]
-        text, lines = choice.take(job, [piece])
-        for part in form.parts(0, text, lines, choice, False):
+        text, lines = choice.append(job, [piece])
+        for part in form.format_chunks(0, text, lines, choice, False):
             delta = part["delta"]
             assert "".join(run["text"] for run in part["drafts"]) == delta.get("content", "")
             for name in ("content", "reasoning_content"):
-                found[name] += delta.get(name, "")
+                streamed[name] += delta.get(name, "")
             for call in delta.get("tool_calls", ()):
-                if call["index"] == len(found["tool_calls"]):
+                if call["index"] == len(streamed["tool_calls"]):
                     assert call["function"]["arguments"] == ""
-                    found["tool_calls"].append([call["function"]["name"], ""])
-                found["tool_calls"][-1][1] += call["function"]["arguments"]
-            found["finish"] = part["finish_reason"] or found["finish"]
+                    streamed["tool_calls"].append([call["function"]["name"], ""])
+                streamed["tool_calls"][-1][1] += call["function"]["arguments"]
+            streamed["finish"] = part["finish_reason"] or streamed["finish"]
         if piece.finish:
             break
-    whole = form.whole(0, choice)
-    message = whole["message"]
+    entry = form.format_choice(0, choice)
+    message = entry["message"]
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
     expected = {name: message.get(name) or "" for name in ("content", "reasoning_content")}
-    return expected | {"tool_calls": calls, "finish": whole["finish_reason"]}, found
+    return expected | {"tool_calls": calls, "finish": entry["finish_reason"]}, streamed
 
 
 def test_a_stream_joins_to_the_message_of_a_whole_answer():
@@ -265,10 +281,10 @@ def test_a_stream_joins_to_the_message_of_a_whole_answer():
     for text, (content, thoughts, calls, cut) in WRITTEN.items():
         ids = tokenizer(text, add_special_tokens=False).input_ids
         for _ in range(12):
-            form = Chat(None, tokenizer, frozenset("fg"), thinks=True)
+            form = ChatFormat(None, tokenizer, frozenset("fg"), split_thoughts=True)
             sizes = [rng.randrange(1, 5) for _ in range(rng.randrange(len(ids) + 1))]
-            whole, streamed = told(form, tokenizer, ids, sizes)
-            assert whole == streamed, text
-            assert (whole["content"], whole["reasoning_content"]) == (content, thoughts)
-            assert whole["tool_calls"] == [list(call) for call in calls]
-            assert whole["finish"] == ("tool_calls" if calls and not cut else "stop")
+            message, streamed = write_answer(form, tokenizer, ids, sizes)
+            assert message == streamed, text
+            assert (message["content"], message["reasoning_content"]) == (content, thoughts)
+            assert message["tool_calls"] == [list(call) for call in calls]
+            assert message["finish"] == ("tool_calls" if calls and not cut else "stop")

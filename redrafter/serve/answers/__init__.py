@@ -1,1 +1,1 @@
-"""From pieces of texts to the answers that clients expect, whole or as a stream."""
+"""Formats of answers, whole or as a stream."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts as OpenAI's legacy completions tell them, and as vLLM does."""
+"""Format log-probabilities of prompts as OpenAI's completions do, and as vLLM does."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,24 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.engine.detokenizer import Detokenizer
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.serve.answers.text import text_of
+from redrafter.serve.answers.text import decode_tokens
 from redrafter.serve.protocol.requests import ApiError
 
 __all__ = ["PromptLine", "by_text", "check_scores", "prompt_lines", "prompt_logprobs"]
 
-MOST_SCORES = 1 << 18  # log-probabilities of prompts in one answer, which may be 100 MB in memory
+MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer, which may be 100 MB in memory
 
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One token of an echoed prompt. offset: characters of the echoed text before it. logprob, likeliest: None for the
-    first token, which follows nothing."""
+    """One token of an echoed prompt.
+
+    Attributes:
+        text: Text of the token.
+        offset: Characters of the echoed text before it.
+        logprob: Log-probability of the token; None for the first token, which follows nothing.
+        likeliest: Log-probabilities of the likeliest tokens, by text; None for the first token.
+    """
 
     text: str
     offset: int
@@ -29,38 +35,41 @@ class PromptLine:
 
 
 def check_scores(prompts: Sequence[Sequence[int]], count: int | None) -> None:
-    """Refuse to tell more log-probabilities of prompts in one answer than `MOST_SCORES`.
+    """Check that one answer has at most `MAX_SCORES` log-probabilities of prompts.
 
     Args:
-        prompts: the tokens of each text's prompt.
-        count: how many of the likeliest tokens are told at each place; None for none of it.
+        prompts: Token ids of each text's prompt.
+        count: How many of the likeliest tokens are listed beside each token; None for no log-probabilities.
+
+    Raises:
+        ApiError: If there are more.
     """
     if count is None:
         return
     scores = (count + 1) * sum(map(len, prompts))
-    if scores > MOST_SCORES:
+    if scores > MAX_SCORES:
         raise ApiError(
             400,
-            f"{scores} log-probabilities of prompts in one answer; at most {MOST_SCORES}: ask for fewer at each place, "
+            f"{scores} log-probabilities of prompts in one answer; at most {MAX_SCORES}: ask for fewer at each place, "
             "or for fewer or shorter prompts in a request",
             "prompt_logprobs",
         )
 
 
 def prompt_lines(job: TokenSequence, count: int, tokenizer: PreTrainedTokenizerBase) -> list[PromptLine]:
-    """Return a prompt's tokens with their log-probabilities and `count` of the likeliest at each place."""
+    """Return a prompt's tokens with their log-probabilities and those of the `count` likeliest tokens beside each."""
     first, *others = job.prompt
     offsets = _offsets(job, tokenizer)
-    lines = [PromptLine(text_of(tokenizer, [first]), next(offsets), None, None)]
-    for token, own in zip(others, job.prompt_scores, strict=True):
-        likeliest = dict(islice(own.likeliest.items(), count))
-        top = by_text(likeliest, token, own.logprob, tokenizer)
-        lines.append(PromptLine(text_of(tokenizer, [token]), next(offsets), own.logprob, top))
+    lines = [PromptLine(decode_tokens(tokenizer, [first]), next(offsets), None, None)]
+    for token, score in zip(others, job.prompt_scores, strict=True):
+        likeliest = dict(islice(score.likeliest.items(), count))
+        top = by_text(likeliest, token, score.logprob, tokenizer)
+        lines.append(PromptLine(decode_tokens(tokenizer, [token]), next(offsets), score.logprob, top))
     return lines
 
 
 def _offsets(job: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-    """Yield how long the text before each token of a prompt is, without special tokens, as it is echoed."""
+    """Yield how many characters of the echoed text, which lacks special tokens, are before each token of a prompt."""
     detokenizer, offset = Detokenizer(tokenizer), 0
     for token in job.prompt:
         yield offset
@@ -70,29 +79,43 @@ def _offsets(job: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> Iterator
 def by_text(
     likeliest: Mapping[int, float], token: int, logprob: float, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, float]:
-    """Return log-probabilities by the text of their tokens, the token that stands there among them.
+    """Return log-probabilities by the text of their tokens.
 
-    Where several tokens have one text, as parts of characters do, the others stand under `token_id:` and their ids.
+    Where several tokens have one text, as parts of characters do, the keys of the others are `token_id:` and the id.
+
+    Args:
+        likeliest: Log-probabilities of the likeliest tokens, by id.
+        token: Id of the token that was written, which is always among the returned ones.
+        logprob: Its log-probability.
+        tokenizer: The model's tokenizer.
     """
-    own = text_of(tokenizer, [token])
-    found = {own: logprob}
-    for each, value in likeliest.items():
-        if each != token:
-            text = text_of(tokenizer, [each])
-            found[f"token_id:{each}" if text in found else text] = value
-    return found
+    logprobs = {decode_tokens(tokenizer, [token]): logprob}
+    for other, value in likeliest.items():
+        if other != token:
+            text = decode_tokens(tokenizer, [other])
+            logprobs[f"token_id:{other}" if text in logprobs else text] = value
+    return logprobs
 
 
 def prompt_logprobs(job: TokenSequence, count: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any] | None]:
-    """Return, in vLLM's shape, each token of a prompt and `count` of the likeliest at its place, by id; None for the
-    first token, which follows nothing."""
+    """Return the log-probabilities of a prompt in vLLM's format.
+
+    Args:
+        job: A sequence whose prompt was scored.
+        count: How many of the likeliest tokens are listed beside each token.
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        Of each token, entries by id for it and for the likeliest tokens; None for the first token, which follows
+        nothing.
+    """
 
     def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": logprob, "rank": rank, "decoded_token": text_of(tokenizer, [token])}
+        return {"logprob": logprob, "rank": rank, "decoded_token": decode_tokens(tokenizer, [token])}
 
-    told: list[dict[str, Any] | None] = [None]
-    for token, own in zip(job.prompt[1:], job.prompt_scores, strict=True):
-        ranked = enumerate(islice(own.likeliest.items(), count), 1)
-        others = {f"{each}": entry(each, value, rank) for rank, (each, value) in ranked if each != token}
-        told.append({f"{token}": entry(token, own.logprob, own.rank)} | others)
-    return told
+    entries: list[dict[str, Any] | None] = [None]
+    for token, score in zip(job.prompt[1:], job.prompt_scores, strict=True):
+        ranked = enumerate(islice(score.likeliest.items(), count), 1)
+        others = {f"{other}": entry(other, value, rank) for rank, (other, value) in ranked if other != token}
+        entries.append({f"{token}": entry(token, score.logprob, score.rank)} | others)
+    return entries

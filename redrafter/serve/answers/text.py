@@ -1,4 +1,4 @@
-"""Text of one choice as its tokens come, up to a stop string, of which nothing is shown."""
+"""Turn the tokens of one choice into text as they come, up to a stop string, which is left out."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -8,24 +8,33 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.engine.detokenizer import Detokenizer
 
-__all__ = ["StopStrings", "TextStream", "text_of"]
+__all__ = ["StopStrings", "TextStream", "decode_tokens"]
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+    """Return the text of token ids, without special tokens if `skip_special_tokens`."""
     text = tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
     assert isinstance(text, str)  # a list for a list of lists
     return text
 
 
 class StopStrings:
-    """For the engine: after which of a step's tokens the text holds a stop string. As transformers' own criterion, it
-    looks at the whole text that was written, so that one may begin in one token and end in another."""
+    """Find stop strings in a text as the engine writes it.
+
+    Call it with the tokens of each step: it returns the index of the token after which the text contains a stop string,
+    or None. A stop string may begin in one token and end in another, as for the stopping criterion of transformers.
+
+    Args:
+        stops: Stop strings; at least one.
+        tokenizer: The model's tokenizer.
+    """
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase):
         self._stops, self._longest = stops, max(map(len, stops))
         self._detokenizer, self._tail = Detokenizer(tokenizer), ""
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
+        """Return the index of the token after which the text contains a stop string; None where it does not."""
         for index, token in enumerate(tokens):
             self._tail += self._detokenizer.push([token])
             if any(stop in self._tail for stop in self._stops):
@@ -35,49 +44,63 @@ class StopStrings:
 
 
 class TextStream:
-    """`push` tokens, get the text that is sure: what may be the beginning of a stop string is held back.
+    """Decode tokens to text as they come, and hold back what may be the beginning of a stop string.
 
-    A character that a draft and the target's own token share is of the one that completes it.
+    A character whose bytes come from a draft and from the target's own token counts for the token that completes it.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        stops: Stop strings.
+
+    Attributes:
+        text: The text so far, without what is held back.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()):
         self._detokenizer, self._stops = Detokenizer(tokenizer), stops
         self._held = ""
-        self._drafted = bytearray()  # of each character of the text and of what is held
-        self._told = 0  # characters that `runs` told
+        self._drafted = bytearray()  # of each character of the text and of what is held: whether a draft wrote it
+        self._reported = 0  # characters that `new_runs` has returned
         self.text = ""
 
     def push(self, tokens: Sequence[int], last: bool = False, accepted: int = 0) -> str:
-        """The new text. last: nothing follows, so that nothing is held back. accepted: how many of the tokens, the
-        first ones, were drafts; only `runs` asks for it."""
+        """Return the text that these tokens make certain.
+
+        Args:
+            tokens: New token ids.
+            last: Whether no more tokens follow, so that nothing is held back.
+            accepted: How many of the first tokens were accepted drafts; only `runs` and `new_runs` need it.
+        """
         self._hold(self._detokenizer.push(tokens[:accepted]), True)
         self._hold(self._detokenizer.push(tokens[accepted:]), False)
         if last:
             self._hold(self._detokenizer.finish(), False)
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
-            ready, self._held = self._held[: min(found)], ""
+        stop_indices = [index for stop in self._stops if (index := self._held.find(stop)) >= 0]
+        if stop_indices:
+            ready, self._held = self._held[: min(stop_indices)], ""
         else:
-            keep = 0 if last else self._beginning()
+            keep = 0 if last else self._partial_stop()
             ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         self.text += ready
         return ready
 
-    def runs(self) -> list[tuple[str, bool]]:
-        """The text since the last call in runs, and whether drafts wrote them."""
-        start, self._told = self._told, len(self.text)
-        return self.runs_of(start, self._told)
+    def new_runs(self) -> list[tuple[str, bool]]:
+        """Return the text since the last call as runs, each with whether drafts wrote it."""
+        start, self._reported = self._reported, len(self.text)
+        return self.runs(start, self._reported)
 
-    def runs_of(self, begin: int, end: int) -> list[tuple[str, bool]]:
-        """Some characters of the text in runs, and whether drafts wrote them."""
+    def runs(self, begin: int, end: int) -> list[tuple[str, bool]]:
+        """Return characters `begin` to `end` of the text as runs, each with whether drafts wrote it."""
         marked = zip(self._drafted[begin:end], self.text[begin:end], strict=True)
-        return [("".join(text for _, text in run), bool(own)) for own, run in groupby(marked, key=itemgetter(0))]
+        return [
+            ("".join(text for _, text in run), bool(drafted)) for drafted, run in groupby(marked, key=itemgetter(0))
+        ]
 
     def _hold(self, text: str, drafted: bool) -> None:
         self._held += text
         self._drafted += bytes([drafted]) * len(text)
 
-    def _beginning(self) -> int:
-        """How many characters at the end may begin a stop string."""
+    def _partial_stop(self) -> int:
+        """Return how many characters at the end of the held text may be the beginning of a stop string."""
         sizes = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
         return max(sizes, default=0)

@@ -1,1 +1,1 @@
-"""Chat templates, control tokens, tools and thoughts: from messages to a prompt and back."""
+"""Chat templates, control tokens, tools and thoughts."""

@@ -1,11 +1,11 @@
-"""A place in a text that is still being written, and ways to go on from it."""
+"""Cursor over a text that is still being written."""
 
 import re
 from collections.abc import Generator
 
 __all__ = ["Cursor", "Steps"]
 
-Steps = Generator[None, None, bool]  # yields where it waits for more text
+Steps = Generator[None, None, bool]  # yields when it needs more text
 
 _STRING = re.compile(r'["\\]')
 _NESTED = re.compile(r'["{}\[\]]')
@@ -13,18 +13,24 @@ _SCALAR_END = re.compile(r"[\s,}\]]")
 
 
 class Cursor:
-    """Reads a text, and waits where it has not been written yet."""
+    """Base of parsers that read a text while it is written.
+
+    Its methods are generators, which yield when they need more text.
+
+    Attributes:
+        text: The text so far.
+    """
 
     def __init__(self) -> None:
         self.text = ""
-        self._at = 0  # where the reading stands
-        self._last = False  # whether nothing follows the text
+        self._at = 0  # index of the next character to read
+        self._last = False  # whether the text is complete
 
     def _flush(self) -> None:
-        """Tell what was read; called before the reading waits."""
+        """Report what was read. Called before waiting for more text."""
 
-    def _value(self) -> Steps:
-        """Go behind a value of JSON. False where the text ends before."""
+    def _skip_value(self) -> Steps:
+        """Move past a JSON value. Return False if the text ends before its end."""
         first, depth = self.text[self._at], 0
         if first not in '"{[':
             return (yield from self._find(_SCALAR_END)) or True
@@ -34,50 +40,51 @@ class Cursor:
             mark = self.text[self._at]
             self._at += 1
             if mark == '"':
-                if not (yield from self._string()):
+                if not (yield from self._skip_string()):
                     return False
             else:
                 depth += 1 if mark in "{[" else -1
             if depth <= 0:
                 return True
 
-    def _string(self) -> Steps:
-        """Go behind a string of which the first quote was read."""
+    def _skip_string(self) -> Steps:
+        """Move past a JSON string whose opening quote was read. Return False if the text ends before its end."""
         while (yield from self._find(_STRING)):
             self._at += 1
             if self.text[self._at - 1] == '"':
                 return True
-            if not (yield from self._more()):
+            if not (yield from self._has_more()):
                 return False
             self._at += 1
         return False
 
     def _find(self, pattern: re.Pattern[str]) -> Steps:
-        """Go to the next match of one character. False at the end."""
-        while (found := pattern.search(self.text, self._at)) is None:
+        """Move to the next match of a one-character pattern. Return False if there is none."""
+        while (match := pattern.search(self.text, self._at)) is None:
             self._at = len(self.text)
-            if not (yield from self._more()):
+            if not (yield from self._has_more()):
                 return False
-        self._at = found.start()
+        self._at = match.start()
         return True
 
     def _skip(self, characters: str) -> Steps:
-        while (yield from self._more()) and self.text[self._at] in characters:
+        """Move past any of some characters."""
+        while (yield from self._has_more()) and self.text[self._at] in characters:
             self._at += 1
         return True
 
-    def _literal(self, mark: str) -> Steps:
-        """Go behind a mark that stands here; else stay."""
+    def _skip_literal(self, literal: str) -> Steps:
+        """Move past a literal if it comes next; else return False and stay."""
         begin = self._at
-        for character in mark:
-            if not (yield from self._more()) or self.text[self._at] != character:
+        for character in literal:
+            if not (yield from self._has_more()) or self.text[self._at] != character:
                 self._at = begin
                 return False
             self._at += 1
         return True
 
-    def _more(self) -> Steps:
-        """Wait until there is a character to read. False at the end."""
+    def _has_more(self) -> Steps:
+        """Wait until there is a character to read. Return False at the end of the text."""
         while self._at == len(self.text):
             self._flush()
             if self._last:

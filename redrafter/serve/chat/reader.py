@@ -1,10 +1,10 @@
-"""What is text, what is thought and what is a call in what a model writes, as it writes it.
+"""Split what a model writes into text, thoughts and tool calls, while it writes.
 
 A call is a JSON object with `name`, the name of a known tool, and `arguments` (or `parameters`): at the beginning of
 the text, alone or in a list, or anywhere between `<tool_call>` and `</tool_call>`. That is what models of the Llama,
 Qwen and Hermes families are trained to write. Thoughts stand at the beginning, between `<think>` and `</think>`.
 
-What is found does not depend on the pieces in which the text comes.
+The result does not depend on the pieces in which the text comes.
 """
 
 import json
@@ -22,7 +22,7 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True)
 class Span:
-    """Characters `begin` to `end` of what was written belong to the answer's text, or to its thoughts."""
+    """Event: characters `begin` to `end` of the written text belong to the answer's content, or to its thoughts."""
 
     begin: int
     end: int
@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Call:
-    """A call begins, the one of that number."""
+    """Event: call `number`, counted from 0, begins."""
 
     number: int
     id: str
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Fragment:
-    """More of a call's arguments, as the model wrote them."""
+    """Event: more text of the arguments of call `number`, as the model wrote it."""
 
     number: int
     text: str
@@ -50,28 +50,35 @@ Event = Span | Call | Fragment
 
 
 class ChatReader(Cursor):
-    """`push` text, get what is certain of it.
+    """Parser of what a model writes in a chat: `push` text, and get the events that are certain.
 
     Args:
-        names: The tools that may be called.
-        several: Whether more than one call is told; else what follows the first is left out.
-        thinks: Whether thoughts are told apart.
+        names: Names of the tools that may be called.
+        parallel_calls: Whether more than one call is reported; else what follows the first call is left out.
+        split_thoughts: Whether thoughts are reported apart from the content.
         thinking: Whether the text begins within thoughts.
+
+    Attributes:
+        calls: Calls that have begun.
+        cut: Whether the text ends within a call.
     """
 
-    def __init__(self, names: frozenset[str], several: bool = True, thinks: bool = False, thinking: bool = False):
+    def __init__(
+        self, names: frozenset[str], parallel_calls: bool = True, split_thoughts: bool = False, thinking: bool = False
+    ):
         super().__init__()
-        self._names, self._several, self._thinks, self._thinking = names, several, thinks, thinking
-        self.calls = 0  # that have begun
-        self.cut = False  # whether the text ends within a call
-        self._from = 0  # where what was not told yet begins
+        self._names, self._parallel_calls = names, parallel_calls
+        self._split_thoughts, self._thinking = split_thoughts, thinking
+        self.calls = 0
+        self.cut = False
+        self._from = 0  # where text that is not reported yet begins
         self._seen = 0  # up to where spaces were looked for
-        self._sent: int | None = None  # within arguments, where those that were not told yet begin
+        self._sent: int | None = None  # within arguments: where those that are not reported yet begin
         self._events: list[Event] = []
         self._steps = self._read()
 
     def push(self, text: str, last: bool = False) -> list[Event]:
-        """Return what this text makes certain. last: whether it is the end."""
+        """Append text and return the events that it makes certain. `last`: whether no more text follows."""
         self.text += text
         self._last = last
         next(self._steps, None)
@@ -79,111 +86,115 @@ class ChatReader(Cursor):
         return events
 
     def _read(self) -> Steps:
-        if self._thinks:
-            yield from self._thoughts()
+        if self._split_thoughts:
+            yield from self._read_thoughts()
         if not self._names:
-            return (yield from self._plain())
+            return (yield from self._read_plain())
         yield from self._skip(_SPACE)
-        if (yield from self._more()) and self.text[self._at] in "{[":
-            yield from self._group()
-        while (yield from self._until(_CALL, False)):
-            if (yield from self._group()):
+        if (yield from self._has_more()) and self.text[self._at] in "{[":
+            yield from self._read_calls()
+        while (yield from self._read_until(_CALL, False)):
+            if (yield from self._read_calls()):
                 yield from self._skip(_SPACE)
-                if (yield from self._literal(_CALL_END)):
+                if (yield from self._skip_literal(_CALL_END)):
                     self._from = self._at
         return True
 
-    def _thoughts(self) -> Steps:
+    def _read_thoughts(self) -> Steps:
         if not self._thinking:
             yield from self._skip(_SPACE)
-            if not (yield from self._literal(_THINK)):
+            if not (yield from self._skip_literal(_THINK)):
                 self._at = self._from
                 return False
         yield from self._skip(_SPACE)
         self._from = self._at
         self._thinking = True
-        yield from self._until(_THINK_END, True)
+        yield from self._read_until(_THINK_END, True)
         self._thinking = False
         yield from self._skip(_SPACE)
         self._from = self._at
         return True
 
-    def _plain(self) -> Steps:
+    def _read_plain(self) -> Steps:
         while True:
-            self._tell(len(self.text), False)
+            self._report(len(self.text), False)
             if self._last:
                 return True
             yield
 
-    def _until(self, mark: str, thought: bool) -> Steps:
-        """Tell what stands before a mark, but for spaces right before it, and go behind it. False at the end."""
-        while (place := self.text.find(mark, self._at)) < 0:
-            sure = len(self.text) - _beginning(self.text, mark)
+    def _read_until(self, mark: str, thought: bool) -> Steps:
+        """Report the text before a mark, without trailing spaces, and move past it. Return False without a mark."""
+        while (index := self.text.find(mark, self._at)) < 0:
+            sure = len(self.text) - _partial_mark(self.text, mark)
             self._at = max(self._at, sure)
             if self._last:
                 end = len(self.text)
-                self._tell(self._stripped(end) if thought or self.calls else end, thought)
+                self._report(self._stripped_end(end) if thought or self.calls else end, thought)
                 self._from = self._at = len(self.text)
                 return False
-            self._tell(self._stripped(self._at), thought)
+            self._report(self._stripped_end(self._at), thought)
             yield
-        self._tell(self._stripped(place), thought)
-        self._at = place + len(mark)
+        self._report(self._stripped_end(index), thought)
+        self._at = index + len(mark)
         return True
 
-    def _group(self) -> Steps:
-        """Read calls that follow each other. False where the first is none, and then it is text."""
+    def _read_calls(self) -> Steps:
+        """Read calls that follow each other. Return False if the first is no call, which then counts as text."""
         called = False
         while True:
             yield from self._skip(_SPACE + ("[" if not called else ",;]["))
             if called:
                 self._from = self._at
-            if not (yield from self._more()) or self.text[self._at] != "{" or not (yield from self._call()):
+            if not (yield from self._has_more()) or self.text[self._at] != "{" or not (yield from self._read_call()):
                 return called
             called, self._from = True, self._at
-            while not self._several:
+            while not self._parallel_calls:
                 self._at = self._from = len(self.text)
                 if self._last:
                     return True
                 yield
 
-    def _call(self) -> Steps:
-        """Read an object, and tell of a call as soon as its name is known and its arguments begin."""
-        name, told, arguments = None, False, "{}"
+    def _read_call(self) -> Steps:
+        """Read an object, and report a call as soon as its name is known and its arguments begin."""
+        name, reported, arguments = None, False, "{}"
         self._at += 1
         while True:
             yield from self._skip(_SPACE + ",")
-            if not (yield from self._more()) or self.text[self._at] not in '"}':
-                self.cut = told and self._at == len(self.text)
-                return told
+            if not (yield from self._has_more()) or self.text[self._at] not in '"}':
+                self.cut = reported and self._at == len(self.text)
+                return reported
             if self.text[self._at] == "}":
                 break
             begin = self._at
-            if not (yield from self._value()):
-                self.cut = told
-                return told
+            if not (yield from self._skip_value()):
+                self.cut = reported
+                return reported
             key = self.text[begin : self._at]
             yield from self._skip(_SPACE + ":")
-            if not (yield from self._more()):
-                self.cut = told
-                return told
+            if not (yield from self._has_more()):
+                self.cut = reported
+                return reported
             begin = self._at
-            if key in ('"arguments"', '"parameters"') and name is not None and not told:
-                told = True
+            if key in ('"arguments"', '"parameters"') and name is not None and not reported:
+                reported = True
                 self._begin(name)
                 self._sent = begin
-            whole = yield from self._value()
+            complete = yield from self._skip_value()
             self._flush()
             self._sent = None
-            if not whole:
-                self.cut = told
-                return told
-            if key == '"name"' and not told and (name := _name(self.text[begin : self._at])) not in self._names:
+            if not complete:
+                self.cut = reported
+                return reported
+            if (
+                key == '"name"'
+                and not reported
+                and (name := _parse_name(self.text[begin : self._at])) not in self._names
+            ):
                 return False
             if key in ('"arguments"', '"parameters"'):
                 arguments = self.text[begin : self._at]
         self._at += 1
-        if not told and name is not None:
+        if not reported and name is not None:
             self._begin(name)
             self._events.append(Fragment(self.calls - 1, arguments))
         return name is not None
@@ -197,27 +208,27 @@ class ChatReader(Cursor):
             self._events.append(Fragment(self.calls - 1, self.text[self._sent : self._at]))
             self._sent = self._at
 
-    def _tell(self, end: int, thought: bool) -> None:
+    def _report(self, end: int, thought: bool) -> None:
         if end > self._from:
             self._events.append(Span(self._from, end, thought))
             self._from = end
 
-    def _stripped(self, end: int) -> int:
-        """Where what was not told ends, without the spaces before `end`, which only grows."""
-        begin = max(self._from, self._seen)  # before that, nothing but spaces was not told
+    def _stripped_end(self, end: int) -> int:
+        """Return where the unreported text before `end` ends without its trailing spaces. `end` never shrinks."""
+        begin = max(self._from, self._seen)  # before that, only spaces are not reported
         self._seen = end
         part = self.text[begin:end].rstrip()
         return begin + len(part) if part else self._from
 
 
-def _beginning(text: str, mark: str) -> int:
-    """How many characters at the end of a text may begin a mark."""
+def _partial_mark(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a mark."""
     return next((size for size in range(len(mark) - 1, 0, -1) if text.endswith(mark[:size])), 0)
 
 
-def _name(text: str) -> str | None:
+def _parse_name(text: str) -> str | None:
     try:
-        found = json.loads(text)
+        name = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, str) else None
+    return name if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""A model's chat template: which variables it reads, and what it makes of messages."""
+"""A model's chat template: the variables that it reads, and the text that it renders."""
 
 import inspect
 from functools import cached_property
@@ -11,56 +11,77 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from redrafter.errors import first_line
 from redrafter.serve.protocol.requests import ApiError
 
-__all__ = ["THINK", "ChatTemplate"]
+__all__ = ["THINK_TAGS", "ChatTemplate"]
 
-THINK = ("<think>", "</think>")  # what models that think write around their thoughts
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+THINK_TAGS = ("<think>", "</think>")  # what reasoning models write around their thoughts
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer that has one."""
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: A tokenizer that has a chat template.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        given: str | dict[str, str] = tokenizer.chat_template
-        self._texts = list(given.values()) if isinstance(given, dict) else [given]
+        template: str | dict[str, str] = tokenizer.chat_template
+        self._texts = list(template.values()) if isinstance(template, dict) else [template]
 
     @property
     def text(self) -> str:
-        """The template; where there are several, all of them."""
+        """Source of the template; where the tokenizer has several, all of them joined."""
         return "\n".join(self._texts)
 
     @cached_property
-    def thinks(self) -> bool:
-        """Whether it has marks for thoughts that can be seen in a text, which special tokens cannot."""
+    def has_think_tags(self) -> bool:
+        """Whether the template has think tags that show up in decoded text, as special tokens do not."""
         special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-        return THINK[1] in self.text and not special.intersection(THINK)
+        return THINK_TAGS[1] in self.text and not special.intersection(THINK_TAGS)
 
     @property
     def knows_developer(self) -> bool:
-        """Whether it has a place for messages of the role `developer`."""
+        """Whether the template mentions the role `developer`."""
         return "developer" in self.text
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """What it reads beside messages, tools and what the tokenizer itself gives it."""
-        found: set[str] = set()
+        """Variables that the template reads, without messages, tools and what the tokenizer itself supplies."""
+        undeclared: set[str] = set()
         for text in self._texts:
             environment = _compile_jinja_template(text).environment
-            found |= meta.find_undeclared_variables(environment.parse(text)) - set(environment.globals)
-        own = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"documents"}
-        return frozenset(found - own - {"messages", *self._tokenizer.special_tokens_map})
+            undeclared |= meta.find_undeclared_variables(environment.parse(text)) - set(environment.globals)
+        supplied = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"documents"}
+        return frozenset(undeclared - supplied - {"messages", *self._tokenizer.special_tokens_map})
 
     def check(self, variables: dict[str, Any], param: str) -> None:
-        """Raise `ApiError` for a variable that the template does not read. param: the field that gave it."""
-        if wrong := [name for name in variables if name not in self.variables]:
+        """Check that the template reads all of some variables.
+
+        Args:
+            variables: The variables with their values.
+            param: Field of the request that has them, for the error.
+
+        Raises:
+            ApiError: If the template does not read one of them.
+        """
+        if unknown := [name for name in variables if name not in self.variables]:
             known = ", ".join(sorted(self.variables)) or "none"
-            raise ApiError(400, f"{param}: the chat template reads no {wrong[0]!r}; it reads {known}", param)
+            raise ApiError(400, f"{param}: the chat template reads no {unknown[0]!r}; it reads {known}", param)
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, **variables: Any) -> str:
-        """Return the text of a chat. variables: for the template, and as `apply_chat_template` has them."""
+        """Render a chat.
+
+        Args:
+            messages: Messages as `apply_chat_template` reads them.
+            tools: Tools as `apply_chat_template` reads them.
+            variables: Variables of the template, and options of `apply_chat_template`.
+
+        Raises:
+            ApiError: If the template refuses them.
+        """
         try:
             text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables)
-        except _REFUSALS as error:
+        except _TEMPLATE_ERRORS as error:
             raise ApiError(400, f"the chat template refuses: {first_line(error)}", "messages") from error
         return str(text)

@@ -1,34 +1,34 @@
-"""The schema of a call that a model must write."""
+"""JSON schema of the call that a model must write."""
 
 from typing import Any
 
 from redrafter.serve.protocol.requests import ChatRequest, ToolChoice
 
-__all__ = ["schema_of"]
+__all__ = ["call_schema"]
 
-_ANY = {"type": "object"}
+_ANY_OBJECT = {"type": "object"}
 # Without this, a model may fill a call with spaces and line breaks until no token is left. A separator is a regular
 # expression; a space after it is how models are trained to write JSON.
-_TIGHT = {
+_COMPACT_JSON = {
     "whitespace_pattern": None,
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
 }
 # Keywords whose values are data, and keywords whose values are schemas by name.
-_DATA = frozenset({"const", "enum", "default", "examples", "example"})
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples", "example"})
+_NAMED_SCHEMAS_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
-def schema_of(request: ChatRequest) -> dict[str, Any] | None:
-    """Return the schema of the one call that the text must be; None where it need not be one."""
+def call_schema(request: ChatRequest) -> dict[str, Any] | None:
+    """Return the JSON schema of the one call that an answer must be, or None where `tool_choice` does not force one."""
     choice = request.tool_choice
     if not request.tools or choice in (None, "auto", "none"):
         return None
     named = choice.function.name if isinstance(choice, ToolChoice) else None
     functions = [tool.function for tool in request.tools if named in (None, tool.function.name)]
     definitions = {
-        str(number): _rebased(function.parameters or _ANY, f"#/$defs/{number}")
+        str(number): _move_schema(function.parameters or _ANY_OBJECT, f"#/$defs/{number}")
         for number, function in enumerate(functions)
     }
     calls = [
@@ -40,28 +40,29 @@ def schema_of(request: ChatRequest) -> dict[str, Any] | None:
         }
         for number, function in enumerate(functions)
     ]
-    return {"x-guidance": _TIGHT, "anyOf": calls, "$defs": definitions}
+    return {"x-guidance": _COMPACT_JSON, "anyOf": calls, "$defs": definitions}
 
 
-def _rebased(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a schema that stood alone as it reads at a place within another: references to itself lead there."""
+def _move_schema(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return a schema for use at a path within another schema, with its references to itself adapted."""
     alone = {name: value for name, value in schema.items() if name not in ("$id", "$schema", "x-guidance")}
-    found = _referring(alone, place)
-    assert isinstance(found, dict)
-    return found
+    moved = _move_references(alone, path)
+    assert isinstance(moved, dict)
+    return moved
 
 
-def _referring(schema: Any, place: str) -> Any:
-    if isinstance(schema, list):
-        return [_referring(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            found[keyword] = place + value[1:]
-        elif keyword in _BY_NAME and isinstance(value, dict):
-            found[keyword] = {name: _referring(each, place) for name, each in value.items()}
+def _move_references(value: Any, path: str) -> Any:
+    """Return a value of a schema with `path` put before its references within the schema."""
+    if isinstance(value, list):
+        return [_move_references(entry, path) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    moved: dict[str, Any] = {}
+    for keyword, content in value.items():
+        if keyword == "$ref" and isinstance(content, str) and (content == "#" or content.startswith("#/")):
+            moved[keyword] = path + content[1:]
+        elif keyword in _NAMED_SCHEMAS_KEYWORDS and isinstance(content, dict):
+            moved[keyword] = {name: _move_references(schema, path) for name, schema in content.items()}
         else:
-            found[keyword] = value if keyword in _DATA else _referring(value, place)
-    return found
+            moved[keyword] = content if keyword in _DATA_KEYWORDS else _move_references(content, path)
+    return moved

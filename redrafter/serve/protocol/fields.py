@@ -1,4 +1,4 @@
-"""Fields that OpenAI's requests are made of, and how each of them is checked."""
+"""Types of the fields of OpenAI's requests, with their checks."""
 
 import re
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 __all__ = [
-    "LIST",
-    "MOST",
-    "MOST_PARTS",
-    "MOST_PROMPTS",
-    "OBJECT",
-    "TEXT",
+    "LIST_TAG",
+    "MAX_INTEGER",
+    "MAX_PARTS",
+    "MAX_PROMPTS",
+    "OBJECT_TAG",
+    "TEXT_TAG",
     "Bias",
     "Count",
     "Ids",
@@ -23,33 +23,40 @@ __all__ = [
     "StreamOptions",
     "Strict",
     "StructuredOutputs",
+    "field_path",
     "one_of",
-    "place_of",
-    "refused",
-    "text_or_list",
-    "text_or_object",
+    "refuse_with",
+    "tag_text_or_list",
+    "tag_text_or_object",
 ]
 
-MOST_PROMPTS = 1024  # of one request, choices counted
-MOST_BIASES = 1 << 14
-MOST_PARTS = 4096  # messages of a request, parts of a message, calls in it
-MOST_TEXTS = 1 << 17  # that a choice is among
-MOST_STOPS, LONGEST_STOP = 16, 1000
-MOST = 2**31 - 1  # of a count or an id
+MAX_PROMPTS = 1024  # of one request, counting each choice
+MAX_BIASES = 1 << 14  # entries of logit_bias
+MAX_PARTS = 4096  # messages of a request, parts of a message, calls of a message
+MAX_CHOICE_TEXTS = 1 << 17  # in structured_outputs.choice
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000  # stop strings of a request, characters of each
+MAX_INTEGER = 2**31 - 1  # for counts and ids
 
-# What a value of several kinds was read as; pydantic puts it into the place of an error.
-TEXT, LIST, IDS, ID_LISTS, OBJECT = "<text>", "<list>", "<ids>", "<lists of ids>", "<object>"
-_KIND = re.compile("<[a-z_ ]+>")
-
-
-def place_of(error: Any) -> str | None:
-    """Name the field that one of pydantic's errors is about, such as "messages.0.content"; None for the whole body."""
-    places = (str(each) for each in error["loc"] if each != "body")
-    return ".".join(each for each in places if not _KIND.fullmatch(each)) or None
+# Tags of the members of unions. Pydantic puts them into the location of an error.
+TEXT_TAG, LIST_TAG, IDS_TAG, ID_LISTS_TAG, OBJECT_TAG = "<text>", "<list>", "<ids>", "<lists of ids>", "<object>"
+_TAG = re.compile("<[a-z_ ]+>")
 
 
-def refused(advice: str) -> BeforeValidator:
-    """Refuse any value of a field that OpenAI has and this server does not support. advice: what to do instead."""
+def field_path(error: Any) -> str | None:
+    """Return the path of the field that an error of pydantic is about, such as "messages.0.content".
+
+    Args:
+        error: An entry of `ValidationError.errors()`.
+
+    Returns:
+        The path, or None where the error is about the whole body.
+    """
+    keys = (str(key) for key in error["loc"] if key != "body")
+    return ".".join(key for key in keys if not _TAG.fullmatch(key)) or None
+
+
+def refuse_with(advice: str) -> BeforeValidator:
+    """Return a validator for a field that OpenAI has and this server refuses. `advice` says what to do instead."""
 
     def refuse(value: Any) -> Any:
         raise PydanticCustomError("unsupported", "{advice}", {"advice": advice})
@@ -57,83 +64,91 @@ def refused(advice: str) -> BeforeValidator:
     return BeforeValidator(refuse)
 
 
-def one_of(kinds: Callable[[Any], str | None], wanted: str) -> Discriminator:
-    """Choose among the tagged members of a union, so that an error is about the one that was meant.
+def one_of(tag_of: Callable[[Any], str | None], wanted: str) -> Discriminator:
+    """Return a discriminator for a union of tagged members, so that errors are about the member that was meant.
 
     Args:
-        kinds: Returns a value's tag, or None where it fits no member.
+        tag_of: Returns the tag of a value, or None where it fits no member.
         wanted: What the value may be, for the error.
     """
-    return Discriminator(kinds, custom_error_type="wrong_kind", custom_error_message=f"Input should be {wanted}")
+    return Discriminator(tag_of, custom_error_type="wrong_kind", custom_error_message=f"Input should be {wanted}")
 
 
-def text_or_list(value: Any) -> str | None:
-    """Return the tag of a text or a list."""
-    return TEXT if isinstance(value, str) else LIST if isinstance(value, list) else None
+def tag_text_or_list(value: Any) -> str | None:
+    """Return the tag of a text or a list; None for other values."""
+    return TEXT_TAG if isinstance(value, str) else LIST_TAG if isinstance(value, list) else None
 
 
-def text_or_object(value: Any) -> str | None:
-    """Return the tag of a text or an object; what is of a model's class already is an object."""
-    return TEXT if isinstance(value, str) else OBJECT if isinstance(value, dict | BaseModel) else None
+def tag_text_or_object(value: Any) -> str | None:
+    """Return the tag of a text or an object, which may be a pydantic model already; None for other values."""
+    return TEXT_TAG if isinstance(value, str) else OBJECT_TAG if isinstance(value, dict | BaseModel) else None
 
 
-def _prompt_kind(value: Any) -> str | None:
-    """Return the tag of a prompt, which its first entry tells."""
-    kind = text_or_list(value)
-    if kind != LIST or not value or isinstance(value[0], str):
-        return kind
-    return ID_LISTS if isinstance(value[0], list) else IDS
+def _tag_prompt(value: Any) -> str | None:
+    """Return the tag of a prompt, judged by its first entry."""
+    tag = tag_text_or_list(value)
+    if tag != LIST_TAG or not value or isinstance(value[0], str):
+        return tag
+    return ID_LISTS_TAG if isinstance(value[0], list) else IDS_TAG
 
 
-def _few(given: Any) -> Any:
-    """Else each of a million wrong entries would become an error of its own, and errors are large."""
-    if isinstance(given, dict) and len(given) > MOST_BIASES:
-        raise ValueError(f"{len(given)} entries; at most {MOST_BIASES}")
-    return given
+def _limit_entries(value: Any) -> Any:
+    """Refuse objects of very many entries, before each wrong entry becomes an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"{len(value)} entries; at most {MAX_BIASES}")
+    return value
 
 
 class Strict(BaseModel):
-    """An object whose fields are all known. A field that is null is taken as left out."""
+    """Base of request objects: unknown fields are refused, and fields that are null count as left out."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in _few(given).items() if value is not None}
+    def _drop_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in _limit_entries(body).items() if value is not None}
 
 
-Bias = Annotated[dict[str, Annotated[float, Field(strict=True, ge=-100, le=100)]], BeforeValidator(_few)]
-# fail_fast, here and below: for the same reason.
-Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0, le=MOST)]], Field(fail_fast=True)]
+Bias = Annotated[dict[str, Annotated[float, Field(strict=True, ge=-100, le=100)]], BeforeValidator(_limit_entries)]
+# fail_fast, here and below: a million wrong entries must not become a million errors.
+Ids = Annotated[list[Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]], Field(fail_fast=True)]
 
 
-Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
-_Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Count = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stops = Annotated[
-    Annotated[_Stop, Tag(TEXT)] | Annotated[list[_Stop], Field(fail_fast=True, max_length=MOST_STOPS), Tag(LIST)],
-    one_of(text_or_list, "a text or a list of texts"),
+    Annotated[_Stop, Tag(TEXT_TAG)]
+    | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS), Tag(LIST_TAG)],
+    one_of(tag_text_or_list, "a text or a list of texts"),
 ]
 Prompts = Annotated[
-    Annotated[str, Tag(TEXT)]
-    | Annotated[list[str], Field(fail_fast=True, max_length=MOST_PROMPTS), Tag(LIST)]
-    | Annotated[Ids, Tag(IDS)]
-    | Annotated[list[Ids], Field(fail_fast=True, max_length=MOST_PROMPTS), Tag(ID_LISTS)],
-    one_of(_prompt_kind, "a text, a list of texts, a list of token ids or a list of such lists"),
+    Annotated[str, Tag(TEXT_TAG)]
+    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(LIST_TAG)]
+    | Annotated[Ids, Tag(IDS_TAG)]
+    | Annotated[list[Ids], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(ID_LISTS_TAG)],
+    one_of(_tag_prompt, "a text, a list of texts, a list of token ids or a list of such lists"),
 ]
 
 
-def _schema_kind(value: Any) -> str | None:
-    """Return the tag of a schema; true and false are schemas too."""
-    return OBJECT if isinstance(value, dict) else TEXT if isinstance(value, bool) else None
+def _tag_schema(value: Any) -> str | None:
+    """Return the tag of a JSON schema, which is an object or a boolean; None for other values."""
+    return OBJECT_TAG if isinstance(value, dict) else TEXT_TAG if isinstance(value, bool) else None
 
 
 class StreamOptions(Strict):
-    """continuous_usage_stats: vLLM's. With include_usage, every part tells what its choice has come to. include_drafts:
-    this server's own. Each part's choice then has `drafts`, its text in runs that accepted drafts wrote and others that
-    the target drew itself."""
+    """Options of a streamed answer.
+
+    Attributes:
+        include_usage: Whether a last chunk has the usage.
+        continuous_usage_stats: Field of vLLM. Whether, with include_usage, every chunk has the usage of its choice so
+            far.
+        include_drafts: Field of this server. Whether each chunk's choice has `drafts`: its text as runs that accepted
+            drafts wrote, and runs that the target sampled itself.
+        include_obfuscation: Not supported.
+    """
 
     include_usage: StrictBool = False
     continuous_usage_stats: StrictBool = False
@@ -142,24 +157,26 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
+    """JSON schema of a `response_format`."""
+
     name: str = "schema"
     description: str | None = None
     schema_: Annotated[
-        Annotated[dict[str, Any], Tag(OBJECT)] | Annotated[StrictBool, Tag(TEXT)],
-        one_of(_schema_kind, "a schema, which is an object"),
+        Annotated[dict[str, Any], Tag(OBJECT_TAG)] | Annotated[StrictBool, Tag(TEXT_TAG)],
+        one_of(_tag_schema, "a schema, which is an object"),
     ] = Field(alias="schema")
     strict: StrictBool | None = None
 
 
 class ResponseFormat(Strict):
-    """OpenAI's, and llgtrt's grammars in Lark."""
+    """OpenAI's `response_format`, with llgtrt's `lark_grammar` beside it."""
 
     type: Literal["text", "json_object", "json_schema", "lark_grammar"]
     json_schema: JsonSchema | None = None
     lark_grammar: str | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> "ResponseFormat":
+    def _check_fields(self) -> "ResponseFormat":
         for name in ("json_schema", "lark_grammar"):
             if (self.type == name) != (getattr(self, name) is not None):
                 raise ValueError(f"{name} is given with type {name}, and only then")
@@ -167,23 +184,23 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """A grammar; exactly one of these."""
+    """vLLM's `structured_outputs`: a grammar, given as exactly one of these fields."""
 
     json_: (
         Annotated[
-            Annotated[dict[str, Any], Tag(OBJECT)] | Annotated[str, Tag(TEXT)],
-            one_of(text_or_object, "a schema, as an object or as its text"),
+            Annotated[dict[str, Any], Tag(OBJECT_TAG)] | Annotated[str, Tag(TEXT_TAG)],
+            one_of(tag_text_or_object, "a schema, as an object or as its text"),
         ]
         | None
     ) = Field(None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(fail_fast=True, max_length=MOST_TEXTS)] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICE_TEXTS)] | None = None
     lark: str | None = None
     ebnf: str | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> "StructuredOutputs":
+    def _check_one_given(self) -> "StructuredOutputs":
         if sum(value is not None for _, value in self) != 1:
             raise ValueError("give exactly one of json, json_object, regex, choice, lark, ebnf")
         return self

@@ -1,4 +1,4 @@
-"""OpenAI's requests, and what this server takes beside them. What is not here is refused by name.
+"""OpenAI's completion and chat requests, with fields of vLLM and of this server. Other fields are refused by name.
 
 https://platform.openai.com/docs/api-reference
 """
@@ -9,9 +9,9 @@ from pydantic import Field, StrictBool, model_validator
 
 from redrafter.errors import ReDrafterError
 from redrafter.serve.protocol.fields import (
-    MOST,
-    MOST_PARTS,
-    MOST_PROMPTS,
+    MAX_INTEGER,
+    MAX_PARTS,
+    MAX_PROMPTS,
     Bias,
     Count,
     Ids,
@@ -21,12 +21,12 @@ from redrafter.serve.protocol.fields import (
     StreamOptions,
     Strict,
     StructuredOutputs,
-    refused,
+    refuse_with,
 )
 from redrafter.serve.protocol.messages import Message, Tool, ToolCall, ToolChoice, ToolChoices
 
 __all__ = [
-    "MOST_PROMPTS",
+    "MAX_PROMPTS",
     "ApiError",
     "ChatRequest",
     "CompletionRequest",
@@ -38,14 +38,21 @@ __all__ = [
     "error_body",
 ]
 
-MOST_CHOICES = 128
-MOST_TOOLS = 128
-LONGEST_SALT = 512  # characters
-LONGEST_MESSAGE, LONGEST_NAME = 1000, 100  # characters of what an error says
+MAX_CHOICES = 128  # texts after one prompt
+MAX_TOOLS = 128
+MAX_SALT_CHARACTERS = 512
+MAX_MESSAGE_CHARACTERS, MAX_PARAM_CHARACTERS = 1000, 100  # in the body of an error
 
 
 class ApiError(ReDrafterError):
-    """An answer that is an error. param: the field that is to blame."""
+    """An error that is answered to the client.
+
+    Args:
+        status: HTTP status.
+        message: What is wrong, for the client.
+        param: Path of the field that is to blame.
+        code: OpenAI's or this server's code of the error.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -53,27 +60,27 @@ class ApiError(ReDrafterError):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape of an error."""
+    """Return the body of an error in OpenAI's format. Arguments are those of `ApiError`."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "unavailable_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    message, param = _plain(message, LONGEST_MESSAGE), param and _plain(param, LONGEST_NAME)
+    message, param = _truncate(message, MAX_MESSAGE_CHARACTERS), param and _truncate(param, MAX_PARAM_CHARACTERS)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _plain(text: str, longest: int) -> str:
-    """What a client gave may be long, and hold halves of characters, which cannot be sent back."""
-    return text[:longest].encode(errors="replace").decode()
+def _truncate(text: str, limit: int) -> str:
+    """Return at most `limit` characters of a client's text, without halves of characters, which cannot be sent back."""
+    return text[:limit].encode(errors="replace").decode()
 
 
 class _Request(Strict):
-    """What both kinds of requests share. Below OpenAI's fields, those of vLLM."""
+    """Fields that completion and chat requests share: those of OpenAI, then those of vLLM and of this server."""
 
     model: str | None = None
     frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] | None = None
     logit_bias: Bias | None = None
     max_tokens: Count | None = None
-    n: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 62)] | None = None
     stop: Stops | None = None
     stream: StrictBool | None = None
@@ -82,19 +89,19 @@ class _Request(Strict):
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     user: str | None = None
 
-    top_k: Annotated[int, Field(strict=True, ge=-1, le=MOST)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=MAX_INTEGER)] | None = None
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] | None = None
-    min_tokens: Annotated[int, Field(strict=True, ge=0, le=MOST)] | None = None
+    min_tokens: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
     ignore_eos: StrictBool = False
     stop_token_ids: Ids | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     structured_outputs: StructuredOutputs | None = None
     speculate: StrictBool = True
     prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
-    def _streams(self) -> "_Request":
+    def _check_stream(self) -> "_Request":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for stream=true")
         if self.prompt_logprobs is not None and self.stream:
@@ -103,34 +110,35 @@ class _Request(Strict):
 
     @property
     def stops(self) -> list[str]:
+        """Stop strings."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
 class CompletionRequest(_Request):
-    """`POST /v1/completions`. max_tokens: 0 writes nothing and answers what the prompt alone gives."""
+    """Body of `POST /v1/completions`. With `max_tokens` 0, only the prompt is echoed or scored."""
 
-    max_tokens: Annotated[int, Field(strict=True, ge=0, le=MOST)] | None = None
+    max_tokens: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] | None = None
     prompt: Prompts
-    best_of: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
+    best_of: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     echo: StrictBool = False
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    suffix: Annotated[None, refused("write it into prompt, between the tokens that the model knows for filling in")] = (
-        None
-    )
+    suffix: Annotated[
+        None, refuse_with("write it into prompt, between the tokens that the model knows for filling in")
+    ] = None
 
     @property
     def copies(self) -> int:
-        """How many texts are written after each prompt."""
+        """Texts that are written after each prompt."""
         return self.best_of or self.n or 1
 
     @property
     def prompt_count(self) -> int | None:
-        """How many of the likeliest tokens are told at each place of the prompt; None for none of it."""
-        told = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((count for count in told if count is not None), default=None)
+        """How many of the likeliest tokens to list beside each token of the prompt; None for no log-probabilities."""
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
 
     @model_validator(mode="after")
-    def _choosable(self) -> "CompletionRequest":
+    def _check_counts(self) -> "CompletionRequest":
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise ValueError(f"best_of must be n or more, got best_of={self.best_of} and n={self.n or 1}")
         if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
@@ -141,14 +149,14 @@ class CompletionRequest(_Request):
 
 
 class ChatRequest(_Request):
-    """`POST /v1/chat/completions`. Below OpenAI's fields, those of vLLM."""
+    """Body of `POST /v1/chat/completions`: fields of OpenAI, then those of vLLM."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_PARTS)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
     max_completion_tokens: Count | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoices | None = None
     parallel_tool_calls: StrictBool | None = None
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
@@ -159,16 +167,16 @@ class ChatRequest(_Request):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    functions: Annotated[None, refused("give tools")] = None
-    function_call: Annotated[None, refused("give tool_choice")] = None
+    functions: Annotated[None, refuse_with("give tools")] = None
+    function_call: Annotated[None, refuse_with("give tool_choice")] = None
 
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Annotated[None, refused("the server's own is used, see redrafter serve --chat-template")] = None
+    chat_template: Annotated[None, refuse_with("the server's own is used, see redrafter serve --chat-template")] = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> "ChatRequest":
+    def _check_fields(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -179,12 +187,12 @@ class ChatRequest(_Request):
             names = [tool.function.name for tool in self.tools or ()]
             if self.tool_choice.function.name not in names:
                 raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; the tools are {names}")
-        asked = (
+        grammars = (
             self.structured_outputs is not None,
             self.response_format is not None and self.response_format.type != "text",
             self.tool_choice not in (None, "none", "auto"),
         )
-        if sum(asked) > 1:
+        if sum(grammars) > 1:
             raise ValueError("give one of response_format, structured_outputs and tool_choice")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message goes on with a message: leave out add_generation_prompt")
@@ -194,5 +202,5 @@ class ChatRequest(_Request):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that the model may call."""
+        """Tools that the model may call; none with `tool_choice` 'none'."""
         return [] if self.tool_choice == "none" else self.tools or []

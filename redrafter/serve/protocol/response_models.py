@@ -1,19 +1,31 @@
-"""What the routes answer, as `/openapi.json` tells it."""
+"""Models of the answers of the routes, for `/openapi.json`."""
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["ChatAnswer", "CompletionAnswer", "ErrorAnswer", "ModelHealth", "Models", "answers", "errors"]
+__all__ = [
+    "ChatAnswer",
+    "CompletionAnswer",
+    "ErrorAnswer",
+    "ModelHealth",
+    "Models",
+    "answer_responses",
+    "error_responses",
+]
 
-Finish = Literal["stop", "length", "cancelled", "tool_calls"]
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 
 
 class _Answer(BaseModel):
+    """Base of answers, whose fields are all listed."""
+
     model_config = ConfigDict(extra="forbid")
 
 
 class Error(_Answer):
+    """What went wrong."""
+
     message: str
     type: str
     param: str | None
@@ -21,15 +33,21 @@ class Error(_Answer):
 
 
 class ErrorAnswer(_Answer):
+    """Body of an error."""
+
     error: Error
 
 
 class ModelHealth(_Answer):
+    """The served model, and the requests that are running."""
+
     model: str
     running: int
 
 
 class Model(_Answer):
+    """A served model."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -38,15 +56,21 @@ class Model(_Answer):
 
 
 class Models(_Answer):
+    """List of the served models."""
+
     object: Literal["list"]
     data: list[Model]
 
 
 class PromptDetails(_Answer):
+    """Prompt tokens by how they were read."""
+
     cached_tokens: int
 
 
 class Usage(_Answer):
+    """Tokens of an answer."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -54,6 +78,8 @@ class Usage(_Answer):
 
 
 class Speculation(_Answer):
+    """How speculation went; see `speculation_metrics`."""
+
     mean_acceptance_length: float
     draft_acceptance_rate: float
     acceptance_histogram: list[int]
@@ -65,10 +91,14 @@ class Speculation(_Answer):
 
 
 class Metrics(_Answer):
+    """Metrics of an answer."""
+
     speculative_decoding: Speculation
 
 
-class _Whole(_Answer):
+class _GeneratedAnswer(_Answer):
+    """Fields that all generated answers share."""
+
     id: str
     created: int
     model: str
@@ -77,6 +107,8 @@ class _Whole(_Answer):
 
 
 class PromptLogprob(_Answer):
+    """Log-probability of a token at a place of the prompt."""
+
     logprob: float
     rank: int
     decoded_token: str
@@ -86,6 +118,8 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(_Answer):
+    """Log-probabilities of a text, in OpenAI's legacy format."""
+
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
@@ -93,45 +127,61 @@ class CompletionLogprobs(_Answer):
 
 
 class CompletionChoice(_Answer):
+    """A text of a completion."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Finish
+    finish_reason: FinishReason
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class CompletionAnswer(_Whole):
+class CompletionAnswer(_GeneratedAnswer):
+    """Answer of `/v1/completions`."""
+
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
 class TokenLogprob(_Answer):
+    """Log-probability of a token."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class ChatLogprob(TokenLogprob):
+    """Log-probability of a written token, and of the likeliest tokens beside it."""
+
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(_Answer):
+    """Log-probabilities of a chat message."""
+
     content: list[ChatLogprob]
     refusal: None
 
 
 class CalledFunction(_Answer):
+    """A called function with its arguments as JSON."""
+
     name: str
     arguments: str
 
 
 class Call(_Answer):
+    """A tool call."""
+
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
 class ChatMessage(_Answer):
+    """A message of the assistant."""
+
     role: Literal["assistant"]
     refusal: None
     content: str | None
@@ -140,21 +190,28 @@ class ChatMessage(_Answer):
 
 
 class ChatChoice(_Answer):
+    """A message of a chat answer."""
+
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: FinishReason
 
 
-class ChatAnswer(_Whole):
+class ChatAnswer(_GeneratedAnswer):
+    """Answer of `/v1/chat/completions`."""
+
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs | None = None
 
 
-_EVENT = {"type": "object", "properties": {"data": {"type": "string", "description": "a part as JSON; last, [DONE]"}}}
-_STREAM = {"text/event-stream": {"schema": _EVENT}}  # with stream=true
-_WHEN = {
+_EVENT_SCHEMA = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "a part as JSON; last, [DONE]"}},
+}
+_STREAM_CONTENT = {"text/event-stream": {"schema": _EVENT_SCHEMA}}  # with stream=true
+_ERROR_CAUSES = {
     400: "a field that is not supported, or a request that cannot be served",
     401: "the API key is missing or wrong",
     404: "another model's name",
@@ -167,12 +224,12 @@ _WHEN = {
 }
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """In OpenAI's shape; `responses=` of a route."""
-    return {status: {"model": ErrorAnswer, "description": _WHEN[status]} for status in statuses}
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` argument of a route for errors with some HTTP statuses."""
+    return {status: {"model": ErrorAnswer, "description": _ERROR_CAUSES[status]} for status in statuses}
 
 
-def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Of a route that writes texts, whole or as a stream."""
-    whole = {"model": kind, "content": _STREAM, "description": "the texts"}
-    return {200: whole} | errors(*_WHEN)
+def answer_responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` argument of a route that generates text, whole as `model` or as a stream."""
+    success = {"model": model, "content": _STREAM_CONTENT, "description": "the texts"}
+    return {200: success} | error_responses(*_ERROR_CAUSES)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses requests, and how they are told as chat requests.
+"""OpenAI's Responses requests, and their translation to chat requests.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -9,27 +9,36 @@ from typing import Annotated, Any, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, StrictBool, Tag, ValidationError, field_validator
 
-from redrafter.serve.protocol.fields import LIST, MOST, MOST_PARTS, TEXT, Strict, one_of, refused, text_or_list
-from redrafter.serve.protocol.requests import MOST_TOOLS, ApiError, ChatRequest
+from redrafter.serve.protocol.fields import (
+    LIST_TAG,
+    MAX_INTEGER,
+    MAX_PARTS,
+    TEXT_TAG,
+    Strict,
+    one_of,
+    refuse_with,
+    tag_text_or_list,
+)
+from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, ChatRequest
 
 __all__ = ["ResponseAnswer", "ResponsesRequest", "as_chat"]
 
-_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
-_PARTS = ("input_text", "output_text", "reasoning_text", "text")
-_STORED = "nothing is stored here: send the whole conversation as input"
-_REFUSED = {
-    "store": "store is not supported, " + _STORED,
-    "previous_response_id": "previous_response_id is not supported, " + _STORED,
-    "conversation": "conversation is not supported, " + _STORED,
-    "prompt": "prompt is not supported, " + _STORED,
-    "background": "background is not supported, " + _STORED,
+_ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
+_PART_TYPES = ("input_text", "output_text", "reasoning_text", "text")
+_NOTHING_STORED = "nothing is stored here: send the whole conversation as input"
+_REFUSALS = {
+    "store": "store is not supported, " + _NOTHING_STORED,
+    "previous_response_id": "previous_response_id is not supported, " + _NOTHING_STORED,
+    "conversation": "conversation is not supported, " + _NOTHING_STORED,
+    "prompt": "prompt is not supported, " + _NOTHING_STORED,
+    "background": "background is not supported, " + _NOTHING_STORED,
     "include": "include is not supported: leave it out, or use /v1/chat/completions for logprobs",
     "max_tool_calls": "max_tool_calls is not supported: tools are called by the client",
 }
 
 
 class Part(Strict):
-    """A part of a message's text. What the server wrote itself may be sent back as it is."""
+    """A text part of a message. Parts that the server wrote may be sent back as they are."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "text"]
     text: str
@@ -37,10 +46,12 @@ class Part(Strict):
     logprobs: list[Any] | None = None
 
 
-Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MOST_PARTS)]
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class MessageItem(Strict):
+    """A message of the input."""
+
     type: Literal["message"] = "message"
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -49,17 +60,19 @@ class MessageItem(Strict):
 
 
 class ReasoningItem(Strict):
-    """Thoughts that came before what follows. There are no summaries of them here, and none that cannot be read."""
+    """Thoughts of the assistant before the items that follow. Summaries and encrypted thoughts are refused."""
 
     type: Literal["reasoning"]
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     content: Parts | None = None
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
-    encrypted_content: Annotated[None, refused("leave it out: thoughts are sent as content")] = None
+    encrypted_content: Annotated[None, refuse_with("leave it out: thoughts are sent as content")] = None
 
 
 class CallItem(Strict):
+    """A call that the model has made."""
+
     type: Literal["function_call"]
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -69,6 +82,8 @@ class CallItem(Strict):
 
 
 class CallOutputItem(Strict):
+    """The result of a call."""
+
     type: Literal["function_call_output"]
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -76,9 +91,9 @@ class CallOutputItem(Strict):
     output: str | Parts
 
 
-def _item_kind(item: Any) -> str | None:
+def _item_tag(item: Any) -> str | None:
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return f"<{kind}>" if kind in _ITEMS else None
+    return f"<{kind}>" if kind in _ITEM_TYPES else None
 
 
 Item = Annotated[
@@ -86,13 +101,13 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[CallOutputItem, Tag("<function_call_output>")],
-    one_of(_item_kind, f"an item of type {', '.join(_ITEMS)}"),
+    one_of(_item_tag, f"an item of type {', '.join(_ITEM_TYPES)}"),
 ]
-Items = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MOST_PARTS), Tag(LIST)]
+Items = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS), Tag(LIST_TAG)]
 
 
 class FlatTool(Strict):
-    """A function, in the flat shape of the Responses protocol."""
+    """A function that the model may call, in the flat format of the Responses protocol."""
 
     type: Literal["function"]
     name: str
@@ -102,12 +117,14 @@ class FlatTool(Strict):
 
 
 class FlatToolChoice(Strict):
+    """The function that must be called."""
+
     type: Literal["function"]
     name: str
 
 
 class TextFormat(Strict):
-    """`json_schema` stands flat beside its name here."""
+    """Format of the answer's text; a JSON schema has its fields beside `type` here."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -117,29 +134,33 @@ class TextFormat(Strict):
 
 
 class TextConfig(Strict):
+    """Options of the answer's text."""
+
     format: TextFormat | None = None
     verbosity: None = None
 
 
 class Reasoning(Strict):
-    """How much to think, where the chat template reads that."""
+    """How much to think. The effort goes to the chat template, if it reads one."""
 
     effort: str | None = None
-    summary: Annotated[None, refused("leave it out: thoughts are told as they are")] = None
-    generate_summary: Annotated[None, refused("leave it out: thoughts are told as they are")] = None
+    summary: Annotated[None, refuse_with("leave it out: thoughts are told as they are")] = None
+    generate_summary: Annotated[None, refuse_with("leave it out: thoughts are told as they are")] = None
 
 
 class ResponseStreamOptions(Strict):
+    """Options of a streamed answer."""
+
     include_obfuscation: Literal[False] = False
 
 
 class ResponsesRequest(Strict):
-    """`POST /v1/responses`. Behind OpenAI's fields, some that `/v1/chat/completions` takes too."""
+    """Body of `POST /v1/responses`: fields of OpenAI, then some that `/v1/chat/completions` takes too."""
 
-    input: Annotated[Annotated[str, Tag(TEXT)] | Items, one_of(text_or_list, "a text or a list of items")]
+    input: Annotated[Annotated[str, Tag(TEXT_TAG)] | Items, one_of(tag_text_or_list, "a text or a list of items")]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(strict=True, ge=1, le=MOST)] | None = None
+    max_output_tokens: Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)] | None = None
     metadata: dict[str, str] | None = None
     parallel_tool_calls: StrictBool | None = None
     prompt_cache_key: str | None = None
@@ -151,7 +172,7 @@ class ResponsesRequest(Strict):
     temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
-    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     top_logprobs: Literal[0] | None = None
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     truncation: Literal["disabled"] | None = None
@@ -165,29 +186,29 @@ class ResponsesRequest(Strict):
     reasoning: Reasoning | None = None
 
     seed: Annotated[int, Field(strict=True, ge=0, lt=1 << 62)] | None = None
-    top_k: Annotated[int, Field(strict=True, ge=-1, le=MOST)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=MAX_INTEGER)] | None = None
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
     ignore_eos: StrictBool = False
 
-    @field_validator(*_REFUSED, mode="before")
+    @field_validator(*_REFUSALS, mode="before")
     @classmethod
-    def _supported(cls, value: Any, info: Any) -> Any:
+    def _check_supported(cls, value: Any, info: Any) -> Any:
         if value is not None and value is not False and value != []:
-            raise ApiError(400, _REFUSED[info.field_name], info.field_name, "unsupported_parameter")
+            raise ApiError(400, _REFUSALS[info.field_name], info.field_name, "unsupported_parameter")
         return value
 
     @field_validator("input", mode="before")
     @classmethod
-    def _known_items(cls, value: Any) -> Any:
+    def _check_items(cls, value: Any) -> Any:
         for item in _objects(value):
-            _check_type("input items", item.get("type", "message"), _ITEMS)
+            _check_type("input items", item.get("type", "message"), _ITEM_TYPES)
             for part in _objects(item.get("content")):
-                _check_type("content parts", part.get("type"), _PARTS)
+                _check_type("content parts", part.get("type"), _PART_TYPES)
         return value
 
     @field_validator("tools", mode="before")
     @classmethod
-    def _functions(cls, value: Any) -> Any:
+    def _check_tools(cls, value: Any) -> Any:
         for tool in _objects(value):
             if isinstance(kind := tool.get("type"), str) and kind != "function":
                 raise ApiError(400, f"tools of type {kind!r} are not run here; give type function", "tools")
@@ -195,17 +216,18 @@ class ResponsesRequest(Strict):
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    """Return the objects in a list; none for other values."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _check_type(what: str, kind: Any, known: Sequence[str]) -> None:
-    """Refuse a type by its name: of a union, an error would name every type that it is not."""
+    """Refuse an unknown type by name. The error of a union would list every type that it is not."""
     if isinstance(kind, str) and kind not in known:
         raise ApiError(400, f"{what} of type {kind!r} are not read here; {', '.join(known)} are", "input")
 
 
 class ResponseAnswer(BaseModel):
-    """What `/v1/responses` answers, in its main parts."""
+    """Answer of `/v1/responses`, described in its main fields."""
 
     id: str
     object: Literal["response"]
@@ -217,24 +239,29 @@ class ResponseAnswer(BaseModel):
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
-    """Return the same request as the chat route reads it. Raises `RequestValidationError` where that refuses it."""
-    same = ("model", "parallel_tool_calls", "service_tier", "temperature", "top_p", "user", "seed", "top_k", "min_p")
-    found: dict[str, Any] = {name: getattr(request, name) for name in same}
-    found |= {"messages": _messages(request), "max_completion_tokens": request.max_output_tokens}
-    found |= {"ignore_eos": request.ignore_eos, "stream": request.stream}
+    """Translate a Responses request to a chat request.
+
+    Raises:
+        ApiError: If a JSON schema is missing.
+        RequestValidationError: If the chat request is invalid.
+    """
+    shared = ("model", "parallel_tool_calls", "service_tier", "temperature", "top_p", "user", "seed", "top_k", "min_p")
+    chat: dict[str, Any] = {name: getattr(request, name) for name in shared}
+    chat |= {"messages": _messages(request), "max_completion_tokens": request.max_output_tokens}
+    chat |= {"ignore_eos": request.ignore_eos, "stream": request.stream}
     if request.reasoning is not None:
-        found["reasoning_effort"] = request.reasoning.effort
+        chat["reasoning_effort"] = request.reasoning.effort
     if request.stream:
-        found["stream_options"] = {"include_usage": True}
+        chat["stream_options"] = {"include_usage": True}
     if request.tools:
-        found["tools"] = [{"type": "function", "function": _function(tool)} for tool in request.tools]
+        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in request.tools]
     choice = request.tool_choice
     named = isinstance(choice, FlatToolChoice)
-    found["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
+    chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
     if request.text is not None and request.text.format is not None:
-        found["response_format"] = _format(request.text.format)
+        chat["response_format"] = _format(request.text.format)
     try:
-        return ChatRequest.model_validate(found)
+        return ChatRequest.model_validate(chat)
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from error
 
@@ -243,41 +270,46 @@ def _function(tool: FlatTool) -> dict[str, Any]:
     return tool.model_dump(exclude={"type"}, exclude_none=True)
 
 
-def _format(asked: TextFormat) -> dict[str, Any]:
-    if asked.type != "json_schema":
-        return {"type": asked.type}
-    if asked.schema_ is None:
+def _format(text_format: TextFormat) -> dict[str, Any]:
+    """Return the `response_format` of a chat request."""
+    if text_format.type != "json_schema":
+        return {"type": text_format.type}
+    if text_format.schema_ is None:
         raise ApiError(400, "text.format of type json_schema needs a schema", "text.format.schema")
-    schema = {"name": asked.name or "schema", "schema": asked.schema_, "strict": asked.strict}
+    schema = {"name": text_format.name or "schema", "schema": text_format.schema_, "strict": text_format.strict}
     return {"type": "json_schema", "json_schema": schema}
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return chat messages. Thoughts, a text of the assistant and calls that follow each other become one message."""
-    found: list[dict[str, Any]] = []
+    """Return the chat messages of a request.
+
+    Thoughts, a text of the assistant and calls that follow each other become one message.
+    """
+    messages: list[dict[str, Any]] = []
     if request.instructions is not None:
-        found.append({"role": "system", "content": request.instructions})
+        messages.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
-        return [*found, {"role": "user", "content": request.input}]
+        return [*messages, {"role": "user", "content": request.input}]
     for item in request.input:
         if isinstance(item, ReasoningItem):
-            found.append({"role": "assistant", "content": None, "reasoning_content": _text(item.content or [])})
+            messages.append({"role": "assistant", "content": None, "reasoning_content": _text(item.content or [])})
         elif isinstance(item, CallItem):
             call = {"id": item.call_id, "type": "function"}
             call["function"] = {"name": item.name, "arguments": item.arguments}  # type: ignore[assignment]
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": None})
-            found[-1].setdefault("tool_calls", []).append(call)
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif isinstance(item, CallOutputItem):
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-        elif item.role == "assistant" and found and _only_thoughts(found[-1]):
-            found[-1]["content"] = _text(item.content)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif item.role == "assistant" and messages and _only_thoughts(messages[-1]):
+            messages[-1]["content"] = _text(item.content)
         else:
-            found.append({"role": item.role, "content": _text(item.content)})
-    return found
+            messages.append({"role": item.role, "content": _text(item.content)})
+    return messages
 
 
 def _only_thoughts(message: dict[str, Any]) -> bool:
+    """Return whether a message of the assistant has neither content nor calls yet."""
     return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message
 
 

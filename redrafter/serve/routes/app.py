@@ -18,9 +18,16 @@ from redrafter.serve.config import ServeOptions
 from redrafter.serve.log import Logged
 from redrafter.serve.network.bodies import BodyLimits, JsonRoute
 from redrafter.serve.network.guard import Admission, Guard, HeadAsGet, Refusal, error_answer
-from redrafter.serve.protocol.fields import place_of
+from redrafter.serve.protocol.fields import field_path
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, error_body
-from redrafter.serve.protocol.response_models import ChatAnswer, CompletionAnswer, ModelHealth, Models, answers, errors
+from redrafter.serve.protocol.response_models import (
+    ChatAnswer,
+    CompletionAnswer,
+    ModelHealth,
+    Models,
+    answer_responses,
+    error_responses,
+)
 from redrafter.serve.routes.page import page
 from redrafter.serve.routes.refused import add_refusals
 from redrafter.serve.routes.responses import add_responses
@@ -84,13 +91,13 @@ def create_app(
     async def health() -> Response:
         return Response(status_code=200 if service.worker.alive else 503)
 
-    @app.get("/v1/health/model", response_model=ModelHealth, responses=errors(503))
+    @app.get("/v1/health/model", response_model=ModelHealth, responses=error_responses(503))
     async def model_health() -> dict[str, Any]:
         if not service.worker.alive:
             raise ApiError(503, "the server is stopping")
         return {"model": service.model, "running": service.worker.scheduler.running}
 
-    @app.get("/v1/models", response_model=Models, responses=errors(401))
+    @app.get("/v1/models", response_model=Models, responses=error_responses(401))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.model_entry()]}
 
@@ -98,11 +105,11 @@ def create_app(
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.post("/v1/completions", responses=answers(CompletionAnswer))
+    @app.post("/v1/completions", responses=answer_responses(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _respond(service.completion(body, request.scope["facts"]), request)
 
-    @app.post("/v1/chat/completions", responses=answers(ChatAnswer))
+    @app.post("/v1/chat/completions", responses=answer_responses(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _respond(service.chat(body, request.scope["facts"]), request)
 
@@ -197,7 +204,7 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        kind, param, message = first["type"], place_of(first), first["msg"].removeprefix("Value error, ")
+        kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
         if kind == "json_invalid":
             return say(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
         if kind == "extra_forbidden":

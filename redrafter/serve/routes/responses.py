@@ -10,13 +10,13 @@ from fastapi.responses import Response
 
 from redrafter.serve.answers.responses_stream import (
     call_item,
+    format_events,
     message_item,
     reasoning_item,
     response_events,
-    server_sent,
-    usage_of,
+    responses_usage,
 )
-from redrafter.serve.protocol.response_models import answers
+from redrafter.serve.protocol.response_models import answer_responses
 from redrafter.serve.protocol.responses import ResponseAnswer, ResponsesRequest, as_chat
 from redrafter.serve.service import Service
 
@@ -28,7 +28,7 @@ Respond = Callable[..., Awaitable[Response]]
 def add_responses(app: FastAPI, service: Service, respond: Respond) -> None:
     """Add the route. respond: what answers with a dictionary or a stream, and watches whether the client stays."""
 
-    @app.post("/v1/responses", responses=answers(ResponseAnswer))
+    @app.post("/v1/responses", responses=answer_responses(ResponseAnswer))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         head = _head(body, service.model)
 
@@ -36,7 +36,7 @@ def add_responses(app: FastAPI, service: Service, respond: Respond) -> None:
             found = await service.chat(as_chat(body), request.scope["facts"])
             return head | _whole(found) if isinstance(found, dict) else response_events(head, found)
 
-        return await respond(work(), request, server_sent)
+        return await respond(work(), request, format_events)
 
 
 def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
@@ -93,6 +93,6 @@ def _whole(answer: dict[str, Any]) -> dict[str, Any]:
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": output,
-        "usage": usage_of(answer["usage"]),
+        "usage": responses_usage(answer["usage"]),
         "metrics": answer["metrics"],
     }

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 from fastapi import FastAPI
 from pydantic import BaseModel, Field, StrictBool, model_validator
 
-from redrafter.serve.answers.text import text_of
+from redrafter.serve.answers.text import decode_tokens
 from redrafter.serve.prompts import Prompts
-from redrafter.serve.protocol.fields import MOST_PARTS, Ids, Strict
-from redrafter.serve.protocol.requests import MOST_TOOLS, ApiError, ChatRequest, Message, Tool
-from redrafter.serve.protocol.response_models import Model, errors
+from redrafter.serve.protocol.fields import MAX_PARTS, Ids, Strict
+from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, ChatRequest, Message, Tool
+from redrafter.serve.protocol.response_models import Model, error_responses
 from redrafter.serve.service import Service
 from redrafter.version import __version__
 
@@ -27,8 +27,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_PARTS)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True
     return_token_strs: StrictBool | None = None
@@ -68,7 +68,7 @@ class Version(BaseModel):
 
 def add_token_routes(app: FastAPI, service: Service) -> None:
     """Add the routes that write nothing."""
-    asked: dict[str, Any] = {"responses": errors(400, 401, 404, 408, 413, 422)}
+    asked: dict[str, Any] = {"responses": error_responses(400, 401, 404, 408, 413, 422)}
 
     @cache
     def prompts() -> Prompts:
@@ -79,7 +79,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/v1/models/{model:path}", response_model=Model, responses=errors(401, 404))
+    @app.get("/v1/models/{model:path}", response_model=Model, responses=error_responses(401, 404))
     async def model(model: str) -> dict[str, Any]:
         service.check_model(model)
         return service.model_entry()
@@ -99,16 +99,18 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(400, f"token id {bad} is out of range: there are {known} ids", "tokens")
         if len(body.tokens) > LONGEST * service.context:
             raise ApiError(400, f"{len(body.tokens)} tokens; at most {LONGEST * service.context}", "tokens")
-        return {"prompt": await asyncio.to_thread(text_of, service.tokenizer, body.tokens)}
+        return {"prompt": await asyncio.to_thread(decode_tokens, service.tokenizer, body.tokens)}
 
 
 def _tokens(prompts: Prompts, body: TokenizeRequest) -> list[int]:
     """Return what a completion or a chat would read."""
     if body.messages is not None:
         begin = body.add_generation_prompt
-        return prompts.talk(ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=begin)).ids
+        return prompts.encode_chat(
+            ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=begin)
+        ).ids
     assert body.prompt is not None
     if body.add_special_tokens is None:
-        [ids] = prompts.several(body.prompt)
+        [ids] = prompts.encode_prompts(body.prompt)
         return ids
-    return prompts.text(body.prompt, add_special_tokens=body.add_special_tokens)
+    return prompts.encode_text(body.prompt, add_special_tokens=body.add_special_tokens)
