@@ -23,12 +23,16 @@ from recipe import Recipe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-WARMUP, DECAY = 0.02, 0.6  # parts of the training in which the learning rate rises from zero, and falls to zero
-LOG_LINES = 25
+# Shares of the training in which the learning rate rises from zero, and falls to zero.
+WARM_UP_SHARE, DECAY_SHARE = 0.02, 0.6
+MAX_LOG_LINES = 25
 
 
 def build(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A Llama with fresh weights. What writes to the residual stream starts smaller, by the root of how many do."""
+    """Make a Llama with fresh weights.
+
+    Layers that write to the residual stream start smaller, by the square root of their number.
+    """
     torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -77,7 +81,7 @@ class Windows:
         self.random = torch.Generator(device).manual_seed(recipe.seed)
 
     def draw(self, count: int) -> Tensor:
-        """`count` windows, int64 `[count, length]`."""
+        """Draw `count` windows, `[count, length]` int64."""
         source = torch.multinomial(self.weight, count, replacement=True, generator=self.random)
         low, high = self.start[source], self.end[source]
         part = torch.rand(count, generator=self.random, device=low.device, dtype=torch.float64)
@@ -90,23 +94,25 @@ class Windows:
 
 
 def next_token_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats: hidden `[B, T, D]`, head `[V, D]`, targets `[B, T]`."""
+    """Return the mean cross-entropy in nats, for hidden `[B, T, D]`, head `[V, D]` and targets `[B, T]`."""
     return F.cross_entropy(F.linear(hidden, head).float().flatten(0, 1), targets.flatten())
 
 
 def rate(progress: float) -> float:
-    """Learning rate over its peak, when `progress` (0 to 1) of the training is done."""
-    return min(1.0, progress / WARMUP, (1 - progress) / DECAY)
+    """Return the learning rate as a share of its peak, for `progress` from 0 to 1 through the training."""
+    return min(1.0, progress / WARM_UP_SHARE, (1 - progress) / DECAY_SHARE)
 
 
 def train(model: LlamaForCausalLM, windows: Windows, recipe: Recipe) -> dict[str, Any]:
-    """Train in place until the time is up, or for `base_steps`. Returns what was measured."""
+    """Train in place until the time is up, or for `base_steps`. Returns measurements for the report."""
     device = recipe.torch_device
     on_gpu = device.type == "cuda"
     mode = recipe.compile if recipe.compile != "auto" else "default" if on_gpu else "off"
     loss_of = next_token_loss
     if mode != "off":
-        torch._dynamo.config.suppress_errors = True  # where the compiler fails, torch says so and runs it uncompiled
+        import torch._dynamo.config as dynamo_config
+
+        dynamo_config.suppress_errors = True  # where the compiler fails, torch says so and runs it uncompiled
         for layer in model.model.layers:  # one region, compiled once and shared: all layers run the same code
             layer.compile(mode=mode, dynamic=False)
         loss_of = torch.compile(next_token_loss, mode=mode, dynamic=False)
@@ -129,7 +135,7 @@ def train(model: LlamaForCausalLM, windows: Windows, recipe: Recipe) -> dict[str
         progress = step / recipe.base_steps if recipe.base_steps else elapsed / (60 * recipe.base_minutes)
 
         # once in a while: say how it goes
-        if recent_steps and progress >= lines / LOG_LINES:
+        if recent_steps and progress >= lines / MAX_LOG_LINES:
             train_loss, lines = recent.item() / recent_steps, lines + 1
             speed = (step - 1) * tokens_per_step / elapsed  # the first step is not on the clock
             print(f"  step {step:5d}  loss {train_loss:.4f}  {speed:,.0f} tokens/s  {elapsed:.1f} s", flush=True)
@@ -169,7 +175,7 @@ def train(model: LlamaForCausalLM, windows: Windows, recipe: Recipe) -> dict[str
 
 
 def save(model: LlamaForCausalLM, tokenizer: Path, into: Path) -> None:
-    """Weights in bf16, beside a config that asks for float32; generation config, tokenizer and chat template."""
+    """Save the weights in bf16, with a config that asks for float32, and tokenizer and chat template beside them."""
     model.to(torch.bfloat16).save_pretrained(into)
     shutil.copytree(tokenizer, into, dirs_exist_ok=True)
     config = json.loads((into / "config.json").read_text())
@@ -178,7 +184,7 @@ def save(model: LlamaForCausalLM, tokenizer: Path, into: Path) -> None:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, folder: Path, window: int) -> dict[str, dict[str, float]]:
-    """Loss on each source of the val split, in windows side by side: nats per token and bits per character."""
+    """Measure the loss on each source of the val split, in adjacent windows: nats per token and bits per character."""
     stream, sources = tokens.load(folder, "val")
     found = {}
     for name, span in sources.items():

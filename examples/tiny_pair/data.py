@@ -1,4 +1,4 @@
-"""Rows of text and conversation: reading, rendering, and prompts made from them.
+"""Rows of texts and conversations: read them, render them, make prompts of them.
 
 A row is one JSON object on a line:
 
@@ -6,8 +6,8 @@ A row is one JSON object on a line:
     {"source": "tldr", "id": "tar", "split": "val", "conversations": [{"role": "user", "content": "..."}, ...]}
 
 `source` names where the row is from (default: the file's name), `split` is "train" (default) or "val". Blanks at the
-end of a line, and Windows' line ends, are dropped: nobody can see them, and a small model should not spend itself on
-them.
+end of a line, and Windows' line ends, are dropped, because a small model should not spend capacity on what
+nobody can see.
 """
 
 import json
@@ -25,12 +25,12 @@ from redrafter.errors import CheckpointError
 
 Row = dict[str, Any]
 ROLES = ("system", "user", "assistant")
-CHUNK_CHARS = 2000  # a prompt opens each piece of this length: enough left after it to compare a continuation with
+CHUNK_CHARS = 2000  # a text gives one prompt for each chunk of this length, so that enough text follows each
 
 
 @cache
 def read_rows(path: str, exclude: tuple[str, ...] = ()) -> list[Row]:
-    """All rows of a JSONL file (plain, .gz or .xz), in its order, but for the sources in `exclude`."""
+    """Read the rows of a JSONL file (plain, .gz or .xz) in its order, without those of the sources in `exclude`."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"--data {path!r}: no such file")
@@ -48,7 +48,7 @@ def read_rows(path: str, exclude: tuple[str, ...] = ()) -> list[Row]:
 
 
 def _parse(line: str, where: str, source: str) -> Row:
-    """One line as a checked row; an error names `where` and what was found there."""
+    """Parse and check one line; an error names `where` and what was found there."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -79,7 +79,7 @@ def _tidy(text: str) -> str:
 
 
 def render(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A row as one document, its special tokens written out: to be encoded with `add_special_tokens=False`."""
+    """Render a row as one document that holds its special tokens; encode it with `add_special_tokens=False`."""
     if "text" in row:
         return f"{tokenizer.bos_token}{row['text']}{tokenizer.eos_token}"
     return str(tokenizer.apply_chat_template(row["conversations"], tokenize=False))
@@ -93,12 +93,13 @@ def prompts(
     tokens: int = 128,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """At most `count` prompts from the rows of `split`, the sources taking turns; the same for the same seed.
+    """Make at most `count` prompts from the rows of `split`, the sources taking turns; the same for the same seed.
 
     A text gives one prompt for each `CHUNK_CHARS`: the first `tokens` tokens at the start of a line, cut back to a
-    whole word. A conversation gives one for each assistant turn: all that comes before it, if at most 4 * `tokens`.
+    whole word. A conversation gives one for each assistant turn: the turns before it, if they are at most 4 * `tokens`.
 
-    Returns dicts of `source`, `prompt` (str, opens with the bos token) and `ids` (its tokens).
+    Returns:
+        Dicts of `source`, `prompt` (a string that opens with the bos token) and `ids` (its tokens).
     """
     by_source: dict[str, list[tuple[Row, int]]] = {}
     for row in rows:
@@ -108,16 +109,16 @@ def prompts(
     for source in sorted(by_source):
         random.Random(f"{seed} {source}").shuffle(by_source[source])
         makers.append(_prompts_at(by_source[source], tokenizer, tokens))
-    found: list[dict[str, Any]] = []
-    while makers and len(found) < count:
+    chosen: list[dict[str, Any]] = []
+    while makers and len(chosen) < count:
         drawn = [next(maker, None) for maker in makers]
         makers = [maker for maker, prompt in zip(makers, drawn, strict=True) if prompt]
-        found += [prompt for prompt in drawn if prompt]
-    return found[:count]
+        chosen += [prompt for prompt in drawn if prompt]
+    return chosen[:count]
 
 
 def _places(row: Row) -> Iterator[int]:
-    """Where prompts can be cut: characters at which a line starts, or the numbers of the assistant's turns."""
+    """Yield where prompts can be cut: characters at which a line starts, or the numbers of the assistant's turns."""
     if "text" not in row:
         yield from (i for i, turn in enumerate(row["conversations"]) if i and turn["role"] == "assistant")
         return
@@ -130,19 +131,19 @@ def _places(row: Row) -> Iterator[int]:
 def _prompts_at(
     places: list[tuple[Row, int]], tokenizer: PreTrainedTokenizerBase, tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """The prompts of one source, each once, made as they are asked for."""
+    """Yield the prompts of one source, each once."""
     seen = set()
     for row, place in places:
         if "text" in row:
             piece = row["text"][place : place + 8 * tokens].lstrip("\n")  # no text averages 8 characters a token
             ids = tokenizer(piece, add_special_tokens=False, truncation=True, max_length=tokens - 1)["input_ids"]
             words = str(tokenizer.decode(ids)).rpartition(" ")[0].rstrip()
-            prompt, longest = f"{tokenizer.bos_token}{words}", tokens
+            prompt, max_ids = f"{tokenizer.bos_token}{words}", tokens
         else:
             before = row["conversations"][:place]
             prompt = str(tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True))
-            words, longest = before[-1]["content"], 4 * tokens
+            words, max_ids = before[-1]["content"], 4 * tokens
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if words and len(ids) <= longest and prompt not in seen:
+        if words and len(ids) <= max_ids and prompt not in seen:
             seen.add(prompt)
             yield {"source": row["source"], "prompt": prompt, "ids": ids}

@@ -19,8 +19,10 @@ NAME = "redrafter-tiny-base"
 
 
 def batches(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Token ids `[B, T]` and which of them count, `[B, T]`, on the device, without end: `drafter_own` of the rows from
-    stage `text`, the others windows of the corpus."""
+    """Yield endless batches: token ids `[B, T]` and which of them count, `[B, T]` bool, both on the device.
+
+    The share `drafter_own` of the rows comes from stage `text`; the others are windows of the corpus.
+    """
     out, device = Path(recipe.out), recipe.torch_device
     random = torch.Generator(device).manual_seed(recipe.seed)
     own = torch.from_numpy(np.load(out / "text" / "ids.npy").astype(np.int32)).to(device)  # [rows, T]
@@ -39,7 +41,7 @@ def batches(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def make(recipe: Recipe, into: Path) -> dict[str, Any]:
-    """Train it and save it in bf16, half the bytes."""
+    """Train the drafter and save it in bf16, which is half the bytes of float32."""
     on_gpu = recipe.torch_device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = AutoModelForCausalLM.from_pretrained(Path(recipe.out) / "base", dtype=dtype)
@@ -61,7 +63,7 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
         log_every=200,
     )
     drafter = new_drafter(model, config)
-    report = train(model, drafter, batches(recipe), config)
+    result = train(model, drafter, batches(recipe), config)
     drafter.config.update(
         {
             "base_model": NAME,
@@ -75,8 +77,8 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
     (into / "config.json").write_text(json.dumps(saved | {"dtype": "float32"}, indent=2) + "\n")
     return {
         "parameters": sum(p.numel() for p in drafter.parameters()),
-        "steps": report.steps,
-        "tokens": report.tokens,
-        "loss": report.loss,
-        "accuracy_by_depth": report.accuracy,
+        "steps": result.steps,
+        "tokens": result.tokens,
+        "loss": result.loss,
+        "accuracy_by_depth": result.accuracy,
     }

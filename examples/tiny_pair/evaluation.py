@@ -1,6 +1,6 @@
-"""Stage `evaluation`: what the pair does on held-out prompts, and whether a token of it differs from plain decoding.
+"""Stage `evaluation`: tokens per step on held-out prompts, and whether any token differs from plain decoding.
 
-Writes `prompts.jsonl` (the prompts), `results.json` and, with the report, everything that the model cards say.
+Writes `prompts.jsonl` (the prompts), `results.json` and, with the report, all numbers of the model cards.
 """
 
 import json
@@ -22,19 +22,20 @@ from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.noise import gumbel
 from redrafter.target.target import Target
 
-BUDGETS = (4, 6, 8, 10, 12, 16, 20)
-BATCH = 200
+NODE_BUDGETS = (4, 6, 8, 10, 12, 16, 20)
+BATCH_SIZE = 200
 
 
 class Measure:
-    """An engine's run over all prompts, in batches of unequal rows."""
+    """Runs an engine over all prompts, in batches of rows of unequal length."""
 
     def __init__(self, target: Target, tokenizer: PreTrainedTokenizerBase, starts: list[dict[str, Any]], new: int):
         self.target, self.tokenizer, self.starts, self.new = target, tokenizer, starts, new
 
     def outputs(self, proposer: Proposer, **how: Any) -> Iterator[GenerateOutput]:
-        for first in range(0, len(self.starts), BATCH):
-            part = [start["ids"] for start in self.starts[first : first + BATCH]]
+        """Yield the output of each batch; `how` may hold `temperature`, `speculate` and `logits`."""
+        for first in range(0, len(self.starts), BATCH_SIZE):
+            part = [start["ids"] for start in self.starts[first : first + BATCH_SIZE]]
             batch = self.tokenizer.pad({"input_ids": part}, return_tensors="pt").to(self.target.device)
             temperature = how.get("temperature", 0)
             sampling: dict[str, Any] = {"do_sample": bool(temperature)}
@@ -53,7 +54,7 @@ class Measure:
             yield out
 
     def tokens_per_step(self, proposer: Proposer, temperature: float) -> dict[str, Any]:
-        """Over all rows, and for each source."""
+        """Measure tokens per step over all rows and for each source, and how often each depth was reached."""
         emitted, steps, depths = Counter[str](), Counter[str](), Counter[int]()
         sources = iter(start["source"] for start in self.starts)
         for out in self.outputs(proposer, temperature=temperature):
@@ -70,8 +71,11 @@ class Measure:
         }
 
     def divergences(self, proposer: Proposer, temperature: float) -> dict[str, Any]:
-        """Rows whose tokens differ from plain decoding's, each with plain decoding's top-two margin where they part:
-        of the scores that are compared there, temperature and noise included."""
+        """Find the rows whose tokens differ from plain decoding's.
+
+        Each is reported with plain decoding's margin between its two best scores where the texts part, temperature and
+        noise included.
+        """
         margins = []
         starts = iter(self.starts)
         plain = self.outputs(proposer, temperature=temperature, speculate=False, logits=True)
@@ -124,7 +128,7 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
             name: {f"T={t:g}": measure.tokens_per_step(proposer, t) for t in (0, 0.5, 1.0)}
             for name, proposer in variants.items()
         },
-        "greedy_by_budget": {n: measure.tokens_per_step(lattice(n), 0)["all"] for n in BUDGETS},
+        "greedy_by_budget": {n: measure.tokens_per_step(lattice(n), 0)["all"] for n in NODE_BUDGETS},
         "divergences": {},
     }
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""Stage `pair`: base and drafter as one merged checkpoint, with cards that say what was measured."""
+"""Stage `pair`: base and drafter as one merged checkpoint, with model cards that hold the measurements."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ SOURCES = {
 
 
 def make(recipe: Recipe, into: Path) -> dict[str, Any]:
-    """Merge, and replace the cards."""
+    """Merge base and drafter, and replace the model cards."""
     out = Path(recipe.out)
     report = json.loads((out / "report.json").read_text())
     results = json.loads((out / "evaluation" / "results.json").read_text())
@@ -36,7 +36,7 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
 
 
 def base_card(report: dict[str, Any]) -> str:
-    """The base's: what it is, what it read, how well it predicts."""
+    """Write the base's model card: its size, its data and its loss."""
     base, settings = report["base"], report["base"]["settings"]
     losses = {name: found["nats_per_token"] for name, found in base["val"].items()}
     sources = "\n".join(
@@ -70,7 +70,7 @@ context {settings["base_positions"]}, tied head. Stored in bf16, loaded in float
 
 
 def drafter_card(report: dict[str, Any], results: dict[str, Any]) -> str:
-    """The drafter's: which base it fits, what it was trained on, what it is worth."""
+    """Write the drafter's model card: its base, its data and its tokens per step."""
     drafter, evaluation = report["drafter"], report["evaluation"]
     rows = "\n".join(
         f"| {name} | " + " | ".join(f"{found['all']:.2f}" for found in at.values()) + " |"

@@ -1,6 +1,6 @@
-"""Every setting of the recipe, each with its default and its help text, once.
+"""Settings of the recipe, each with its default and its help text.
 
-A field that starts with a stage's name belongs to that stage; the others concern them all. The command line is made
+A field that starts with the name of a stage belongs to that stage; the others belong to all. The command line is made
 from this class, and a stage that was made with other settings is never taken for this one.
 """
 
@@ -20,7 +20,7 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to make and how. `--tiny` replaces some of the defaults by those in `TINY`."""
+    """Settings of all stages. `--tiny` replaces some of the defaults by those in `TINY`."""
 
     data: str = option("", "the texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz (form: README.md)")
     out: str = option("build/tiny_pair", "folder that receives every stage's output and report.json")
@@ -89,7 +89,7 @@ class Recipe:
         return torch.device(self.device)
 
     def settings(self, stage: str) -> dict[str, Any]:
-        """What `stage` is made with: its own fields, and of the shared ones those that change a result."""
+        """Return the settings that a stage depends on: its own fields, and those shared ones that change a result."""
         return {k: v for k, v in asdict(self).items() if k in ("exclude", "seed") or k.startswith(f"{stage}_")}
 
 

@@ -35,7 +35,7 @@ STAGES = ("tokenizer", "tokens", "base", "text", "drafter", "evaluation", "pair"
 
 
 def load_report(out: Path) -> dict[str, Any]:
-    """What the stages made so far have reported, by stage."""
+    """Read what the finished stages reported, by stage."""
     path = out / "report.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -53,7 +53,7 @@ def remove(path: Path) -> None:
 
 
 def provenance(recipe: Recipe) -> dict[str, Any]:
-    """Where and with what a stage ran."""
+    """Describe the command, the hardware and the versions of a stage."""
     device = recipe.torch_device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     packages = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
@@ -77,7 +77,7 @@ def check_same(stage: str, recipe: Recipe, report: dict[str, Any]) -> None:
 
 
 def make(stage: str, recipe: Recipe) -> None:
-    """Run one stage, report it, and only then give its output its name."""
+    """Run one stage, add it to the report, and only then give its output its final name."""
     out = Path(recipe.out)
     partial = out / f"{stage}.partial"
     remove(partial)

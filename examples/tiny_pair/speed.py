@@ -77,8 +77,8 @@ how = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.t
 
 
 @torch.inference_mode()
-def bare(ids: Tensor) -> Tensor:
-    """Greedy, whatever the temperature: the floor of what is compared."""
+def bare_loop(ids: Tensor) -> Tensor:
+    """Decode greedily with the model and a cache alone, at any temperature: the least that decoding can cost."""
     cache, text = DynamicCache(), [ids]
     logits = first.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     for _ in range(args.new - 1):
@@ -88,6 +88,8 @@ def bare(ids: Tensor) -> Tensor:
 
 
 def speculative(engine: ReDrafter) -> Callable[[Tensor], Tensor]:
+    """Return a function that decodes a prompt with an engine and counts its steps."""
+
     def run(ids: Tensor) -> Tensor:
         out = engine.generate(ids, seed=1, return_dict_in_generate=True, **length, **how)
         counts[engine.proposer.nodes][0] += out.stats.emitted
@@ -99,7 +101,7 @@ def speculative(engine: ReDrafter) -> Callable[[Tensor], Tensor]:
 
 counts = {n: [0, 0] for n in engines}
 ways: dict[str, Callable[[Tensor], Tensor]] = {
-    "bare loop": bare,
+    "bare loop": bare_loop,
     "plain": lambda ids: first.generate(ids, seed=1, speculate=False, **length, **how),
     "model.generate": lambda ids: first.model.generate(ids, **length, **how),
 }

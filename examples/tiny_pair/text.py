@@ -1,6 +1,6 @@
-"""Stage `text`: the base writes on from training prompts, in this library's own engine.
+"""Stage `text`: the base continues training prompts, in this library's own engine.
 
-A drafter has to guess what its base would write, not what people wrote, so most of what it learns from is this. Half of
+A drafter has to guess what its base would write, not what people wrote, so it learns mostly from this text. Half of
 the rows are greedy and half are drawn, at temperatures spread over what people use.
 """
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>"]  # ids 0 to 5
-LONGEST_PIECE = 50_000  # characters of one document that the sample takes at most
+MAX_DOCUMENT_CHARS = 50_000  # characters of one document that the sample takes
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}"
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def balanced(rows: list[Row], chars: int, seed: int) -> Iterator[str]:
-    """About `chars` characters of the train split: the next document is always of the source with the fewest yet."""
+    """Yield about `chars` characters of the train split, always from the source with the fewest so far."""
     left: dict[str, list[Row]] = {}
     for row in rows:
         if row["split"] == "train":
@@ -39,8 +39,8 @@ def balanced(rows: list[Row], chars: int, seed: int) -> Iterator[str]:
             continue
         row = left[source].pop()
         text = row["text"] if "text" in row else "\n".join(turn["content"] for turn in row["conversations"])
-        taken[source] += len(text[:LONGEST_PIECE])
-        yield text[:LONGEST_PIECE]
+        taken[source] += len(text[:MAX_DOCUMENT_CHARS])
+        yield text[:MAX_DOCUMENT_CHARS]
 
 
 def train_bpe(texts: Iterator[str], vocab: int) -> Tokenizer:

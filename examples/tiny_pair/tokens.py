@@ -14,16 +14,16 @@ from data import read_rows, render
 from recipe import Recipe
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-BATCH_CHARS = 8_000_000  # characters given to the encoder's threads at a time: bounds the memory of their results
+BATCH_CHARS = 8_000_000  # characters that the encoder's threads get at a time, which bounds the memory of the results
 
 
 def load(folder: Path, split: str) -> tuple[np.ndarray, dict[str, dict[str, Any]]]:
-    """The flat ids of a split, uint16 `[tokens]`, and its sources: name to `start`, `end`, `chars`, `chat`."""
+    """Load the flat ids of a split, uint16 `[tokens]`, and its sources: name to `start`, `end`, `chars`, `chat`."""
     return np.load(folder / f"{split}.npy"), json.loads((folder / "index.json").read_text())[split]
 
 
 def encode(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
-    """Rendered documents to flat ids, uint16 `[tokens]`, on all cores; also how many characters there were."""
+    """Encode rendered documents on all cores. Returns flat ids, uint16 `[tokens]`, and the number of characters."""
     assert len(tokenizer) <= 2**16, "uint16 cannot hold these ids"
     parts, batch, waiting, chars = [np.empty(0, np.uint16)], [], 0, 0
     for text in texts:
@@ -51,14 +51,14 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
     for split in ("train", "val"):
         flat, index[split] = [np.empty(0, np.uint16)], {}
         for source in sorted({row["source"] for row in rows if row["split"] == split}):
-            own = [row for row in rows if (row["source"], row["split"]) == (source, split)]
-            ids, chars = encode((render(row, tokenizer) for row in own), tokenizer)
+            documents = [row for row in rows if (row["source"], row["split"]) == (source, split)]
+            ids, chars = encode((render(row, tokenizer) for row in documents), tokenizer)
             start = sum(map(len, flat))
             index[split][source] = {
                 "start": start,
                 "end": start + len(ids),
                 "chars": chars,
-                "chat": all("conversations" in row for row in own),
+                "chat": all("conversations" in row for row in documents),
             }
             flat.append(ids)
         np.save(into / f"{split}.npy", np.concatenate(flat))

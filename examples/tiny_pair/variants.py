@@ -1,5 +1,4 @@
-"""Ways of proposing that the pair is compared with. None of them changes an output; they differ in how often they
-hit."""
+"""Proposers that the pair is compared with. None of them changes an output; they differ in how much is accepted."""
 
 from dataclasses import dataclass, replace
 
@@ -15,38 +14,46 @@ from redrafter.tree.token_tree import Tree
 
 @dataclass(frozen=True)
 class Uncoupled:
-    """The lattice, searched at the target's temperature but without looking at its noise."""
+    """The lattice, searched at the target's temperature but without its noise."""
 
     inner: RecurrentProposer
 
     model = None
 
     @property
-    def scratch(self) -> int:
-        return self.inner.scratch
+    def scratch_slots(self) -> int:
+        """Slots behind a row's committed ones that a step writes to."""
+        return self.inner.scratch_slots
 
     @property
     def nodes(self) -> int:
+        """Nodes of a tree, the root counted."""
         return self.inner.nodes
 
     @property
     def depth(self) -> int:
+        """Depth of a tree, the root not counted."""
         return self.inner.depth
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None = None) -> Tree:
+        """Propose a tree without looking at the noise."""
         return self.inner.propose(state, sampler, None if noise is None else torch.zeros_like(noise))
 
 
 @dataclass(frozen=True)
 class FinalBeams(Uncoupled):
-    """The published method: of the lattice, only prefixes of the beams that survive to the last step, uncoupled.
+    """The published method: only those nodes of the lattice that lead to a beam of the last step, uncoupled.
 
-    The other nodes stay in place, so that shapes do not change, with a token that is never drawn. never: its id.
+    The other nodes stay in place, so that shapes do not change, with a token that is never drawn.
+
+    Attributes:
+        never: Id of that token.
     """
 
     never: int
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None = None) -> Tree:
+        """Propose the lattice with the tokens of all nodes but the final beams' prefixes replaced by `never`."""
         tree = super().propose(state, sampler, noise)
         prefix = tree.ancestors[:, -self.inner.beams :].any(dim=1)  # [B, N]
         return replace(tree, tokens=torch.where(prefix, tree.tokens, self.never))

@@ -1,4 +1,4 @@
-"""Which rows of the data a loss was computed from, to be named when it is no number."""
+"""Describe the rows of the data that a batch was made of, for a message about a loss that is not finite."""
 
 from collections.abc import Iterable
 
@@ -6,18 +6,28 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.data.windows import Windows
 
-__all__ = ["told"]
+__all__ = ["describe_bad_rows"]
 
-NAMED, SHOWN, LETTERS = 8, 2, 40  # rows named, and of these shown, and so much of each
+MAX_NAMED_ROWS = 8
+MAX_SHOWN_ROWS = 2  # of the named rows, those whose text is shown
+MAX_SHOWN_CHARS = 40  # of the text of each
 
 
-def told(held: Iterable[int], windows: Windows, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The rows that some windows are of, by file and line in the order of the data, and how some of them begin."""
-    found: dict[str, int] = {}
-    for number in sorted(held):
-        found.setdefault(windows.origins[number], number)
-    spans = ((windows.offsets[number], windows.offsets[number + 1]) for number in list(found.values())[:SHOWN])
-    beginnings = (windows.tokens[first : min(first + LETTERS, last)] for first, last in spans)
-    shown = [repr(str(tokenizer.decode(ids))[:LETTERS]) for ids in beginnings]
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return f", in rows {', '.join(list(found)[:NAMED])}{more}, which begin with {', '.join(shown)}"
+def describe_bad_rows(window_numbers: Iterable[int], windows: Windows, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Name the rows of some windows by file and line, in the order of the data, and show how the first ones begin.
+
+    Args:
+        window_numbers: Windows of a batch, by their numbers in the order of the data.
+        windows: All windows.
+        tokenizer: Decodes what is shown.
+    """
+    first_windows: dict[str, int] = {}  # by file and line, the first window of each row
+    for number in sorted(window_numbers):
+        first_windows.setdefault(windows.origins[number], number)
+    shown = list(first_windows.values())[:MAX_SHOWN_ROWS]
+    spans = ((windows.offsets[number], windows.offsets[number + 1]) for number in shown)
+    beginnings = (windows.tokens[first : min(first + MAX_SHOWN_CHARS, last)] for first, last in spans)
+    texts = [repr(str(tokenizer.decode(ids))[:MAX_SHOWN_CHARS]) for ids in beginnings]
+    count = len(first_windows)
+    more = f" and {count - MAX_NAMED_ROWS} more" if count > MAX_NAMED_ROWS else ""
+    return f", in rows {', '.join(list(first_windows)[:MAX_NAMED_ROWS])}{more}, which begin with {', '.join(texts)}"

@@ -1,9 +1,10 @@
-"""Checkpoints of a training, from which it goes on as if it had never stopped.
+"""Checkpoints of a training run, from which `--resume` goes on as if the run had never stopped.
 
     OUTPUT.checkpoints/step-0000200/    a drafter that loads, and optimizer.pt, random.pt, trainer.json
-    OUTPUT.checkpoints/best/            the drafter that validation liked best, and trainer.json
+    OUTPUT.checkpoints/best/            the drafter with the best validation, and trainer.json
 
-Each is written whole or not at all. trainer.json says what a training must agree with to go on from there.
+A checkpoint is written whole or not at all. trainer.json says what a run must have in common with the one that wrote
+it.
 """
 
 import json
@@ -24,18 +25,43 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.atomic_folder import remove_leftovers, write_folder
 from redrafter.train.config import TrainConfig
-from redrafter.train.progress import Standing
+from redrafter.train.progress import TrainingState
 
-__all__ = ["Checkpoint", "Checkpoints", "Identity", "machine_state", "set_machine_state"]
+__all__ = ["Checkpoint", "Checkpoints", "TrainingIdentity", "gather_random_states", "restore_random_state"]
 
-# What may be another when a training goes on: what it does beside training, and what `Identity` holds by itself.
-FREE = {"output", "overwrite", "resume", "dry_run", "show_sample", "save_every", "keep", "log_every", "report_to"}
-FREE |= {"minutes", "save_dtype", "trust_remote_code", "validate_every", "model", "data", "drafter", "cpu"}
+# Options that may differ when a run is resumed: they change nothing about the weights, or `TrainingIdentity` holds what
+# they stand for.
+CHANGEABLE_OPTIONS = {
+    "output",
+    "overwrite",
+    "resume",
+    "dry_run",
+    "show_sample",
+    "save_every",
+    "keep",
+    "log_every",
+    "report_to",
+    "minutes",
+    "save_dtype",
+    "trust_remote_code",
+    "validate_every",
+    "model",
+    "data",
+    "drafter",
+    "cpu",
+}
 
 
 @dataclass(frozen=True)
-class Identity:
-    """What must be the same when a training goes on. data: a hash of what is learnt from. base: its name."""
+class TrainingIdentity:
+    """What must be the same when a run is resumed.
+
+    Attributes:
+        base: Name of the base model.
+        data: Hash of the windows that are trained on.
+        processes: Processes that train together.
+        options: All options but those in `CHANGEABLE_OPTIONS`, as JSON.
+    """
 
     base: str
     data: str
@@ -43,122 +69,161 @@ class Identity:
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, config: TrainConfig, base: str, data: str, processes: int) -> "Identity":
-        options = {name: value for name, value in asdict(config).items() if name not in FREE}
+    def from_config(cls, config: TrainConfig, base: str, data: str, processes: int) -> "TrainingIdentity":
+        """Make the identity of a run from its config and the other attributes."""
+        options = {name: value for name, value in asdict(config).items() if name not in CHANGEABLE_OPTIONS}
         return cls(base, data, processes, json.loads(json.dumps(options)))
 
-    def check(self, made: dict[str, Any], place: Path) -> None:
-        """Raise `MismatchError` or `ArgumentError`, naming what differs, unless a checkpoint was made by this
-        training."""
-        if made["base"] != self.base:
-            raise MismatchError(f"{place} was made for the base {made['base']}, not {self.base}; pass --overwrite")
-        for name in sorted(self.options.keys() | made["options"].keys()):
-            old, new = (each.get(name) for each in (made["options"], self.options))
+    def check(self, saved: dict[str, Any], path: Path) -> None:
+        """Check that a checkpoint was written by a run with this identity.
+
+        Args:
+            saved: Identity that the checkpoint holds, as a dict.
+            path: Folder of the checkpoint.
+
+        Raises:
+            MismatchError: It was made for another base.
+            ArgumentError: An option, the data or the number of processes differs; the message names it.
+        """
+        if saved["base"] != self.base:
+            raise MismatchError(f"{path} was made for the base {saved['base']}, not {self.base}; pass --overwrite")
+        for name in sorted(self.options.keys() | saved["options"].keys()):
+            old, new = saved["options"].get(name), self.options.get(name)
             if old != new:
                 raise ArgumentError(
-                    f"{place} was made with {flag(name)} {old}, now it is {new}; to go on, give it as it was"
+                    f"{path} was made with {flag(name)} {old}, now it is {new}; to go on, give it as it was"
                 )
-        if made["data"] != self.data:
-            raise ArgumentError(f"{place} was made with other data; to go on, give the same --data")
-        if made["processes"] != self.processes:
-            raise ArgumentError(f"{place} was made by {made['processes']} processes, now there are {self.processes}")
+        if saved["data"] != self.data:
+            raise ArgumentError(f"{path} was made with other data; to go on, give the same --data")
+        if saved["processes"] != self.processes:
+            raise ArgumentError(f"{path} was made by {saved['processes']} processes, now there are {self.processes}")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. Its members raise `CheckpointError` when the files are not what they should be."""
+    """A checkpoint on disk. Its methods raise `CheckpointError` for files that are missing or damaged.
+
+    Attributes:
+        path: Folder of the checkpoint.
+        state: Progress of the run when the checkpoint was written.
+        identity: `TrainingIdentity` of the run, as a dict.
+    """
 
     path: Path
-    standing: Standing
+    state: TrainingState
     identity: dict[str, Any]
 
     @classmethod
     def read(cls, path: Path) -> "Checkpoint":
+        """Read trainer.json of a checkpoint."""
         try:
-            told = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-            at = Standing(**{each.name: told["standing"][each.name] for each in fields(Standing)})
-            at.walked = {int(step): value for step, value in at.walked.items()}
-            identity = {each.name: told["identity"][each.name] for each in fields(Identity)}
-            return cls(path, at, identity | {"options": dict(identity["options"])})
+            document = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+            state = TrainingState.from_json(document["standing"])
+            identity = {field.name: document["identity"][field.name] for field in fields(TrainingIdentity)}
+            return cls(path, state, identity | {"options": dict(identity["options"])})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no checkpoint of a training: {first_line(error)}; delete it") from error
 
     def drafter(self) -> RecurrentDrafter:
-        found: RecurrentDrafter = RecurrentDrafter.from_pretrained(self.path, dtype=torch.float32)
-        return found
+        """Load the drafter in float32."""
+        drafter: RecurrentDrafter = RecurrentDrafter.from_pretrained(self.path, dtype=torch.float32)
+        return drafter
 
-    def state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What `Checkpoints.save` was given."""
+    def load_optimizer(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Load the states of the optimizer and of every process's random generators, as given to `Checkpoints.save`."""
         try:
             files = (self.path / "optimizer.pt", self.path / "random.pt")
-            optimizer, machines = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
-            return optimizer, machines
+            optimizer, random_states = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
+            return optimizer, random_states
         except Exception as error:  # pickle has many
             raise CheckpointError(f"{self.path} cannot be read: {first_line(error)}; delete it") from error
 
 
 class Checkpoints:
-    """The checkpoints of one training, beside its output. keep: how many of the newest stay."""
+    """The folder of checkpoints of one run, `OUTPUT.checkpoints`.
 
-    def __init__(self, output: Path, keep: int, identity: Identity):
+    Args:
+        output: Folder that the drafter is to be written to.
+        keep: How many of the newest checkpoints stay.
+        identity: Identity of this run.
+    """
+
+    def __init__(self, output: Path, keep: int, identity: TrainingIdentity):
         self.folder, self.keep, self.identity = output.with_name(output.name + ".checkpoints"), keep, identity
 
     @property
     def best(self) -> Path:
+        """Folder of the drafter with the best validation."""
         return self.folder / "best"
 
-    def tidy(self) -> None:
-        """Remove what a training left that was killed while it wrote."""
+    def remove_partial(self) -> None:
+        """Remove what a run left behind that was killed while it wrote a checkpoint."""
         remove_leftovers(self.best)
         for leftover in (*self.folder.glob(".step-*"), *self.folder.parent.glob(f".{self.folder.name}.*")):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def drop(self) -> None:
-        """Remove all of them, and nothing else that stands there."""
-        for own in (*self._steps(), self.best):
-            _remove(own)
+    def remove_all(self) -> None:
+        """Remove all checkpoints, and the folder if nothing else is in it."""
+        for checkpoint in (*self._steps(), self.best):
+            _remove(checkpoint)
         with suppress(OSError):
             self.folder.rmdir()
 
     def newest(self) -> Checkpoint | None:
-        """The one to go on from. Raises as `Checkpoint.read` and `Identity.check` do."""
+        """Read the newest checkpoint, from which to resume; None where there is none.
+
+        Raises:
+            CheckpointError: Its files are missing or damaged.
+            MismatchError: It was made for another base.
+            ArgumentError: It was made by a run with other options.
+        """
         steps = self._steps()
         if not steps:
             return None
-        found = Checkpoint.read(steps[-1])
-        if found.path.name != f"step-{found.standing.step!r:0>7}":
+        checkpoint = Checkpoint.read(steps[-1])
+        if checkpoint.path.name != f"step-{checkpoint.state.step!r:0>7}":
             raise CheckpointError(
-                f"{found.path} is of step {found.standing.step!r}, not of what it is called; delete it"
+                f"{checkpoint.path} holds step {checkpoint.state.step!r}, not the step in its name; delete it"
             )
-        self.identity.check(found.identity, found.path)
-        return found
+        self.identity.check(checkpoint.identity, checkpoint.path)
+        return checkpoint
 
-    def save(self, drafter: RecurrentDrafter, at: Standing, optimizer: dict[str, Any], machines: list[Any]) -> None:
-        """optimizer, machines: what `Checkpoint.state` gives back. Raises as `write_folder` does."""
+    def save(
+        self, drafter: RecurrentDrafter, state: TrainingState, optimizer: dict[str, Any], random_states: list[Any]
+    ) -> None:
+        """Write a checkpoint and remove those that are too old. Raises as `write_folder` does.
+
+        Args:
+            drafter: Drafter to save.
+            state: Progress of the run.
+            optimizer: State of the optimizer, which `Checkpoint.load_optimizer` gives back.
+            random_states: States of every process's random generators, given back too.
+        """
 
         def fill(folder: Path) -> None:
-            self._fill(folder, drafter, at)
+            self._fill(folder, drafter, state)
             torch.save(optimizer, folder / "optimizer.pt")
-            torch.save(machines, folder / "random.pt")
+            torch.save(random_states, folder / "random.pt")
 
-        write_folder(self.folder / f"step-{at.step:07}", fill)
+        write_folder(self.folder / f"step-{state.step:07}", fill)
         for old in self._steps()[: -self.keep]:
             _remove(old)
 
-    def save_best(self, drafter: RecurrentDrafter, at: Standing) -> None:
-        write_folder(self.best, lambda folder: self._fill(folder, drafter, at))
+    def save_best(self, drafter: RecurrentDrafter, state: TrainingState) -> None:
+        """Write the drafter with the best validation, in place of the one before. Raises as `write_folder` does."""
+        write_folder(self.best, lambda folder: self._fill(folder, drafter, state))
 
-    def _fill(self, folder: Path, drafter: RecurrentDrafter, at: Standing) -> None:
+    def _fill(self, folder: Path, drafter: RecurrentDrafter, state: TrainingState) -> None:
         drafter.save_pretrained(folder)
-        told = {"standing": asdict(at), "identity": asdict(self.identity)}
-        (folder / "trainer.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        document = {"standing": state.to_json(), "identity": asdict(self.identity)}
+        (folder / "trainer.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
     def _steps(self) -> list[Path]:
         return sorted(self.folder.glob("step-*"), key=lambda path: (len(path.name), path.name))
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder; killed meanwhile, it is gone from under its name."""
+    """Remove a folder so that a kill in between leaves nothing under its name."""
     if folder.exists():
         dropped = folder.with_name(f".{folder.name}.dropped")
         shutil.rmtree(dropped, ignore_errors=True)
@@ -166,19 +231,20 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(dropped, ignore_errors=True)
 
 
-def machine_state(accelerator: Accelerator) -> list[Any]:
-    """Every process's random generators."""
+def gather_random_states(accelerator: Accelerator) -> list[Any]:
+    """Gather the states of every process's random generators. Collective: call it in every process."""
     version, numbers, gauss = random.getstate()
-    own = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
     if accelerator.device.type == "cuda":
-        own["cuda"] = torch.cuda.get_rng_state(accelerator.device)
-    return list(gather_object([own]))
+        state["cuda"] = torch.cuda.get_rng_state(accelerator.device)
+    return list(gather_object([state]))
 
 
-def set_machine_state(accelerator: Accelerator, states: Sequence[dict[str, Any]]) -> None:
-    own = states[accelerator.process_index]
-    version, numbers, gauss = own["python"]
+def restore_random_state(accelerator: Accelerator, states: Sequence[dict[str, Any]]) -> None:
+    """Set this process's random generators to their state among those that `gather_random_states` gathered."""
+    state = states[accelerator.process_index]
+    version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(own["torch"])
-    if accelerator.device.type == "cuda" and "cuda" in own:
-        torch.cuda.set_rng_state(own["cuda"], accelerator.device)
+    torch.set_rng_state(state["torch"])
+    if accelerator.device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], accelerator.device)

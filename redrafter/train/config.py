@@ -1,4 +1,4 @@
-"""Every option of the trainer, each with its default and its help text, once."""
+"""Options of `redrafter train`, each with its default and its help text."""
 
 import math
 from collections.abc import Sequence
@@ -9,101 +9,112 @@ from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, flag, integers, names, option, read_options
 from redrafter.errors import ArgumentError
 
-__all__ = ["LENGTH", "TRACKERS", "TrainConfig", "parse", "shown_command"]
+__all__ = ["DEFAULT_LENGTH", "TRACKERS", "TrainConfig", "parse", "shown_command"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
-LENGTH = 512
-# What would fill any memory, and what the integers and the float32 of a machine do not hold.
-MOST: dict[str, float] = dict.fromkeys(("num_layers", "exit_dim", "head_rank", "draft_len", "batch_size"), 1 << 16)
-MOST |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
-MOST |= {"length": 1 << 24, "seed": 1 << 62}
+DEFAULT_LENGTH = 512  # tokens
+# Highest values of options: more would fill any memory, or does not fit into the machine's integers and float32.
+MAX_VALUES: dict[str, float] = dict.fromkeys(
+    ("num_layers", "exit_dim", "head_rank", "draft_len", "batch_size"), 1 << 16
+)
+MAX_VALUES |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
+MAX_VALUES |= {"length": 1 << 24, "seed": 1 << 62}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What to train, on what, how long and how. The command line is made from these fields.
+    """Options of a training, from which the command line is made. The fields' help texts describe them.
 
-    `train` reads only those from `steps` on; a caller with its own model and batches leaves the others alone.
+    `redrafter.train.loop.train` reads only the fields from `steps` on; a caller with a model and batches of its own
+    leaves the others alone.
+
+    Raises:
+        ArgumentError: A value is out of range.
     """
 
     model: str | None = option(None, "base model: a hub id or a directory", required=True)
     data: tuple[str, ...] = option((), "texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz", required=True, path=True)
-    output: str | None = option(None, "directory that receives the drafter", required=True, path=True)
+    output: str | None = option(None, "directory to write the drafter to", required=True, path=True)
     overwrite: bool = option(False, "replace the drafter that --output holds, and drop its checkpoints")
-    resume: bool = option(False, "go on from the newest checkpoint, or begin where there is none")
-    dry_run: bool = option(False, "say what would be trained and how much memory it takes, and do nothing")
-    show_sample: bool = option(False, "print the first text of the data, what is learnt of it marked, and do nothing")
-    drafter: str | None = option(None, "go on with this drafter instead of a new one", path=True)
+    resume: bool = option(False, "go on from the newest checkpoint, or begin anew where there is none")
+    dry_run: bool = option(False, "print what would be trained and how much memory it takes, then exit")
+    show_sample: bool = option(False, "print the first text of the data with the learnt parts marked, then exit")
+    drafter: str | None = option(None, "train this drafter further instead of a new one", path=True)
     trust_remote_code: bool = option(False, "run model code that comes with the base")
-    dtype: str = option("auto", "the base's dtype; auto: as saved", choices=("auto", *DTYPES))
-    save_dtype: str = option("float32", "the saved drafter's dtype", choices=DTYPES)
+    dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", *DTYPES))
+    save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES)
     num_layers: int = option(2, "residual layers of a new drafter")
-    exit_dim: int | None = option(None, "width of a new drafter's head; twice the base's hidden size when not given")
-    rnn: bool = option(True, "whether a new drafter learns its recurrence")
-    recurrence: str = option("apple", "a new drafter's cell, the published or a gated one", choices=("apple", "gated"))
+    exit_dim: int | None = option(
+        None, "width of a new drafter's layers and head (default: twice the base's hidden size)"
+    )
+    rnn: bool = option(True, "a new drafter's state is the sum of the embeddings instead of a learned recurrence")
+    recurrence: str = option(
+        "apple", "recurrent cell of a new drafter: the published one (apple) or a gated one", choices=("apple", "gated")
+    )
     target_layers: tuple[int, ...] = option(
         (),
-        "the base's decoder layers whose outputs a new drafter reads beside the last hidden state",
+        "decoder layers of the base, counted from 0, whose outputs a new drafter reads beside the last hidden state",
         type=integers,
         metavar="N,...",
     )
-    head_rank: int | None = option(
-        None, "a new drafter's head goes through so many dimensions; straight when not given"
-    )
+    head_rank: int | None = option(None, "rank of a new drafter's head, which makes it smaller (default: full rank)")
     draft_vocab_size: int | None = option(
-        None, "a new drafter knows only this many ids, the most frequent of the data; all when not given"
+        None, "token ids that a new drafter knows, the most frequent of the data (default: all)"
     )
     length: int | None = option(
-        None, f"tokens in a row of a batch; longer documents are cut (default: {LENGTH}, or the base's context if less)"
+        None,
+        f"tokens in a row of a batch; longer documents are cut (default: {DEFAULT_LENGTH}, or a shorter context of the "
+        "base)",
     )
-    pack: bool = option(True, "whether short documents share a row")
-    epochs: float | None = option(None, "passes over the data; 1 when no end is given")
-    validate: str | None = option(None, "texts to validate on; rows of --data with split val when not given", path=True)
-    validate_prompts: int = option(32, "prompts that the base continues for validation; 0: none")
-    validate_tokens: int = option(64, "tokens in each continuation")
+    pack: bool = option(True, "give each document a row of its own, padded")
+    epochs: float | None = option(None, "passes over the data (default: 1 when neither --steps nor --minutes is given)")
+    validate: str | None = option(None, "texts to validate on (default: rows of --data with split val)", path=True)
+    validate_prompts: int = option(32, "held-out prompts that the base continues for validation; 0: no validation")
+    validate_tokens: int = option(64, "tokens of each continuation")
     report_to: tuple[str, ...] = option(
         (), "trackers to log to: tensorboard, wandb, trackio", type=names, metavar="NAME,..."
     )
-    keep: int = option(2, "newest checkpoints to keep, beside the best drafter")
+    keep: int = option(2, "checkpoints to keep, the newest, beside the best drafter")
 
-    steps: int | None = option(None, "optimizer steps; the end is the first of steps, epochs and minutes")
-    minutes: float | None = option(None, "time to train for, counted from the end of the first step")
-    batch_size: int = option(8, "rows read at once, on each process")
-    accumulate: int = option(1, "batches in an optimizer step, on each process")
-    draft_len: int = option(5, "steps that the drafter is unrolled for")
+    steps: int | None = option(None, "optimizer steps; training ends at the first of steps, epochs and minutes")
+    minutes: float | None = option(None, "minutes to train for, counted from the end of the first step")
+    batch_size: int = option(8, "rows of a batch, on each process")
+    accumulate: int = option(1, "batches of an optimizer step, on each process")
+    draft_len: int = option(5, "draft steps that the drafter is unrolled for")
     distill: float = option(0.9, "weight of KL(base || drafter); the rest is cross-entropy of the text's own tokens")
     decay: float = option(0.9, "weight of each draft step relative to the one before")
     reach: float = option(
         0.0,
-        "acceptance-aware weighting: how much less a draft step weighs where an earlier one would not have been among "
-        "the beams; from 0 to 1",
+        "how much less a draft step weighs where an earlier token would not have been among the beams; from 0 to 1",
     )
-    lr: float = option(1e-3, "peak learning rate; it follows a cosine down to 0")
-    warmup: float = option(0.03, "part of the training in which the learning rate rises from 0")
-    weight_decay: float = option(0.0, "decay of matrices")
-    max_grad_norm: float = option(1.0, "gradients are clipped to this norm")
+    lr: float = option(1e-3, "peak learning rate, which follows a cosine down to 0")
+    warmup: float = option(0.03, "share of the training in which the learning rate rises from 0")
+    weight_decay: float = option(0.0, "weight decay of matrices")
+    max_grad_norm: float = option(1.0, "norm that gradients are clipped to")
     chunk: int | None = option(
-        None, "predictions whose logits are in memory at once; on a GPU as many as 512 MiB hold when not given"
+        None, "predictions whose logits are in memory at once (default: on a GPU as many as 512 MiB hold)"
     )
-    compile: bool = option(False, "torch.compile the drafter's loss")
+    compile: bool = option(False, "compile the drafter's loss with torch.compile")
     mixed_precision: str | None = option(
-        None, "the drafter's autocast; as accelerate is configured when not given", choices=("no", "fp16", "bf16")
+        None, "autocast of the drafter (default: as accelerate is configured)", choices=("no", "fp16", "bf16")
     )
-    cpu: bool = option(False, "stay on the CPU even where there is a GPU")
-    shard_base: bool = option(False, "spread the base over the processes' devices, for one too large for each")
-    seed: int = option(0, "of the drafter's first weights and the order of the data")
+    cpu: bool = option(False, "train on the CPU even where there is a GPU")
+    shard_base: bool = option(False, "spread a base that is too large for one device over the devices of all processes")
+    seed: int = option(0, "seed of the drafter's first weights and of the order of the data")
     log_every: int = option(10, "steps between lines of progress")
     validate_every: int | None = option(
-        None, "steps between validations, of which the best drafter is kept; only at the end when not given"
+        None, "steps between validations, after which the best drafter is kept (default: validate at the end only)"
     )
-    save_every: int | None = option(None, "steps between checkpoints, in OUTPUT.checkpoints; none when not given")
+    save_every: int | None = option(
+        None, "steps between checkpoints, which are written to OUTPUT.checkpoints (default: no checkpoints)"
+    )
 
     def __post_init__(self) -> None:
         optional = ("length", "steps", "epochs", "minutes", "exit_dim", "head_rank", "draft_vocab_size", "chunk")
-        every = ("log_every", "validate_every", "save_every", "keep")
+        intervals = ("log_every", "validate_every", "save_every", "keep")
         sizes = ("batch_size", "accumulate", "draft_len", "validate_tokens")
-        for name in (*sizes, *every, "decay", "lr", "max_grad_norm", *optional):
+        for name in (*sizes, *intervals, "decay", "lr", "max_grad_norm", *optional):
             if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
         for name in ("num_layers", "weight_decay", "validate_prompts", "seed"):
@@ -112,19 +123,19 @@ class TrainConfig:
         for name in ("distill", "decay", "warmup", "reach"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ArgumentError(f"{flag(name)} must be from 0 to 1, got {getattr(self, name)}")
-        for each in fields(self):
-            value, most = getattr(self, each.name), MOST.get(each.name, 1 << 31)
-            if type(value) in (int, float) and value > most and each.name not in ("epochs", "minutes"):
-                raise ArgumentError(f"{flag(each.name)} must be at most {most}, got {value}")
+        for item in fields(self):
+            value, highest = getattr(self, item.name), MAX_VALUES.get(item.name, 1 << 31)
+            if type(value) in (int, float) and value > highest and item.name not in ("epochs", "minutes"):
+                raise ArgumentError(f"{flag(item.name)} must be at most {highest}, got {value}")
         if self.length is not None and self.length < 3:
             raise ArgumentError(f"--length must be at least 3 (a text, a pending token, a draft), got {self.length}")
         for name in self.report_to:
             if name not in TRACKERS:
-                raise ArgumentError(f"--report-to knows {', '.join(TRACKERS)}, got {name!r}")
+                raise ArgumentError(f"--report-to must be one or more of {', '.join(TRACKERS)}, got {name!r}")
 
 
 def parse(argv: Sequence[str] | None) -> TrainConfig:
-    """The config that a command line asks for: one flag for each field of `TrainConfig`."""
+    """Parse a command line, with one flag for each field of `TrainConfig`."""
     parser = ConfigParser(
         prog="redrafter train",
         description="Train a recurrent drafter for a Hugging Face causal LM.",
@@ -135,5 +146,5 @@ def parse(argv: Sequence[str] | None) -> TrainConfig:
 
 
 def shown_command(config: TrainConfig) -> str:
-    """The command line of a config."""
+    """Return the command line of a config, defaults left out and files without their folders."""
     return flags.format_command(["redrafter", "train"], config)

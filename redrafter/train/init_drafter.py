@@ -1,4 +1,4 @@
-"""Untrained drafters."""
+"""Make untrained drafters for a base."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,13 @@ __all__ = ["new_config", "new_drafter"]
 
 
 def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: int | None = None) -> DrafterConfig:
-    """What an untrained drafter for a base is, from the base's config."""
+    """Make the config of an untrained drafter.
+
+    Args:
+        base: Config of the base model.
+        config: Options of the training.
+        draft_vocab_size: Ids that the drafter knows; None for all of the base's.
+    """
     base = base.get_text_config(decoder=True)
     return DrafterConfig(
         vocab_size=base.vocab_size,
@@ -30,7 +36,13 @@ def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: in
 
 
 def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor | None = None) -> RecurrentDrafter:
-    """An untrained float32 drafter for a base, on the host. draft_ids: `[V']` int64, the ids that it is to know."""
+    """Make an untrained float32 drafter for a base, on the CPU.
+
+    Args:
+        model: The base model.
+        config: Options of the training.
+        draft_ids: The base's ids that the drafter is to know, `[V']` int64; None for all.
+    """
     drafter_config = new_config(model.config, config, None if draft_ids is None else len(draft_ids))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -38,35 +50,37 @@ def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor |
         for module in drafter.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
-        for layer in drafter.layers:  # residual layers begin as the identity
-            _zero(layer.linear)
-        if drafter.fuse is not None:  # and so does what is read beside the last hidden state
-            _zero(drafter.fuse)
+        for layer in drafter.layers:  # the residual layers start as the identity
+            _set_to_zero(layer.linear)
+        if drafter.fuse is not None:  # at first only the last hidden state counts
+            _set_to_zero(drafter.fuse)
         if config.rnn:
-            _see_embeddings(drafter, drafter_config.hidden_size, 1 / _embedding_size(model))
+            _scale_embedding_input(drafter, drafter_config.hidden_size, 1 / _embedding_rms(model))
     if draft_ids is not None:
         drafter.draft_ids.copy_(draft_ids)
     return drafter
 
 
-def _zero(linear: nn.Linear) -> None:
+def _set_to_zero(linear: nn.Linear) -> None:
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
 
 
 @torch.no_grad()
-def _see_embeddings(drafter: RecurrentDrafter, width: int, scale: float) -> None:
-    """Embeddings are often far smaller than hidden states. Unless they are brought to their size, the drafter hardly
-    sees for long which token it goes on from."""
+def _scale_embedding_input(drafter: RecurrentDrafter, width: int, scale: float) -> None:
+    """Scale the weights that read embeddings, which are often far smaller than hidden states.
+
+    Without it, the drafter takes long to learn from which token it goes on.
+    """
     if drafter.config.recurrence == "gated":
-        drafter.rnn_gate.weight[:, :width] *= scale  # what it reads the embedding with
+        drafter.rnn_gate.weight[:, :width] *= scale  # the columns that read the embedding
     else:
         nn.init.normal_(drafter.rnn_w.weight, std=scale / width**0.5)
 
 
 @torch.no_grad()
-def _embedding_size(model: PreTrainedModel) -> float:
-    """Root mean square of some of a base's embeddings, as its own module gives them."""
+def _embedding_rms(model: PreTrainedModel) -> float:
+    """Return the root mean square of some of a base's embeddings, as its embedding module returns them."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(min(1024, vocabulary), device=model.device)
     return float(model.get_input_embeddings()(ids).float().square().mean().sqrt().clamp(min=1e-6))

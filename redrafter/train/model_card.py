@@ -8,51 +8,62 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.outputs import Stats
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.loop import Report
+from redrafter.train.trainer import TrainingResult
 
-__all__ = ["model_card", "shape", "sizes"]
-
-
-def sizes(model: PreTrainedModel, drafter: RecurrentDrafter) -> str:
-    base, own = model.num_parameters(), drafter.num_parameters()
-    return f"{own:,} parameters, {100 * own / base:.1f} % of the base's {base:,}"
+__all__ = ["describe_size", "make_model_card", "served_shape"]
 
 
-def shape(drafter: RecurrentDrafter) -> Shape:
-    """What a drafter is measured with: its config's beams and depth, all nodes."""
+def describe_size(model: PreTrainedModel, drafter: RecurrentDrafter) -> str:
+    """Describe a drafter's size, e.g. `164,224 parameters, 3.6 % of the base's 4,505,184`."""
+    base, size = model.num_parameters(), drafter.num_parameters()
+    return f"{size:,} parameters, {100 * size / base:.1f} % of the base's {base:,}"
+
+
+def served_shape(drafter: RecurrentDrafter) -> Shape:
+    """Return the tree shape that a drafter is measured with: its config's beams and depth, with all nodes."""
     beams, depth = drafter.config.draft_beams, drafter.config.draft_len_per_beam
     return Shape(beams, depth, 1 + beams * depth)
 
 
-def model_card(
+def make_model_card(
     model: PreTrainedModel,
     drafter: RecurrentDrafter,
     config: TrainConfig,
-    report: Report,
-    walk: Stats | None,
+    result: TrainingResult,
+    validation: Stats | None,
     prompts: int,
     facts: dict[str, Any],
 ) -> str:
-    """README.md of a drafter. walk: the validation over that many prompts, None when there was none. facts: as
-    `provenance` gives them."""
+    """Write README.md of a drafter.
+
+    Args:
+        model: The base.
+        drafter: Trained drafter.
+        config: Options of the training.
+        result: What the training did.
+        validation: Result of the last validation; None when there was none.
+        prompts: Prompts of the validation.
+        facts: Content of training.json, as `provenance` makes it.
+    """
     base = drafter.config.base_model or type(model).__name__
-    tree = shape(drafter)
+    tree = served_shape(drafter)
     measured = "not measured: there was nothing to validate on"
-    if walk is not None:
-        reached = ", ".join(f"{count / max(walk.steps, 1):.2f}" for count in walk.accepted_by_depth)
+    if validation is not None:
+        share_by_depth = ", ".join(f"{count / max(validation.steps, 1):.2f}" for count in validation.accepted_by_depth)
         measured = (
-            f"{walk.tokens_per_step:.2f} tokens per step, greedy, on texts that the base wrote from {prompts} held-out "
-            f"prompts ({tree.beams} beams x {tree.depth} tokens, {tree.nodes} nodes). Part of the steps in which at "
-            f"least 1, 2, ... drafts were accepted: {reached}"
+            f"{validation.tokens_per_step:.2f} tokens per step, greedy, on texts that the base wrote from {prompts} "
+            f"held-out prompts ({tree.beams} beams x {tree.depth} tokens, {tree.nodes} nodes). Part of the steps in "
+            f"which at least 1, 2, ... drafts were accepted: {share_by_depth}"
         )
     data = [
-        f"{each['name']} (sha256 {each['sha256'][:12]})" if each["sha256"] else each["name"] for each in facts["data"]
+        f"{source['name']} (sha256 {source['sha256'][:12]})" if source["sha256"] else source["name"]
+        for source in facts["data"]
     ]
-    made, revision = facts["versions"], facts["revision"]
-    used = ", ".join(f"{name} {of}" for name, of in made.items() if of) + (
+    versions, revision = facts["versions"], facts["revision"]
+    used = ", ".join(f"{name} {version}" for name, version in versions.items() if version) + (
         f"; revision {revision[:12]}" if revision else ""
     )
-    speed = report.tokens / max(report.seconds, 1e-9)
+    speed = result.tokens / max(result.seconds, 1e-9)
     return f"""---
 library_name: redrafter
 base_model: {base}
@@ -71,12 +82,12 @@ from redrafter import ReDrafter
 engine = ReDrafter.from_pretrained("{base}", "path/to/this/directory")
 ```
 
-- Size: {sizes(model, drafter)} (which was frozen).
-- Trained for {drafter.config.trained_draft_len} draft steps: {report.steps} optimizer steps, {report.tokens:,} tokens \
-in {report.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {facts["device"]}. {_chosen(report)}
+- Size: {describe_size(model, drafter)} (which was frozen).
+- Trained for {drafter.config.trained_draft_len} draft steps: {result.steps} optimizer steps, {result.tokens:,} tokens \
+in {result.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {facts["device"]}. {_describe_choice(result)}
 - Measured: {measured}.
 - Loss: {config.distill:g} x KL(base || drafter) + {1 - config.distill:g} x cross-entropy, each draft step weighing \
-{config.decay:g} of the one before; {report.loss:.4f} at the end.
+{config.decay:g} of the one before; {result.loss:.4f} at the end.
 - Data: {", ".join(data) or "in memory"}; {facts["windows"]:,} windows. Seed {config.seed}.
 - Made with {used}. training.json has every option, and what validation found on the way:
 
@@ -86,7 +97,8 @@ in {report.seconds:.0f} s, {speed:,.0f} tokens/s on {facts["processes"]} x {fact
 """
 
 
-def _chosen(report: Report) -> str:
-    if len(report.walked) < 2:
+def _describe_choice(result: TrainingResult) -> str:
+    """Say at which step the saved weights were taken."""
+    if len(result.tokens_per_step) < 2:
         return "These are its last weights."
-    return f"These are the weights of step {report.best_step}, the best of {len(report.walked)} validations."
+    return f"These are the weights of step {result.best_step}, the best of {len(result.tokens_per_step)} validations."

@@ -1,4 +1,4 @@
-"""What a training would be, said before it is begun: from the base's config and the data, without its weights."""
+"""Plan of a training for `--dry-run`: from the base's config and the data, without loading weights."""
 
 import math
 from typing import Any
@@ -12,41 +12,55 @@ from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import CheckpointError, first_line
 from redrafter.files.checkpoint_kind import load_error
 from redrafter.target.target import context_of
-from redrafter.train.config import LENGTH, TrainConfig
+from redrafter.train.config import DEFAULT_LENGTH, TrainConfig
 from redrafter.train.head_loss import chunk_anchors
 from redrafter.train.init_drafter import new_config
 
-__all__ = ["last_step", "outline", "plan", "row_length"]
+__all__ = ["build_without_weights", "describe_plan", "last_step", "row_length"]
 
-ALIVE = 5  # float32 copies of a chunk's logits: they, both log-probabilities, both probabilities
+LOGIT_COPIES = 5  # float32 tensors of a chunk: logits, two log-probabilities, two probabilities
 
 
-def plan(config: TrainConfig, windows: Windows, processes: int) -> list[str]:
-    """Lines for a person. Raises `CheckpointError` and `ArgumentError` for a base and options that cannot be used."""
-    base, drafter = outline(config)
-    told = base.config.get_text_config(decoder=True)
-    windows.check(told.vocab_size, context_of(told))
-    own, whole = drafter.num_parameters(), base.num_parameters()
+def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list[str]:
+    """Describe base, drafter, memory and data of a training, a line each.
+
+    Args:
+        config: Options of the training.
+        windows: Windows of the data.
+        processes: Processes that would train together.
+
+    Raises:
+        CheckpointError: The base's config cannot be read.
+        ArgumentError: The options do not suit the base.
+        MismatchError: The data hold ids that the base does not know.
+    """
+    base, drafter = build_without_weights(config)
+    text_config = base.config.get_text_config(decoder=True)
+    windows.check(text_config.vocab_size, context_of(text_config))
+    drafter_size, base_size = drafter.num_parameters(), base.num_parameters()
     per_epoch, steps = windows.steps_per_epoch(config.batch_size, processes), last_step(config, windows, processes)
     row = int(windows.row_widths.max())
-    most = config.batch_size * config.accumulate * processes * row
-    kept = int(windows.mask.sum())
+    step_tokens = config.batch_size * config.accumulate * processes * row
+    learnt = int(windows.mask.sum())
+    total = f"{steps:,} steps, at most {steps * step_tokens:,} tokens" if steps else "as many steps as there is time"
     return [
-        f"base: {type(base).__name__}, {whole:,} parameters, {str(base.dtype).removeprefix('torch.')}, frozen",
-        f"drafter: {own:,} trainable parameters, {100 * own / whole:.1f} % of the base's",
+        f"base: {type(base).__name__}, {base_size:,} parameters, {str(base.dtype).removeprefix('torch.')}, frozen",
+        f"drafter: {drafter_size:,} trainable parameters, {100 * drafter_size / base_size:.1f} % of the base's",
         *_memory(config, base, drafter, row, processes),
-        f"data: {len(windows):,} windows, {len(windows.tokens):,} tokens, {kept:,} of them learnt, in "
+        f"data: {len(windows):,} windows, {len(windows.tokens):,} tokens, {learnt:,} of them learnt, in "
         f"{len(windows.row_widths):,} rows of at most {row} tokens",
         f"an optimizer step: {config.accumulate} x {config.batch_size} rows on each of {processes} "
-        f"process{'es' if processes > 1 else ''}, at most {most:,} tokens",
+        f"process{'es' if processes > 1 else ''}, at most {step_tokens:,} tokens",
         f"an epoch: {math.ceil(per_epoch / config.accumulate):,} steps",
-        f"in all: {f'{steps:,} steps, at most {steps * most:,} tokens' if steps else 'as many steps as there is time'}"
-        + (f"; at most {config.minutes:g} minutes" if config.minutes else ""),
+        f"in all: {total}" + (f"; at most {config.minutes:g} minutes" if config.minutes else ""),
     ]
 
 
 def last_step(config: TrainConfig, windows: Windows, processes: int) -> int | None:
-    """The step at which steps and epochs end it; one epoch when nothing says when to end. None: only time does."""
+    """Return the optimizer step at which `--steps` or `--epochs` ends a training; None if only `--minutes` does.
+
+    It is the end of one epoch when no end is given.
+    """
     if config.epochs is None and (config.steps or config.minutes):
         return config.steps
     batches = (config.epochs or 1) * windows.steps_per_epoch(config.batch_size, processes)
@@ -54,9 +68,9 @@ def last_step(config: TrainConfig, windows: Windows, processes: int) -> int | No
     return min(by_epochs, config.steps or by_epochs)
 
 
-def outline(config: TrainConfig) -> tuple[PreTrainedModel, RecurrentDrafter]:
-    """The base and the drafter without their weights."""
-    base_config = _base(config)
+def build_without_weights(config: TrainConfig) -> tuple[PreTrainedModel, RecurrentDrafter]:
+    """Build the base and the drafter on the meta device, without memory for weights."""
+    base_config = _base_config(config)
     try:
         with torch.device("meta"):
             base: Any = AutoModelForCausalLM.from_config(
@@ -71,19 +85,19 @@ def outline(config: TrainConfig) -> tuple[PreTrainedModel, RecurrentDrafter]:
 
 
 def row_length(config: TrainConfig) -> int:
-    """Tokens in a row of a batch."""
+    """Return the tokens in a row of a batch: `--length`, or a default that suits the base's context."""
     if config.length is not None:
         return config.length
-    context = context_of(_base(config).get_text_config(decoder=True))
-    return LENGTH if context is None else min(LENGTH, context)
+    context = context_of(_base_config(config).get_text_config(decoder=True))
+    return DEFAULT_LENGTH if context is None else min(DEFAULT_LENGTH, context)
 
 
-def _base(config: TrainConfig) -> PretrainedConfig:
+def _base_config(config: TrainConfig) -> PretrainedConfig:
     try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(
+        base: PretrainedConfig = AutoConfig.from_pretrained(
             str(config.model), trust_remote_code=config.trust_remote_code
         )
-        return found
+        return base
     except Exception as error:  # as many kinds as there are models
         raise load_error("model", str(config.model), error) from error
 
@@ -99,34 +113,34 @@ def _drafter_config(config: TrainConfig, base: PretrainedConfig) -> DrafterConfi
 
 def _dtype(config: TrainConfig, base: PretrainedConfig) -> torch.dtype:
     saved: Any = base.get_text_config(decoder=True).dtype or base.dtype or torch.float32
-    found: torch.dtype = saved if config.dtype == "auto" else getattr(torch, config.dtype)
-    return found
+    dtype: torch.dtype = saved if config.dtype == "auto" else getattr(torch, config.dtype)
+    return dtype
 
 
 def _memory(
     config: TrainConfig, base: PreTrainedModel, drafter: RecurrentDrafter, row: int, processes: int
 ) -> list[str]:
-    """On each process's device. What a batch takes is counted by its largest parts only."""
-    own, size = drafter.num_parameters(), base.dtype.itemsize
-    told, vocabulary = drafter.config, drafter.lm_head.out_features
-    places = config.batch_size * row
+    """Estimate the memory on each process's device; of a batch, only the largest parts are counted."""
+    drafter_size, item_bytes = drafter.num_parameters(), base.dtype.itemsize
+    drafter_config, vocabulary = drafter.config, drafter.lm_head.out_features
+    positions = config.batch_size * row
     device = torch.device("cpu" if config.cpu or not torch.cuda.is_available() else "cuda")
-    most = config.chunk or config.draft_len * chunk_anchors(vocabulary, config.draft_len, device)
-    chunk = 4 * vocabulary * min(most, config.draft_len * places)
-    reduced = vocabulary if told.draft_vocab_size is not None else 0
-    states = 4 * places * config.draft_len * told.exit_dim * (2 + told.num_draft_layers)
+    predictions = config.chunk or config.draft_len * chunk_anchors(vocabulary, config.draft_len, device)
+    chunk = 4 * vocabulary * min(predictions, config.draft_len * positions)
+    reduced = vocabulary if drafter_config.draft_vocab_size is not None else 0
+    states = 4 * positions * config.draft_len * drafter_config.exit_dim * (2 + drafter_config.num_draft_layers)
     parts = {
-        "base": base.num_parameters() * size / (processes if config.shard_base else 1),
-        "drafter's weights": 4 * own,
-        "their gradients": 4 * own,
-        "AdamW's state": 8 * own,
-        "the base's logits": places * (told.vocab_size + reduced) * size,
+        "base": base.num_parameters() * item_bytes / (processes if config.shard_base else 1),
+        "drafter's weights": 4 * drafter_size,
+        "their gradients": 4 * drafter_size,
+        "AdamW's state": 8 * drafter_size,
+        "the base's logits": positions * (drafter_config.vocab_size + reduced) * item_bytes,
         "the drafter's states": states,
-        "a chunk's logits": ALIVE * chunk,
+        "a chunk's logits": LOGIT_COPIES * chunk,
     }
-    shown = ", ".join(f"{what} {_size(count)}" for what, count in parts.items())
-    return [f"memory on each device, about: {_size(sum(parts.values()))} ({shown})"]
+    shown = ", ".join(f"{name} {_format_bytes(count)}" for name, count in parts.items())
+    return [f"memory on each device, about: {_format_bytes(sum(parts.values()))} ({shown})"]
 
 
-def _size(count: float) -> str:
+def _format_bytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

@@ -1,4 +1,4 @@
-"""The processes that a launcher started, which must train one drafter together."""
+"""Processes started by a launcher, which must train one drafter together."""
 
 import os
 from typing import Any
@@ -13,8 +13,8 @@ from redrafter.train.config import TrainConfig
 
 __all__ = ["check_launcher", "launcher_refused", "new_accelerator", "stays_on_cpu"]
 
-# The variable by which `accelerate launch` asks for a way of spreading a model, and that way's name.
-SPREADING = {
+# Environment variables of `accelerate launch` that ask for a way to spread the model, and the name of that way.
+SPREADING_VARIABLES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -23,8 +23,8 @@ SPREADING = {
 
 
 def check_launcher() -> None:
-    """Raise `UnsupportedError` if accelerate is configured to spread the drafter itself over the processes."""
-    for variable, name in SPREADING.items():
+    """Raise `UnsupportedError` if accelerate is configured to spread the drafter over the processes."""
+    for variable, name in SPREADING_VARIABLES.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise UnsupportedError(
                 f"accelerate is configured for {name}, but each process trains a whole drafter; start it with "
@@ -33,21 +33,26 @@ def check_launcher() -> None:
 
 
 def stays_on_cpu(config: TrainConfig) -> bool:
-    """Return whether to train on the CPU: if `config` asks for it, and where there is no other device.
+    """Return whether to train on the CPU: because `config` asks for it, or because there is no other device.
 
-    accelerate makes several processes on CPUs one group only if it is told that they stay there.
+    accelerate joins several processes on CPUs to one group only if it is told that they use the CPU.
     """
     return config.cpu or not torch.accelerator.is_available()
 
 
 def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
-    """Make an accelerator as `accelerate launch` configured it, but for what `config` says itself.
+    """Make an accelerator as `accelerate launch` configured it, with the mixed precision and the device of `config`.
 
-    Raises `UnsupportedError` as `check_launcher` does, and `ArgumentError` if this is one of several processes that
-    would each train a drafter of its own.
+    Args:
+        config: Options of the training.
+        arguments: Further arguments of `Accelerator`.
+
+    Raises:
+        UnsupportedError: accelerate is configured to spread the drafter over the processes.
+        ArgumentError: This is one of several processes that would each train a drafter of its own.
     """
     check_launcher()
-    # With one draft step the matrix that carries the recurrence on has no gradient.
+    # With one draft step the matrix of the recurrence's state has no gradient.
     handler = DistributedDataParallelKwargs(find_unused_parameters=config.draft_len == 1)
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision, cpu=stays_on_cpu(config), kwargs_handlers=[handler], **arguments
@@ -62,9 +67,9 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
 
 
 def launcher_refused() -> bool:
-    """Return whether `check_launcher` raises, and report that once. Collective: call it in every process.
+    """Return whether `check_launcher` raises, and report its error once. Collective: call it in every process.
 
-    The processes return together, since a launcher ends all as soon as one has failed, the one that reports too.
+    The processes return together, because a launcher ends all of them, the reporting one too, as soon as one fails.
     """
     try:
         check_launcher()

@@ -1,10 +1,10 @@
-"""How far a training is, and how well it goes, without making the host wait for the device at every step."""
+"""Progress of a training: steps, time, loss and accuracy, measured without a wait for the device at every step."""
 
 import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -15,13 +15,19 @@ from tqdm import tqdm
 
 from redrafter.errors import ArgumentError
 from redrafter.train.config import TrainConfig
-from redrafter.train.loss import Losses
+from redrafter.train.loss import BatchLoss
 
-__all__ = ["Clock", "Console", "Meter", "NotFiniteError", "Numbers", "Standing"]
+__all__ = ["Clock", "Console", "LossMeter", "NotFiniteError", "Progress", "TrainingState"]
 
 
 class NotFiniteError(ArgumentError):
-    """A loss was not a number. step: from 0; process: whose batch it was."""
+    """A loss or a gradient was infinite or not a number.
+
+    Args:
+        step: Optimizer step of the batch, from 0.
+        process: Process that read the batch.
+        rows: Description of the batch's rows, for the message.
+    """
 
     def __init__(self, step: int, process: int, rows: str = ""):
         super().__init__(
@@ -31,167 +37,227 @@ class NotFiniteError(ArgumentError):
 
 
 @dataclass
-class Standing:
-    """Where a training stands. tokens: read, padding included. walked: tokens per step that validation found, by step;
-    best_step: of the best of them. loss, accuracy: of the last reading; seconds: without validations and the first
-    step."""
+class TrainingState:
+    """How far a training run is.
+
+    Attributes:
+        step: Optimizer steps that were made.
+        tokens: Tokens that were read, padding included.
+        seconds: Time spent training, without validations, checkpoints and the first step.
+        loss: Mean loss over the last interval of progress.
+        accuracy: Entry k is the accuracy of draft step k + 1 among rollouts whose earlier steps were all right, over
+            the last interval.
+        tokens_per_step: Result of each validation, by optimizer step.
+        best_step: Optimizer step of the best validation.
+    """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
     loss: float | None = None
     accuracy: list[float] = field(default_factory=list)
-    walked: dict[int, float] = field(default_factory=dict)
+    tokens_per_step: dict[int, float] = field(default_factory=dict)
     best_step: int | None = None
 
-    def judge(self, value: float) -> bool:
-        """Note what validation found at this step; whether it is the best so far."""
-        self.walked[self.step] = value
-        better = self.best_step is None or value >= self.walked[self.best_step]
-        self.best_step = self.step if better else self.best_step
-        return better
+    def add_validation(self, tokens_per_step: float) -> bool:
+        """Record the result of a validation at this step. Returns whether it is the best so far."""
+        self.tokens_per_step[self.step] = tokens_per_step
+        is_best = self.best_step is None or tokens_per_step >= self.tokens_per_step[self.best_step]
+        self.best_step = self.step if is_best else self.best_step
+        return is_best
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as trainer.json holds it."""
+        document = asdict(self)
+        return {_JSON_KEYS.get(name, name): value for name, value in document.items()}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> "TrainingState":
+        """Read what `to_json` returned. Raises `KeyError`, `TypeError`, `ValueError` or `AttributeError` for others."""
+        state = cls(**{each.name: document[_JSON_KEYS.get(each.name, each.name)] for each in fields(cls)})
+        state.tokens_per_step = {int(step): value for step, value in state.tokens_per_step.items()}
+        return state
+
+
+_JSON_KEYS = {"tokens_per_step": "walked"}  # names in trainer.json that differ from the attributes'
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What there is to say of the steps since the last time. done: part of the training; rate: the learning rate."""
+class Progress:
+    """A line of progress.
+
+    Attributes:
+        step: Optimizer steps that were made.
+        steps: Optimizer steps of the whole training; None when only time ends it.
+        fraction_done: Share of the training that is done, from 0 to 1.
+        seconds: Time spent training.
+        speed: Tokens read per second.
+        loss: Mean loss since the last line.
+        accuracy: Accuracy by draft step since the last line, as in `TrainingState`.
+        learning_rate: Learning rate of the last step.
+    """
 
     step: int
     steps: int | None
-    done: float
+    fraction_done: float
     seconds: float
-    speed: float  # tokens/s
+    speed: float
     loss: float
     accuracy: list[float]
-    rate: float
+    learning_rate: float
 
     @property
-    def left(self) -> float | None:
-        """Seconds to go; None while nothing is known."""
-        return self.seconds * (1 - self.done) / self.done if self.done > 0 and self.seconds > 0 else None
+    def seconds_left(self) -> float | None:
+        """Estimated seconds to the end; None before the first step."""
+        if self.fraction_done > 0 and self.seconds > 0:
+            return self.seconds * (1 - self.fraction_done) / self.fraction_done
+        return None
 
     def __str__(self) -> str:
         whole = f"/{self.steps}" if self.steps else ""
-        left = f", {_time(max(self.left, 0))} left" if self.left is not None else ""
-        right = " ".join(f"{part:.3f}" for part in self.accuracy)
+        left = f", {_format_time(max(self.seconds_left, 0))} left" if self.seconds_left is not None else ""
+        right = " ".join(f"{share:.3f}" for share in self.accuracy)
         return (
-            f"step {self.step}{whole}  {_time(self.seconds)}{left}  {self.speed:,.0f} tokens/s  loss {self.loss:.4f}  "
-            f"right {right}  lr {self.rate:.1e}"
+            f"step {self.step}{whole}  {_format_time(self.seconds)}{left}  {self.speed:,.0f} tokens/s  "
+            f"loss {self.loss:.4f}  right {right}  lr {self.learning_rate:.1e}"
         )
 
-    def logged(self) -> dict[str, float]:
-        """For trackers."""
-        depths = {f"right at step {depth}": part for depth, part in enumerate(self.accuracy, start=1)}
-        return {"loss": self.loss, "lr": self.rate, "tokens/s": self.speed} | depths
+    def for_trackers(self) -> dict[str, float]:
+        """Return the numbers by the names under which trackers show them."""
+        depths = {f"right at step {depth}": share for depth, share in enumerate(self.accuracy, start=1)}
+        return {"loss": self.loss, "lr": self.learning_rate, "tokens/s": self.speed} | depths
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
 class Clock:
-    """Steps and time of a training, its validations and checkpoints left out. spent: seconds of those, by name."""
+    """Counts the steps and the time of a training, without its validations and checkpoints.
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator, standing: Standing | None = None):
+    Args:
+        config: Options of the training.
+        accelerator: Processes that train together.
+        state: State to go on from; a new one when None.
+
+    Attributes:
+        state: State of the training.
+        seconds_by_activity: Seconds spent on what is beside the training, by its name.
+    """
+
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, state: TrainingState | None = None):
         self.steps, self.minutes, self.accelerator = config.steps, config.minutes, accelerator
-        self.at = standing or Standing()
-        self.spent: dict[str, float] = {}
-        self._before = self.at.seconds
+        self.state = state or TrainingState()
+        self.seconds_by_activity: dict[str, float] = {}
+        self._seconds_before = self.state.seconds
         self.start()
 
     @property
     def step(self) -> int:
-        return self.at.step
+        """Optimizer steps that were made."""
+        return self.state.step
 
     @property
     def seconds(self) -> float:
-        return self._before + time.perf_counter() - self._began
+        """Seconds of training so far, those before a resume included."""
+        return self._seconds_before + time.perf_counter() - self._started
 
     def start(self) -> None:
-        """Begin to count, with the next step."""
-        self._began = time.perf_counter()
+        """Count time from now on."""
+        self._started = time.perf_counter()
 
     @contextlib.contextmanager
-    def noted(self, what: str, *, stopped: bool = False) -> Iterator[None]:
-        """Note how long it takes; stopped: and do not count it."""
-        began = time.perf_counter()
+    def timed(self, activity: str, *, paused: bool = False) -> Iterator[None]:
+        """Add the time that the block takes to `seconds_by_activity`, and leave it out of `seconds` if `paused`."""
+        started = time.perf_counter()
         yield
-        took = time.perf_counter() - began
-        self._began += took if stopped else 0
-        self.spent[what] = self.spent.get(what, 0.0) + took
+        seconds = time.perf_counter() - started
+        self._started += seconds if paused else 0
+        self.seconds_by_activity[activity] = self.seconds_by_activity.get(activity, 0.0) + seconds
 
     @property
-    def part(self) -> float:
-        """Which part of the training is done, as far as this process knows; 1 or more at its end."""
+    def fraction_done(self) -> float:
+        """Share of the training that is done by this process's clock; 1 or more at the end."""
         by_steps = self.step / self.steps if self.steps else 0.0
         if not self.minutes or self.step == 0:
             return by_steps
         return max(by_steps, self.seconds / (60 * self.minutes))
 
-    def agreed(self) -> float:
-        """The same in every process. All must ask."""
+    def broadcast_fraction_done(self) -> float:
+        """Broadcast `fraction_done` from rank 0. Collective: call it on every rank."""
         if self.minutes and self.accelerator.num_processes > 1:  # clocks differ, and all must take the same steps
-            return float(broadcast(torch.tensor(self.part, device=self.accelerator.device)))
-        return self.part
+            return float(broadcast(torch.tensor(self.fraction_done, device=self.accelerator.device)))
+        return self.fraction_done
 
 
-class Meter:
-    """Loss and accuracy since the last reading, over all processes, summed on the device.
+class LossMeter:
+    """Loss and accuracy since they were last read, over all processes, summed on the device.
 
-    loss: per target. accuracy[k]: how often step k + 1 was right, among rollouts whose earlier steps were. tokens: read
-    since the beginning, padding included, as of the last reading.
+    Args:
+        draft_len: Draft steps K.
+        accelerator: Processes that train together.
+
+    Attributes:
+        loss: Mean loss per prediction, as of the last `read`.
+        accuracy: Accuracy by draft step among rollouts whose earlier steps were all right, as of the last `read`.
+        tokens: Tokens read since the beginning, padding included, as of the last `check_finite`.
     """
 
     def __init__(self, draft_len: int, accelerator: Accelerator):
         self.accelerator = accelerator
         self._sums = torch.zeros(2 + 2 * draft_len, device=accelerator.device)  # loss, weight, then counts [2, K]
-        self._bad = torch.tensor(-1, device=accelerator.device)  # the first step whose loss was not finite
-        self._own = 0  # tokens of this process
+        self._bad_step = torch.tensor(-1, device=accelerator.device)  # the first step whose loss was not finite
+        self._process_tokens = 0  # tokens that this process read
         self.loss, self.accuracy, self.tokens = float("nan"), [float("nan")] * draft_len, 0
 
-    def add(self, step: int, losses: Losses) -> None:
-        """A batch of step number `step`, from 0."""
-        self._sums[0] += losses.loss.detach()
-        self._sums[2:] += torch.cat([losses.seen, losses.right])
-        self.check(step, losses.loss.detach())
+    def add(self, step: int, batch_loss: BatchLoss) -> None:
+        """Add the loss of a batch of optimizer step `step`, counted from 0."""
+        self._sums[0] += batch_loss.loss.detach()
+        self._sums[2:] += torch.cat([batch_loss.attempted, batch_loss.correct])
+        self.expect_finite(step, batch_loss.loss.detach())
 
-    def check(self, step: int, value: Tensor) -> None:
-        """A number `[]` of that step that must be finite."""
-        self._bad = torch.where((self._bad < 0) & ~torch.isfinite(value), step, self._bad)
+    def expect_finite(self, step: int, value: Tensor) -> None:
+        """Let the next `check_finite` raise if `value`, `[]`, of optimizer step `step` is not finite."""
+        self._bad_step = torch.where((self._bad_step < 0) & ~torch.isfinite(value), step, self._bad_step)
 
-    def weigh(self, weight: Tensor, tokens: int) -> None:
-        """The weight `[]` of all targets of a step of this process, and how many tokens it read."""
+    def add_weight(self, weight: Tensor, tokens: int) -> None:
+        """Add the weight `[]` of this process's predictions in a step, and the tokens that it read."""
         self._sums[1] += weight
-        self._own += tokens
+        self._process_tokens += tokens
 
-    def verify(self) -> None:
-        """Wait for the device; in every process. Raises `NotFiniteError` when a loss was not finite."""
-        own = torch.stack([self._bad, torch.tensor(self._own, device=self._bad.device)])
-        bad, tokens = zip(*self.accelerator.gather(own[None]).tolist(), strict=True)
+    def check_finite(self) -> None:
+        """Wait for the device; raise `NotFiniteError` if a loss was not finite. Collective: call it on every rank."""
+        local = torch.stack([self._bad_step, torch.tensor(self._process_tokens, device=self._bad_step.device)])
+        bad_steps, tokens = zip(*self.accelerator.gather(local[None]).tolist(), strict=True)
         self.tokens = sum(tokens)
-        if max(bad) >= 0:
-            step, process = min((step, process) for process, step in enumerate(bad) if step >= 0)
+        if max(bad_steps) >= 0:
+            step, process = min((step, process) for process, step in enumerate(bad_steps) if step >= 0)
             raise NotFiniteError(step, process)
 
     def read(self) -> None:
-        """The same, and take the means."""
-        self.verify()
+        """Set `loss` and `accuracy` to the means since the last call, after `check_finite`. Collective as well."""
+        self.check_finite()
         loss, weight, *counts = self.accelerator.gather(self._sums[None]).sum(dim=0).tolist()
         if weight == 0:
             return
-        seen, right = counts[: len(counts) // 2], counts[len(counts) // 2 :]
-        self.loss, self.accuracy = loss / weight, [r / max(s, 1) for r, s in zip(right, seen, strict=True)]
+        attempted, correct = counts[: len(counts) // 2], counts[len(counts) // 2 :]
+        self.loss = loss / weight
+        self.accuracy = [right / max(tried, 1) for right, tried in zip(correct, attempted, strict=True)]
         self._sums.zero_()
 
 
 class Console:
-    """Where news go: on a terminal a bar below them on stderr, else each on a line. Use it in `with`."""
+    """Prints lines, and on a terminal a progress bar below them on stderr. Use it in `with`.
 
-    def __init__(self, log: Callable[[str], object], shown: bool | None = None):
-        """shown: whether there is a bar; None: where stderr is a terminal."""
+    Args:
+        log: Prints a line.
+        show_bar: Whether to draw the bar; None for whether stderr is a terminal.
+    """
+
+    def __init__(self, log: Callable[[str], object], show_bar: bool | None = None):
         self.log, self._bar = log, None
-        if sys.stderr.isatty() if shown is None else shown:
+        if sys.stderr.isatty() if show_bar is None else show_bar:
             form = "{percentage:3.0f}%|{bar:20}| {desc}"
             self._bar = tqdm(total=1.0, bar_format=form, dynamic_ncols=True)
 
@@ -202,13 +268,15 @@ class Console:
         if self._bar is not None:
             self._bar.close()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
+        """Print a line above the bar."""
         with tqdm.external_write_mode():
             self.log(line)
 
-    def show(self, numbers: Numbers) -> None:
+    def show_progress(self, progress: Progress) -> None:
+        """Show progress in the bar, or as a line where there is none."""
         if self._bar is None:
-            self.log(str(numbers))
+            self.log(str(progress))
             return
-        self._bar.n = min(numbers.done, 1.0)
-        self._bar.set_description_str(str(numbers))
+        self._bar.n = min(progress.fraction_done, 1.0)
+        self._bar.set_description_str(str(progress))

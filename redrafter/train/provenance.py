@@ -1,4 +1,4 @@
-"""Where a drafter comes from: what is written beside its weights, so that it can be made again."""
+"""Record of how a drafter was made, written beside its weights as training.json so that it can be made again."""
 
 import hashlib
 import math
@@ -18,50 +18,59 @@ from redrafter.data.windows import Windows
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import hardware, versions
 from redrafter.train.config import TrainConfig, shown_command
-from redrafter.train.loop import Report
+from redrafter.train.trainer import TrainingResult
 
-__all__ = ["data_hash", "files", "provenance", "revision"]
+__all__ = ["describe_files", "hash_windows", "make_provenance", "source_revision"]
 
-BLOCK = 1 << 20
+READ_BYTES = 1 << 20  # read at once to hash a file
 
 
-def provenance(
+def make_provenance(
     model: PreTrainedModel,
     base: str,
     config: TrainConfig,
-    report: Report,
+    result: TrainingResult,
     windows: Windows,
     accelerator: Accelerator,
 ) -> dict[str, Any]:
-    """Everything that is known of a training, as JSON. base: its name."""
-    best = report.best_step
+    """Make the content of training.json.
+
+    Args:
+        model: The base.
+        base: Name of the base.
+        config: Options of the training.
+        result: What the training did.
+        windows: Windows that were trained on.
+        accelerator: Processes that trained together.
+    """
+    best = result.best_step
     return {
         "command": shown_command(config),
-        "config": _plain(config),
+        "config": _config_without_folders(config),
         "versions": versions() | {"accelerate": version("accelerate")},
-        "revision": revision(),
-        "data": files(config.data),
-        "data_hash": data_hash(windows),
+        "revision": source_revision(),
+        "data": describe_files(config.data),
+        "data_hash": hash_windows(windows),
         "windows": len(windows),
         "base": base,
         "base_dtype": dtype_name(model.dtype),
         "mixed_precision": accelerator.mixed_precision,
         "device": hardware(accelerator.device),
         "processes": accelerator.num_processes,
-        "steps": report.steps,
-        "saved_step": report.steps if best is None else best,
-        "tokens": report.tokens,
-        "seconds": round(report.seconds, 3),
-        "tokens_per_second": round(report.tokens / report.seconds, 1) if report.seconds > 0 else None,
-        "seconds_beside": {what: round(took, 3) for what, took in report.spent.items()},
-        "loss": report.loss if math.isfinite(report.loss) else None,
-        "accuracy": [part if math.isfinite(part) else None for part in report.accuracy],
-        "tokens_per_step": {str(step): value for step, value in sorted(report.walked.items())},
+        "steps": result.steps,
+        "saved_step": result.steps if best is None else best,
+        "tokens": result.tokens,
+        "seconds": round(result.seconds, 3),
+        "tokens_per_second": round(result.tokens / result.seconds, 1) if result.seconds > 0 else None,
+        "seconds_beside": {activity: round(seconds, 3) for activity, seconds in result.seconds_by_activity.items()},
+        "loss": result.loss if math.isfinite(result.loss) else None,
+        "accuracy": [part if math.isfinite(part) else None for part in result.accuracy],
+        "tokens_per_step": {str(step): value for step, value in sorted(result.tokens_per_step.items())},
     }
 
 
-def revision() -> str | None:
-    """The commit of the checkout that this library runs from, with -dirty where it was changed; None elsewhere."""
+def source_revision() -> str | None:
+    """Return the commit of the checkout that this library runs from, with -dirty if it was changed; None elsewhere."""
     checkout = Path(redrafter.__file__).resolve().parents[1]
     if not (checkout / ".git").exists():
         return None
@@ -72,20 +81,20 @@ def revision() -> str | None:
         return None
 
 
-def files(sources: Sequence[str]) -> list[dict[str, Any]]:
-    """Of each source of texts its name and, where it is a file, its size and sha256."""
-    found = []
+def describe_files(sources: Sequence[str]) -> list[dict[str, Any]]:
+    """Describe each source of texts: its name and, if it is a file, its size and sha256."""
+    descriptions = []
     for source in sources:
         path = Path(source)
-        told: dict[str, Any] = {"name": short_name(source), "bytes": None, "sha256": None}
+        description: dict[str, Any] = {"name": short_name(source), "bytes": None, "sha256": None}
         if path.is_file():
-            told |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        found.append(told)
-    return found
+            description |= {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        descriptions.append(description)
+    return descriptions
 
 
-def data_hash(windows: Windows) -> str:
-    """sha256 of what is learnt from: it changes with the data, their order, the tokenizer and the template."""
+def hash_windows(windows: Windows) -> str:
+    """Return the sha256 of the windows, which changes with the data, their order, the tokenizer and the template."""
     digest = hashlib.sha256()
     for part in (windows.tokens, windows.mask, windows.offsets):
         digest.update(part.contiguous().numpy().data)
@@ -95,17 +104,17 @@ def data_hash(windows: Windows) -> str:
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(BLOCK):
+        while block := file.read(READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
 
-def _plain(config: TrainConfig) -> dict[str, Any]:
-    """A config as JSON, files without their folders."""
-    found: dict[str, Any] = {}
-    for each in fields(config):
-        value = getattr(config, each.name)
-        if each.metadata.get("path") or each.name == "model":
+def _config_without_folders(config: TrainConfig) -> dict[str, Any]:
+    """Return a config as JSON, with the names of files without their folders."""
+    options: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.metadata.get("path") or field.name == "model":
             value = tuple(map(short_name, value)) if isinstance(value, tuple) else value and short_name(value)
-        found[each.name] = value
-    return found
+        options[field.name] = value
+    return options

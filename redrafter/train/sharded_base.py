@@ -16,8 +16,18 @@ __all__ = ["load_sharded"]
 
 
 def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) -> PreTrainedModel:
-    """What `load` gives, which is to be on the host, spread. The processes load in turn, so that the host holds one
-    whole copy at a time."""
+    """Load a base and spread it over the processes' devices. Collective: call it in every process.
+
+    The processes load in turn, so that the host holds one whole copy at a time.
+
+    Args:
+        load: Loads the whole base to the CPU.
+        accelerator: Processes that share the base.
+
+    Raises:
+        ArgumentError: There is only one process.
+        UnsupportedError: The model's layers cannot be found.
+    """
     if accelerator.num_processes == 1:
         raise ArgumentError("--shard-base is for several processes: start them with accelerate launch")
     model: PreTrainedModel | None = None
@@ -27,16 +37,16 @@ def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) 
             _shard(model, accelerator)
         accelerator.wait_for_everyone()
     assert model is not None
-    with torch.no_grad():  # makes the buffers that layers are gathered in, which must not be inference mode's own
+    with torch.no_grad():  # allocates the buffers that layers are gathered in, which must not be inference tensors
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=accelerator.device))
     return model
 
 
 def _shard(model: PreTrainedModel, accelerator: Accelerator) -> None:
-    """Spread each decoder layer over all processes. It is gathered for its forward, which all must run together.
+    """Spread each decoder layer over all processes; it is gathered for its forward, which all must run together.
 
-    What is outside of the layers (embedding, last norm, head) is whole on every device: it is used beside the model's
-    own forward too. Raises `UnsupportedError` where a model's layers cannot be found.
+    The weights outside of the layers (embedding, last norm, head) are whole on every device, because they are also used
+    apart from the model's own forward. Raises `UnsupportedError` where a model's layers cannot be found.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     stack = decoder_stack(model, count)
@@ -48,5 +58,5 @@ def _shard(model: PreTrainedModel, accelerator: Accelerator) -> None:
     layers = {id(weight) for weight in stack.parameters()}
     whole = {weight for weight in model.parameters() if id(weight) not in layers}
     fully_shard(model, mesh=mesh, ignored_params=whole)  # so that layers fetch each other's weights ahead
-    placed: Any = model
-    placed.to(accelerator.device)
+    base: Any = model
+    base.to(accelerator.device)

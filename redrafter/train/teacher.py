@@ -1,4 +1,4 @@
-"""The frozen base, asked once about whole texts."""
+"""The frozen base as the teacher: one forward over whole texts gives its logits and the drafter's input."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,8 +18,13 @@ __all__ = ["Teacher", "TeacherOutput"]
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """What a base made of texts. hidden: `[B, T, F]`, what a drafter reads (see `features`). embedding: `[B, T, D]`, of
-    the texts' tokens. logits: `[B, T, V]`."""
+    """Output of the base for a batch of texts.
+
+    Attributes:
+        hidden: Hidden states that a drafter reads, `[B, T, F]`: the last one, then those of the fused layers.
+        embedding: Embeddings of the tokens, `[B, T, D]`.
+        logits: The base's logits, `[B, T, V]`.
+    """
 
     hidden: Tensor
     embedding: Tensor
@@ -27,8 +32,8 @@ class TeacherOutput:
 
 
 @dataclass
-class _Seen:
-    """What the hooks saw in one reading."""
+class _Captured:
+    """Tensors that the hooks captured in one forward."""
 
     last: Tensor | None = None
     embedding: Tensor | None = None
@@ -36,18 +41,23 @@ class _Seen:
 
 
 class _NoCache(DynamicCache):
-    """Keeps nothing. Given no cache at all, transformers asks the positions whether several texts are packed into a
-    row, and the host waits for the device to answer."""
+    """A cache that keeps nothing.
+
+    Without a cache, transformers checks on the device whether several texts are packed into a row, and the host waits.
+    """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
 
 class Teacher:
-    """A causal LM in eval mode, whose forward gives, beside its logits, what its head saw: the drafter's input.
+    """A causal LM in eval mode whose forward also gives the input of its head. Use it in `with`, which sets the hooks.
 
-    Both are the model's own, so whatever it does after its head (softcaps, scaling) is in the logits. layers: those
-    whose outputs stand behind the last hidden state. Use it in `with`.
+    Both come from the model's own forward, so whatever it does after its head (softcaps, scaling) is in the logits.
+
+    Args:
+        model: The base.
+        layers: Decoder layers whose outputs are joined to the last hidden state.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
@@ -57,53 +67,62 @@ class Teacher:
         with torch.no_grad():
             self._kinds = probe_attention(model, config, ids).layer_kinds(config).by_name
         self._layers = decoder_layers(model, config.num_hidden_layers, layers)
-        self._seen: _Seen | None = None  # only while it reads; others run the model in between
+        self._captured: _Captured | None = None  # set during `read` only; the model may run between reads
 
     def __enter__(self) -> "Teacher":
         self._hooks = ExitStack()
-        self._hooks.callback(self.model.get_output_embeddings().register_forward_pre_hook(self._tap).remove)
-        self._hooks.enter_context(watch_outputs([self.model.get_input_embeddings()], self._see_embedding))
-        self._hooks.enter_context(watch_outputs(self._layers, self._see_output))
+        self._hooks.callback(
+            self.model.get_output_embeddings().register_forward_pre_hook(self._capture_head_input).remove
+        )
+        self._hooks.enter_context(watch_outputs([self.model.get_input_embeddings()], self._capture_embedding))
+        self._hooks.enter_context(watch_outputs(self._layers, self._capture_layer))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
-    def _tap(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if self._seen is not None:
-            self._seen.last = args[0]
+    def _capture_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if self._captured is not None:
+            self._captured.last = args[0]
 
-    def _see_embedding(self, output: Tensor) -> None:
-        if self._seen is not None:
-            self._seen.embedding = output
+    def _capture_embedding(self, output: Tensor) -> None:
+        if self._captured is not None:
+            self._captured.embedding = output
 
-    def _see_output(self, output: Tensor) -> None:
-        if self._seen is not None:
-            self._seen.outputs.append(output)
+    def _capture_layer(self, output: Tensor) -> None:
+        if self._captured is not None:
+            self._captured.outputs.append(output)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, segment: Tensor | None = None) -> TeacherOutput:
-        """tokens: `[B, T]`; rows end in any ids as padding, which a causal model's earlier positions do not see.
-        segment: `[B, T]`, which text of its row each token is of; None where each row is one text."""
+        """Run the base over a batch of texts.
+
+        Args:
+            tokens: Token ids, `[B, T]` int64. Rows are padded at the end with any ids, since earlier positions of a
+                causal model do not see them.
+            segment: Number of the text that each token belongs to within its row, `[B, T]`; None where each row is one
+                text.
+        """
         packed = {} if segment is None else self._packed(segment)
-        self._seen = seen = _Seen()
+        self._captured = captured = _Captured()
         try:
             logits = self.model(input_ids=tokens, past_key_values=_NoCache(), use_cache=True, **packed).logits
         finally:
-            self._seen = None
-        assert seen.last is not None, "the model did not call its head"
-        assert seen.embedding is not None, "the model did not call its embedding"
-        return TeacherOutput(join_hidden(seen.last, seen.outputs), seen.embedding, logits)
+            self._captured = None
+        assert captured.last is not None, "the model did not call its head"
+        assert captured.embedding is not None, "the model did not call its embedding"
+        return TeacherOutput(join_hidden(captured.last, captured.outputs), captured.embedding, logits)
 
     def _packed(self, segment: Tensor) -> dict[str, Any]:
-        """Positions that begin anew with each text, and masks that keep texts from each other."""
-        place = torch.arange(segment.shape[1], device=segment.device)
+        """Make the model's arguments for rows of several texts: positions from 0 in each, and masks between them."""
+        index = torch.arange(segment.shape[1], device=segment.device)
         begins = torch.ones_like(segment, dtype=torch.bool)
         begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
-        position = place - torch.where(begins, place, 0).cummax(dim=1).values  # [B, T]
-        same = (segment[:, :, None] == segment[:, None, :]) & (place[:, None] >= place)  # [B, T, T]
+        position = index - torch.where(begins, index, 0).cummax(dim=1).values  # [B, T]
+        same = (segment[:, :, None] == segment[:, None, :]) & (index[:, None] >= index)  # [B, T, T]
         masks = {
-            name: additive_mask(same & _near(position, kind), self.model.dtype) for name, kind in self._kinds.items()
+            name: additive_mask(same & _in_reach(position, kind), self.model.dtype)
+            for name, kind in self._kinds.items()
         }
         return {
             "position_ids": position,
@@ -111,11 +130,16 @@ class Teacher:
         }
 
 
-def _near(position: Tensor, kind: AttentionKind) -> Tensor:
-    """Which positions `[B, T]` a layer of this kind looks back to, `[B, T, T]` or broadcastable."""
-    at, back = position[:, :, None], position[:, None, :]
+def _in_reach(position: Tensor, kind: AttentionKind) -> Tensor:
+    """Return which keys each query of a layer of this kind attends to, `[B, T, T]` bool or broadcastable.
+
+    Args:
+        position: Position of each token in its text, `[B, T]`.
+        kind: Attention of the layer: full, within a window or within a chunk.
+    """
+    query, key = position[:, :, None], position[:, None, :]
     if kind.window is not None:
-        return at - back < kind.window
+        return query - key < kind.window
     if kind.chunk is not None:
-        return at // kind.chunk == back // kind.chunk
+        return query // kind.chunk == key // kind.chunk
     return torch.ones((), dtype=torch.bool, device=position.device)

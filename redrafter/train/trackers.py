@@ -1,4 +1,4 @@
-"""Trackers of experiments, which accelerate talks to."""
+"""Experiment trackers, through accelerate."""
 
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -9,11 +9,11 @@ from accelerate import Accelerator
 from redrafter.errors import ArgumentError
 from redrafter.train.config import TrainConfig
 
-__all__ = ["start_trackers", "tracking"]
+__all__ = ["start_trackers", "tracker_arguments"]
 
 
-def tracking(config: TrainConfig) -> dict[str, Any]:
-    """What an `Accelerator` has to know. Raises `ArgumentError` for a tracker that is not installed."""
+def tracker_arguments(config: TrainConfig) -> dict[str, Any]:
+    """Return the arguments of `Accelerator` that name the trackers. Raises `ArgumentError` if one is not installed."""
     for name in config.report_to:
         if find_spec(name) is None:
             raise ArgumentError(f"--report-to {name} needs its package: pip install {name}")
@@ -21,10 +21,10 @@ def tracking(config: TrainConfig) -> dict[str, Any]:
 
 
 def start_trackers(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Tell them the options of this run."""
+    """Start the trackers, with the options of this run."""
     if config.report_to:
-        plain = {
+        options = {
             name: value if isinstance(value, int | float | bool) else str(value)
             for name, value in asdict(config).items()
         }
-        accelerator.init_trackers("redrafter", config=plain)
+        accelerator.init_trackers("redrafter", config=options)

@@ -266,7 +266,7 @@ def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, fo
     monkeypatch.setattr(bench_module.Workload, "of", stop)
     monkeypatch.setattr(tune_module, "Tuner", lambda engine, prompts, **_: stop(prompts=prompts))
     monkeypatch.setattr(compare_module, "select_prompts", lambda prompts, *_: stop(prompts=prompts))
-    monkeypatch.setattr(evaluate_module, "written", lambda target, prompts, *_, **__: stop(prompts=prompts))
+    monkeypatch.setattr(evaluate_module, "write_texts", lambda target, prompts, *_, **__: stop(prompts=prompts))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in ROWS))
     names = ["--model", str(folder / "merged"), "--prompts", str(tmp_path / "rows.jsonl"), *cut]
     for command in ("bench", "tune", "compare", "evaluate"):

@@ -16,7 +16,7 @@ from redrafter.data.documents import encode_documents, format_sample, sample_pro
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.data.windows import Batch, Document, Windows, assign_rows
 from redrafter.errors import CheckpointError, MismatchError
-from redrafter.train.loss import targets
+from redrafter.train.loss import target_mask
 
 SHARED = {
     "conversations": [
@@ -126,7 +126,7 @@ def test_a_sample_is_shown_with_what_is_learnt_of_it(tmp_path):
 def test_learnable_is_having_a_target():
     for number in range(2**7):
         mask = [bool(number >> bit & 1) for bit in range(7)]
-        assert Document([0] * 7, mask).learnable == bool(targets(torch.tensor([mask]), 1).any())
+        assert Document([0] * 7, mask).learnable == bool(target_mask(torch.tensor([mask]), 1).any())
 
 
 # What rows may say
@@ -422,12 +422,12 @@ def test_batches_hold_documents_side_by_side_and_nothing_else(pack):
 
 def test_no_rollout_crosses_from_a_document_into_another():
     batch = next(Windows(random_documents(80, longest=20), length=64).batches(8, 0))
-    counted = targets(batch.mask, 4)
+    counted = target_mask(batch.mask, 4)
     assert batch.segment.max() > 3
     assert counted.any(dim=(0, 1)).all()
     for row, anchor, k in counted.nonzero().tolist():
         assert len(set(batch.segment[row, anchor : anchor + k + 3].tolist())) == 1
-    everywhere = targets(batch.segment < batch.segment.max(), 4)  # as a mask without those 0s would have it
+    everywhere = target_mask(batch.segment < batch.segment.max(), 4)  # as a mask without those 0s would have it
     assert any(batch.segment[r, a] != batch.segment[r, a + k + 2] for r, a, k in everywhere.nonzero().tolist())
 
 

@@ -26,10 +26,10 @@ from redrafter.target.target import Target
 from redrafter.train.evaluate import replay as replay_module
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate.command import EvaluateOptions, evaluate
-from redrafter.train.evaluate.prompts import categories
-from redrafter.train.evaluate.replay import HeldOut, Walk, walk
-from redrafter.train.evaluate.shapes import Shape, judge
-from redrafter.train.evaluate.texts import Texts, repeated, written
+from redrafter.train.evaluate.prompts import prompts_by_category
+from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, replay
+from redrafter.train.evaluate.shapes import Shape, count_accepted
+from redrafter.train.evaluate.texts import Texts, repeated_share, write_texts
 from redrafter.train.teacher import Teacher
 
 SHAPES = [
@@ -94,22 +94,22 @@ def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreT
 @pytest.mark.parametrize("pair", ["patterned", "random", "reduced", "layered"])
 def test_a_walk_is_what_generate_reports(request, pair, temperature, monkeypatch):
     """Text by text, on unequal prompts decoded as one batch, of which some end early."""
-    monkeypatch.setattr(replay_module, "TEXTS", 2)
-    monkeypatch.setattr(replay_module, "POSITIONS", 7)
+    monkeypatch.setattr(replay_module, "MAX_BATCH_TEXTS", 2)
+    monkeypatch.setattr(replay_module, "MAX_BATCH_POSITIONS", 7)
     layered = {"target_layers": [0, 1], "recurrence": "gated", "head_rank": 16}
     changes = {"reduced": {"draft_vocab": 40}, "layered": layered}.get(pair, {})
     model, drafter = request.getfixturevalue("patterned") if pair == "patterned" else random_pair(**changes)
     target, prompts = Target(model), random_prompts()
-    texts = written(target, prompts, 23, temperature, seed=5, rows=2)
+    texts = write_texts(target, prompts, 23, temperature, seed=5, batch_size=2)
     assert 0 < sum(texts.ended) < len(prompts) or temperature == 0
-    found = walk(drafter, target, texts, SHAPES)
+    found = replay(drafter, target, texts, SHAPES)
     ids = torch.tensor([[0] * (17 - len(prompt)) + prompt for prompt in prompts])
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "seed": 5} if temperature else {}
-    for shape, walks in zip(SHAPES, found, strict=True):
+    for shape, replayed in zip(SHAPES, found, strict=True):
         engine = ReDrafter(target, drafter, TreeShape(shape.beams, shape.depth, shape.nodes))
         arguments = {"do_sample": False, "max_new_tokens": 23, "return_dict_in_generate": True} | sampling
         out = engine.generate(ids, (ids > 0).long(), **arguments)
-        for row, (text, mine, stats) in enumerate(zip(texts.own, walks, out.stats.rows, strict=True)):
+        for row, (text, mine, stats) in enumerate(zip(texts.continuations, replayed, out.stats.rows, strict=True)):
             assert out.sequences[row, 17 : 17 + len(text)].tolist() == text
             assert mine.tokens_per_step == stats.tokens_per_step
             for name in ("steps", "drafted", "accepted", "emitted", "accepted_by_depth"):
@@ -119,10 +119,10 @@ def test_a_walk_is_what_generate_reports(request, pair, temperature, monkeypatch
         assert sum(each.accepted for each in found[0]) > 5
 
 
-def walked(drafter: RecurrentDrafter, model: PreTrainedModel, *texts: list[int]) -> Walk:
+def walked(drafter: RecurrentDrafter, model: PreTrainedModel, *texts: list[int]) -> ReplayStats:
     """A chain of three drafts along texts with prompts of one token, all together."""
     shape, given = Shape(1, 3, 4), Texts(list(texts), [1] * len(texts), [False] * len(texts))
-    return Walk.of(shape, walk(drafter, Target(model), given, [shape])[0])
+    return ReplayStats.sum(shape, replay(drafter, Target(model), given, [shape])[0])
 
 
 def test_walking_ends_with_the_text(monkeypatch):
@@ -140,7 +140,7 @@ def test_walking_ends_with_the_text(monkeypatch):
     # Nothing of the first step, two of the second; the third draft had no room.
     assert missing.tried == [2, 1, 1]
     assert missing.accepted_by_depth == [1, 1, 1]
-    assert Walk.of(Shape(1, 3, 4)).acceptance == [None] * 3
+    assert ReplayStats.sum(Shape(1, 3, 4)).acceptance == [None] * 3
 
 
 def test_final_beams_keep_the_prefixes_of_the_beams_that_survive():
@@ -160,7 +160,7 @@ def test_final_beams_keep_the_prefixes_of_the_beams_that_survive():
         path = _path(deepest, row, node)
         state.tokens[row, 1:] = torch.tensor(path + [-1] * (6 - len(path)))
     shapes = [Shape(4, 5, None), Shape(4, 3, None), Shape(4, 5, 21)]
-    accepted, drafted = judge(drafter, target, state, sampler, None, shapes)
+    accepted, drafted = count_accepted(drafter, target, state, sampler, None, shapes)
     for column, depth in ((0, 5), (1, 3)):
         for row in range(rows):
             text = state.tokens[row, 1:].tolist()
@@ -185,7 +185,7 @@ def _path(tree, row: int, node: int) -> list[int]:
 def test_one_reading_of_the_base_and_one_search_of_a_width_serve_all_shapes(patterned, monkeypatch):
     model, drafter = patterned
     target = Target(model)
-    texts = written(target, random_prompts(), 12)
+    texts = write_texts(target, random_prompts(), 12)
     calls = {"read": 0, "step": 0}
 
     def counted(name, of):
@@ -197,38 +197,38 @@ def test_one_reading_of_the_base_and_one_search_of_a_width_serve_all_shapes(patt
 
     monkeypatch.setattr(Teacher, "read", counted("read", Teacher.read))
     monkeypatch.setattr(drafter, "step", counted("step", drafter.step))
-    walk(drafter, target, texts, [Shape(3, 4, nodes) for nodes in (13, 7, 2)] + [Shape(3, 2, 5), Shape(3, 4, None)])
+    replay(drafter, target, texts, [Shape(3, 4, nodes) for nodes in (13, 7, 2)] + [Shape(3, 2, 5), Shape(3, 4, None)])
     assert calls == {"read": 1, "step": 4}
 
 
 def test_memory_bounds_what_is_done_at_once_and_not_the_result(monkeypatch):
     model, drafter = random_pair()
     target, sizes = Target(model), []
-    texts = written(target, random_prompts(), 20, 1.0)
-    whole = walk(drafter, target, texts, SHAPES)
+    texts = write_texts(target, random_prompts(), 20, 1.0)
+    whole = replay(drafter, target, texts, SHAPES)
 
     def sized(drafter, target, state, *rest):
         sizes.append(len(state.length))
-        return judge(drafter, target, state, *rest)
+        return count_accepted(drafter, target, state, *rest)
 
-    monkeypatch.setattr(replay_module, "judge", sized)
-    monkeypatch.setattr(replay_module, "BYTES", VOCAB * (16 * 5 + 32 * 4) * 3)
-    assert walk(drafter, target, texts, SHAPES) == whole
+    monkeypatch.setattr(replay_module, "count_accepted", sized)
+    monkeypatch.setattr(replay_module, "MAX_BATCH_BYTES", VOCAB * (16 * 5 + 32 * 4) * 3)
+    assert replay(drafter, target, texts, SHAPES) == whole
     assert max(sizes) == 3
 
 
 def test_memory_bounds_how_many_texts_the_base_reads_at_once(monkeypatch):
     model, drafter = random_pair()
     texts, seen, original = Texts(random_prompts((6, 26, 7, 20, 19)), [2] * 5, [False] * 5), [], Teacher.read
-    whole = walk(drafter, Target(model), texts, SHAPES[-1:])
+    whole = replay(drafter, Target(model), texts, SHAPES[-1:])
 
     def read(teacher, tokens):
         seen.append(tuple(tokens.shape))
         return original(teacher, tokens)
 
     monkeypatch.setattr(Teacher, "read", read)
-    monkeypatch.setattr(replay_module, "BYTES", VOCAB * 4 * 50)
-    assert walk(drafter, Target(model), texts, SHAPES[-1:]) == whole
+    monkeypatch.setattr(replay_module, "MAX_BATCH_BYTES", VOCAB * 4 * 50)
+    assert replay(drafter, Target(model), texts, SHAPES[-1:]) == whole
     assert seen == [(2, 7), (2, 20), (1, 26)]
 
 
@@ -247,24 +247,24 @@ def test_a_chain_is_cut_at_its_end_even_where_rounding_scores_a_child_above_its_
     zero = torch.zeros(rows, dtype=torch.long)
     state = State(torch.tensor([[5, 7, 9, 9]]).expand(rows, -1), zero, torch.zeros(rows, HIDDEN), zero == 0)
     sampler = Sampler(None, (), torch.ones(rows), zero, zero, torch.arange(VOCAB))
-    accepted, drafted = judge(drafter, Target(model), state, sampler, None, [Shape(1, 2, 2)])
+    accepted, drafted = count_accepted(drafter, Target(model), state, sampler, None, [Shape(1, 2, 2)])
     assert accepted.flatten().tolist() == drafted.flatten().tolist() == [1] * rows
 
 
 def test_held_out_texts_are_written_once_and_walked_by_any_drafter(patterned, monkeypatch):
     model, drafter = patterned
     shape = Shape(3, 4, 13)
-    mute = HeldOut(Target(model), random_prompts(), 12, ends=range(VOCAB))
-    assert mute.count == mute.walk(drafter, shape).steps == 0
-    held_out = HeldOut(Target(model), random_prompts(), 12)
-    assert held_out.texts == written(Target(model), random_prompts(), 12)
+    mute = ValidationTexts(Target(model), random_prompts(), 12, end_ids=range(VOCAB))
+    assert mute.count == mute.measure(drafter, shape).steps == 0
+    validation_texts = ValidationTexts(Target(model), random_prompts(), 12)
+    assert validation_texts.texts == write_texts(Target(model), random_prompts(), 12)
     monkeypatch.setattr(texts_module, "Engine", None)  # from here on nothing may be written
-    first = held_out.walk(drafter.train(), shape)
+    first = validation_texts.measure(drafter.train(), shape)
     assert drafter.training
-    assert held_out.walk(drafter.eval(), shape) == first
-    assert first == Walk.of(shape, walk(drafter, held_out.target, held_out.texts, [shape])[0])
-    assert held_out.count == sum(len(own) > 1 for own in held_out.texts.own) > 0
-    assert held_out.walk(tiny_drafter(), shape).accepted < first.accepted
+    assert validation_texts.measure(drafter.eval(), shape) == first
+    assert first == ReplayStats.sum(shape, replay(drafter, validation_texts.target, validation_texts.texts, [shape])[0])
+    assert validation_texts.count == sum(len(own) > 1 for own in validation_texts.texts.continuations) > 0
+    assert validation_texts.measure(tiny_drafter(), shape).accepted < first.accepted
 
 
 # Texts
@@ -273,33 +273,33 @@ def test_held_out_texts_are_written_once_and_walked_by_any_drafter(patterned, mo
 def test_texts_say_how_they_ended_and_do_not_depend_on_their_batch():
     model, _ = random_pair()
     target, prompts = Target(model), random_prompts()
-    alone, together = (written(target, prompts, 20, 1.0, seed=9, rows=rows) for rows in (1, 5))
+    alone, together = (write_texts(target, prompts, 20, 1.0, seed=9, batch_size=rows) for rows in (1, 5))
     assert alone == together
-    assert alone.starts == [1, 9, 4, 17, 6]
+    assert alone.prompt_lengths == [1, 9, 4, 17, 6]
     assert alone.seeds == [9, 10, 11, 12, 13]
-    assert [text[:start] for text, start in zip(alone.tokens, alone.starts, strict=True)] == prompts
+    assert [text[:start] for text, start in zip(alone.tokens, alone.prompt_lengths, strict=True)] == prompts
     ends = {2, 11, 12, 13, 14}
-    assert alone.ended == [own[-1] in ends for own in alone.own]
+    assert alone.ended == [own[-1] in ends for own in alone.continuations]
     assert any(alone.ended)
-    assert not any(set(own[:-1]) & ends for own in alone.own)
+    assert not any(set(own[:-1]) & ends for own in alone.continuations)
     said = []
-    other = written(target, prompts, 20, 1.0, seed=9, ends=[3], rows=2, report=said.append)
-    assert other.ended == [own[-1] == 3 for own in other.own]
+    other = write_texts(target, prompts, 20, 1.0, seed=9, end_ids=[3], batch_size=2, report=said.append)
+    assert other.ended == [own[-1] == 3 for own in other.continuations]
     assert said == [2, 4, 5]
-    assert all(len(own) == 20 or own[-1] == 3 for own in other.own)
+    assert all(len(own) == 20 or own[-1] == 3 for own in other.continuations)
 
 
 def test_only_a_temperature_stands_between_model_and_text():
     model, _ = random_pair()
-    plain = [written(Target(model), random_prompts(), 16, temperature) for temperature in (0.0, 1.0)]
+    plain = [write_texts(Target(model), random_prompts(), 16, temperature) for temperature in (0.0, 1.0)]
     model.generation_config.update(repetition_penalty=3.0, top_k=1, top_p=0.1, temperature=0.3)
-    assert [written(Target(model), random_prompts(), 16, temperature) for temperature in (0.0, 1.0)] == plain
+    assert [write_texts(Target(model), random_prompts(), 16, temperature) for temperature in (0.0, 1.0)] == plain
 
 
 def test_repetition_is_of_runs_that_occurred_before_in_the_same_text():
-    assert repeated([[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 5], [7]], 4) == pytest.approx(1 / 7)
-    assert repeated([[5] * 10], 4) == pytest.approx(6 / 7)
-    assert repeated([[1, 2, 3]], 4) is None
+    assert repeated_share([[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3, 4, 5], [7]], 4) == pytest.approx(1 / 7)
+    assert repeated_share([[5] * 10], 4) == pytest.approx(6 / 7)
+    assert repeated_share([[1, 2, 3]], 4) is None
 
 
 def test_a_tokenizer_may_know_another_end_than_its_model():
@@ -335,7 +335,7 @@ def test_prompts_come_by_category_from_rows_of_every_kind(tmp_path):
     ]
     lines = tmp_path / "lines.txt"
     lines.write_text("a line\n\nanother line\n" + "long " * 200 + "\n")
-    found = categories([write_rows(tmp_path / "rows.jsonl", rows), str(lines)], tokenizer, None, 100, 0)
+    found = prompts_by_category([write_rows(tmp_path / "rows.jsonl", rows), str(lines)], tokenizer, None, 100, 0)
     chat = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
     assert {name: sorted(map(tokenizer.decode, some)) for name, some in found.items() if name != "plays"} == {
         "chat": [chat, chat],
@@ -346,18 +346,18 @@ def test_prompts_come_by_category_from_rows_of_every_kind(tmp_path):
     whole = tokenizer(rows[0]["text"]).input_ids
     assert play == whole
     for share, most, count in ((0.5, None, len(whole) // 2), (1.0, 3, 3), (0.5, 64, len(whole) // 2)):
-        cut = categories([str(tmp_path / "rows.jsonl")], tokenizer, None, 100, 0, share=share, most=most)
+        cut = prompts_by_category([str(tmp_path / "rows.jsonl")], tokenizer, None, 100, 0, share=share, most=most)
         assert cut["plays"] == [whole[:count]]
         assert {name: some for name, some in cut.items() if name != "plays"} == {
             name: some for name, some in found.items() if name in ("chat", "rows")
         }
-    few = categories([str(tmp_path / "rows.jsonl"), str(lines)], tokenizer, 1, 100, 0)
+    few = prompts_by_category([str(tmp_path / "rows.jsonl"), str(lines)], tokenizer, 1, 100, 0)
     assert {name: len(some) for name, some in few.items()} == dict.fromkeys(("plays", "chat", "rows", "lines"), 1)
-    shipped = categories([], tokenizer, None, 500, 0)
+    shipped = prompts_by_category([], tokenizer, None, 500, 0)
     assert set(shipped) == {"classic_books", "peps", "eips"}
     assert sum(map(len, shipped.values())) == 16
-    picked = [categories([], tokenizer, 2, 500, seed) for seed in range(4)]
-    assert picked[0] == categories([], tokenizer, 2, 500, 0)
+    picked = [prompts_by_category([], tokenizer, 2, 500, seed) for seed in range(4)]
+    assert picked[0] == prompts_by_category([], tokenizer, 2, 500, 0)
     assert any(one != picked[0] for one in picked)
 
 
@@ -429,7 +429,7 @@ def test_the_document_is_what_decoding_reports(measured):
     """Of the boxed pair, from the seeds that it says."""
     document = json.loads((measured[0] / "out.json").read_text())
     engine, tokenizer = ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
-    read = categories([str(measured[0] / "rows.jsonl")], tokenizer, None, 99, 4)
+    read = prompts_by_category([str(measured[0] / "rows.jsonl")], tokenizer, None, 99, 4)
     prompts = [torch.tensor(prompt) for some in read.values() for prompt in some]
     ids = pad_sequence(prompts, batch_first=True, padding_side="left")
     for one in document["temperatures"]:
@@ -451,8 +451,8 @@ def test_what_was_not_asked_for_is_the_pair_s_own():
     [one] = evaluate(pair, options)["temperatures"]
     assert [tree["tree"] for tree in one["trees"]] == ["3x2, 7 nodes", "3x2, final beams"]
     assert (one["all_texts"]["texts"], one["all_texts"]["tokens"], one["all_texts"]["ended"]) == (3, 18, 0)
-    [first, *_] = categories([], tokenizer, 1, 500, 0).values()
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(written(engine.target, first, 6).own[0][2])
+    [first, *_] = prompts_by_category([], tokenizer, 1, 500, 0).values()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(write_texts(engine.target, first, 6).continuations[0][2])
     assert evaluate(pair, options)["temperatures"][0]["texts"]["classic_books"]["ended"] == 1
 
 

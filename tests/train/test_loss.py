@@ -13,9 +13,9 @@ from redrafter import MismatchError
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.target.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.head_loss import CHUNK_BYTES, CHUNK_ON_CPU, Objective, chunk_anchors, head_loss
+from redrafter.train.head_loss import CHUNK_BYTES, CHUNK_PREDICTIONS_ON_CPU, Objective, chunk_anchors, head_loss
 from redrafter.train.init_drafter import new_drafter
-from redrafter.train.loss import Unroll, anchors, targets, weight
+from redrafter.train.loss import Unroll, find_anchors, target_mask, total_weight
 from redrafter.train.teacher import Teacher, TeacherOutput
 
 OBJECTIVES = [Objective(1, 0, 3), Objective(0, 0, 3), Objective(0.9, 1, 2), Objective(0.3, 0.7, 3)]
@@ -150,20 +150,20 @@ def test_targets_stay_inside_one_stretch_of_the_mask():
     expected[0, 1, 0] = expected[0, 1, 1] = True  # pending at 2, drafts at 3 and 4
     expected[0, 2, 0] = True  # pending at 3, draft at 4
     expected[0, 5, 0] = True  # pending at 6, draft at 7
-    assert torch.equal(targets(mask, 2), expected)
+    assert torch.equal(target_mask(mask, 2), expected)
 
 
 def test_anchors_on_a_device_weigh_what_those_on_the_host_do():
     mask = torch.rand(3, 11, generator=torch.Generator().manual_seed(0)) < 0.7
-    chosen, weights = anchors(mask, 3, 0.5, multiple=7)
+    chosen, weights = find_anchors(mask, 3, 0.5, multiple=7)
     assert len(chosen) % 7 == 0
-    assert len(chosen) > (weights[:, 0] > 0).sum() == targets(mask, 3)[..., 0].sum()
+    assert len(chosen) > (weights[:, 0] > 0).sum() == target_mask(mask, 3)[..., 0].sum()
     spread = torch.zeros(33, 3).index_add(0, chosen, weights)
-    assert torch.equal(spread, (targets(mask, 3) * torch.tensor([1, 0.5, 0.25])).flatten(0, 1))
-    meta, all_weights = anchors(mask.to("meta"), 3, 0.5)
+    assert torch.equal(spread, (target_mask(mask, 3) * torch.tensor([1, 0.5, 0.25])).flatten(0, 1))
+    meta, all_weights = find_anchors(mask.to("meta"), 3, 0.5)
     assert meta.shape == (33,)
     assert all_weights.shape == (33, 3)
-    assert weight(mask, TrainConfig(draft_len=3, decay=0.5)) == spread.sum()
+    assert total_weight(mask, TrainConfig(draft_len=3, decay=0.5)) == spread.sum()
 
 
 def test_user_turns_and_padding_never_contribute():
@@ -191,7 +191,7 @@ def test_a_batch_without_a_target_moves_nothing():
     found = Unroll(drafter, TrainConfig())(tokens, none, reading_of(tiny_model("llama"), drafter, tokens))
     found.loss.backward()
     assert found.loss == 0
-    assert not found.seen.any()
+    assert not found.attempted.any()
     assert not any(x.any() for x in grads(drafter).values())
 
 
@@ -203,7 +203,7 @@ def test_a_reduced_vocabulary_meets_the_teacher_on_its_own_ids():
     read = reading_of(tiny_model("llama"), drafter, tokens)
     mask, one = torch.ones(1, 6, dtype=torch.bool), TrainConfig(draft_len=1)
     soft, hard = (Unroll(drafter, replace(one, distill=distill)) for distill in (1.0, 0.0))
-    assert soft.own[tokens].tolist() == [[-1, 0, 1, -1, 3, 2]]
+    assert soft.drafter_ids[tokens].tolist() == [[-1, 0, 1, -1, 3, 2]]
     p = read.logits[0, 1:5].softmax(-1)[:, known]
     p = p / p.sum(-1, keepdim=True)
     guess, _ = drafter.step(read.embedding[0, 1:5], None, read.hidden[0, :4])
@@ -230,8 +230,8 @@ def test_accuracy_is_conditional_on_the_steps_before():
     unroll, mask = Unroll(drafter, TrainConfig(draft_len=3)), torch.ones(1, 30, dtype=torch.bool)
     found = unroll(tokens, mask, TeacherOutput(hidden, hidden, torch.zeros(1, 30, VOCAB)))
     alive = [right[:28, 0], right[:27, :2].all(1), right[:26].all(1)]
-    assert found.right.tolist() == [int(x.sum()) for x in alive]
-    assert found.seen.tolist() == [28, int(alive[0][:27].sum()), int(alive[1][:26].sum())]
+    assert found.correct.tolist() == [int(x.sum()) for x in alive]
+    assert found.attempted.tolist() == [28, int(alive[0][:27].sum()), int(alive[1][:26].sum())]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -307,7 +307,7 @@ def test_logits_of_more_than_a_chunk_are_never_in_memory():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert CHUNK_BYTES // 2 < chunk_anchors(vocabulary, steps, gpu) * steps * vocabulary * 4 <= CHUNK_BYTES
     assert chunk_anchors(CHUNK_BYTES, steps, gpu) == 1  # however large a vocabulary
-    assert chunk_anchors(vocabulary, steps, cpu) * steps == CHUNK_ON_CPU
+    assert chunk_anchors(vocabulary, steps, cpu) * steps == CHUNK_PREDICTIONS_ON_CPU
     assert largest_of(vocabulary, TrainConfig(draft_len=steps))[0] == everything  # as much as is allowed
 
 
@@ -323,8 +323,8 @@ def test_compiled_all_chunks_have_one_size_and_the_loss_is_the_same(monkeypatch)
     config = TrainConfig(draft_len=2, chunk=12)
     plain, padded = (Unroll(drafter, replace(config, compile=c))(tokens, mask, read) for c in (False, True))
     assert sizes == [6] * 4
-    assert torch.equal(plain.seen, padded.seen)
-    assert torch.equal(plain.right, padded.right)
+    assert torch.equal(plain.attempted, padded.attempted)
+    assert torch.equal(plain.correct, padded.correct)
     torch.testing.assert_close(plain.loss, padded.loss)
 
 

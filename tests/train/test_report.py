@@ -18,15 +18,15 @@ from helpers.training import batches_of, command, random_drafter, tiny_model
 from redrafter import RecurrentDrafter
 from redrafter.data.windows import Document, Windows
 from redrafter.train import provenance
-from redrafter.train.bad_rows import told
-from redrafter.train.config import LENGTH, TrainConfig, parse
+from redrafter.train.bad_rows import describe_bad_rows
+from redrafter.train.config import DEFAULT_LENGTH, TrainConfig, parse
 from redrafter.train.loop import train
-from redrafter.train.plan import last_step, outline, row_length
-from redrafter.train.progress import Console, Numbers
-from redrafter.train.provenance import data_hash, files, revision
+from redrafter.train.plan import build_without_weights, last_step, row_length
+from redrafter.train.progress import Console, Progress
+from redrafter.train.provenance import describe_files, hash_windows, source_revision
 from redrafter.train.train_drafter import main
 
-NUMBERS = Numbers(3, 10, 0.3, 12.0, 5000.0, 2.5, [0.5], 1e-3)
+PROGRESS = Progress(3, 10, 0.3, 12.0, 5000.0, 2.5, [0.5], 1e-3)
 
 
 def windows_of(*lengths: int, length: int = 20) -> Windows:
@@ -39,7 +39,7 @@ def windows_of(*lengths: int, length: int = 20) -> Windows:
 
 
 def test_rows_are_as_long_as_the_base_reads_unless_asked(tmp_path):
-    for context, rows in ((256, 256), (4096, LENGTH)):
+    for context, rows in ((256, 256), (4096, DEFAULT_LENGTH)):
         tiny_model(max_position_embeddings=context).save_pretrained(tmp_path / str(context))
         config = TrainConfig(model=str(tmp_path / str(context)))
         assert row_length(config) == rows
@@ -53,7 +53,7 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
     said = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data.jsonl"]
     config = parse(arguments)
-    base, drafter = outline(config)
+    base, drafter = build_without_weights(config)
     real = random_drafter(tiny_model(), exit_dim=16)
     assert {name: weight.shape for name, weight in drafter.state_dict().items()} == {
         name: weight.shape for name, weight in real.state_dict().items()
@@ -102,11 +102,11 @@ def test_a_terminal_gets_a_bar_and_everything_else_lines(capsys):
     for shown in (True, False):
         lines = []
         with Console(lines.append, shown) as console:
-            console.say("hello")
-            console.show(NUMBERS)
+            console.print_line("hello")
+            console.show_progress(PROGRESS)
         written = capsys.readouterr().err
-        assert ("30%" in written and str(NUMBERS) in written) == shown
-        assert lines == ["hello", *([] if shown else [str(NUMBERS)])]
+        assert ("30%" in written and str(PROGRESS) in written) == shown
+        assert lines == ["hello", *([] if shown else [str(PROGRESS)])]
     assert "step 3/10" in lines[1]
     assert "0:12, 0:28 left" in lines[1]
 
@@ -128,7 +128,7 @@ def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
     accelerator.init_trackers("redrafter")
     batches, lines = batches_of(*[torch.ones(2, 12, dtype=torch.bool)] * 4), []
     values = iter([1.5, 1.25])
-    report = train(
+    result = train(
         model,
         random_drafter(model),
         batches,
@@ -142,9 +142,9 @@ def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
     assert logged[1][1] == {"tokens per step": 1.5}
     assert logged[3][1] == {"tokens per step": 1.25}
     assert set(logged[2][1]) == {"loss", "lr", "tokens/s", "right at step 1", "right at step 2"}
-    assert logged[2][1]["loss"] == report.loss
-    assert report.walked == {3: 1.5, 4: 1.25}
-    assert report.best_step == 3
+    assert logged[2][1]["loss"] == result.loss
+    assert result.tokens_per_step == {3: 1.5, 4: 1.25}
+    assert result.best_step == 3
 
 
 def test_a_tracker_that_is_not_there_is_said(tmp_path, capsys, monkeypatch):
@@ -167,11 +167,11 @@ def test_a_batch_is_told_by_the_rows_that_it_holds_and_their_beginnings():
         present = [number for number, text in enumerate(texts) if text in shown]
         assert sorted(set(held)) == present
         rows = dict.fromkeys(of[number] for number in present)
-        said = told(held, windows, tokenizer)
+        said = describe_bad_rows(held, windows, tokenizer)
         assert said.startswith(f", in rows {', '.join(rows)}, which begin with ")
         assert repr(tokenizer.decode(texts[present[0]])[:40]) in said
     many = windows_of(*[5] * 40, length=5)
-    assert "and 32 more" in told(next(many.window_indices(40, 0)), many, tokenizer)
+    assert "and 32 more" in describe_bad_rows(next(many.window_indices(40, 0)), many, tokenizer)
 
 
 # Beside the weights
@@ -206,20 +206,20 @@ def test_training_json_says_where_a_drafter_comes_from(tmp_path):
 
 def test_data_are_told_by_their_contents(tmp_path):
     one = windows_of(9, 20, 9)
-    assert data_hash(one) == data_hash(windows_of(9, 20, 9)) != data_hash(windows_of(9, 20, 10))
+    assert hash_windows(one) == hash_windows(windows_of(9, 20, 9)) != hash_windows(windows_of(9, 20, 10))
     masked = windows_of(9, 20, 9)
     masked.mask = ~masked.mask
-    assert data_hash(masked) != data_hash(one)
-    assert files(["some/dataset"]) == [{"name": "some/dataset", "bytes": None, "sha256": None}]
+    assert hash_windows(masked) != hash_windows(one)
+    assert describe_files(["some/dataset"]) == [{"name": "some/dataset", "bytes": None, "sha256": None}]
 
 
 def test_a_revision_is_named_only_of_a_checkout(tmp_path, monkeypatch):
-    assert revision() is None or len(revision().removesuffix("-dirty")) == 40
+    assert source_revision() is None or len(source_revision().removesuffix("-dirty")) == 40
     place = tmp_path / "site-packages" / "redrafter" / "__init__.py"
     monkeypatch.setattr(provenance.redrafter, "__file__", str(place))
     with monkeypatch.context() as patched:  # whatever repository it is installed inside of
         patched.setattr(provenance.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
-        assert revision() is None
+        assert source_revision() is None
     (tmp_path / "site-packages" / ".git").mkdir(parents=True)
-    assert revision() is None  # no repository after all
+    assert source_revision() is None  # no repository after all
     assert not Path(tmp_path / "site-packages" / "redrafter").exists()

@@ -21,21 +21,21 @@ from redrafter.data.rows import read_rows
 from redrafter.data.windows import Windows
 from redrafter.errors import ArgumentError
 from redrafter.target.target import Target
-from redrafter.train.bad_rows import told
+from redrafter.train.bad_rows import describe_bad_rows
 from redrafter.train.config import parse, shown_command
-from redrafter.train.evaluate.replay import HeldOut
+from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.loss import Losses, Unroll, weight
-from redrafter.train.optimizer import BETAS, make_optimizer, schedule
+from redrafter.train.loss import BatchLoss, Unroll, total_weight
+from redrafter.train.optimizer import ADAM_BETAS, learning_rate_factor, make_optimizer
 from redrafter.train.processes import new_accelerator
-from redrafter.train.progress import Clock, Meter, Numbers, Standing
+from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import TrainConfig, main, new_drafter, train
 
 
 def loss_of(model: PreTrainedModel, drafter: RecurrentDrafter, config: TrainConfig, batches: list) -> Tensor:
     """The mean over some batches."""
-    unroll, total = Unroll(drafter, config), sum(weight(mask, config) for _, mask in batches)
+    unroll, total = Unroll(drafter, config), sum(total_weight(mask, config) for _, mask in batches)
     with Teacher(model) as teacher:
         return sum(unroll(tokens, mask, teacher.read(tokens)).loss for tokens, mask in batches) / total
 
@@ -86,13 +86,13 @@ def test_accumulated_batches_are_one_large_batch():
         halves = [
             tuple(part[n : n + 8 // accumulate] for part in batch) for batch in whole for n in (0, 4)[:accumulate]
         ]
-        report = train(model, drafter, halves, config, log=lambda _: None)
-        trained.append((drafter.state_dict(), report))
-    (one, report), (two, other) = trained
-    assert report.steps == other.steps == 3
-    assert report.tokens == other.tokens == 3 * 8 * 20
-    assert report.loss == pytest.approx(other.loss, rel=1e-5)
-    assert report.accuracy == other.accuracy
+        result = train(model, drafter, halves, config, log=lambda _: None)
+        trained.append((drafter.state_dict(), result))
+    (one, result), (two, other) = trained
+    assert result.steps == other.steps == 3
+    assert result.tokens == other.tokens == 3 * 8 * 20
+    assert result.loss == pytest.approx(other.loss, rel=1e-5)
+    assert result.accuracy == other.accuracy
     before = random_drafter(model).state_dict()
     for name, found in one.items():
         assert not torch.equal(found, before[name])
@@ -108,7 +108,10 @@ def test_only_matrices_decay():
     assert decaying | others == set(names.values())
     assert all(name.endswith("bias") for name in others)
     assert not any(name.endswith("bias") for name in decaying)
-    assert [(group["weight_decay"], group["betas"]) for group in optimizer.param_groups] == [(0.1, BETAS), (0, BETAS)]
+    assert [(group["weight_decay"], group["betas"]) for group in optimizer.param_groups] == [
+        (0.1, ADAM_BETAS),
+        (0, ADAM_BETAS),
+    ]
 
 
 def test_bf16_computes_in_half_precision_and_keeps_masters():
@@ -151,7 +154,7 @@ def test_a_few_steps_of_training_are_worth_many_tokens(patterned):
     circle = patterned.circle
     config = TrainConfig(steps=80, draft_len=4, cpu=True, lr=1e-2, log_every=40, validate_every=40)
     drafter = new_drafter(patterned, config)
-    held_out = HeldOut(Target(patterned), [circle[n : n + 3].tolist() for n in range(0, 36, 4)], 20)
+    validation_texts = ValidationTexts(Target(patterned), [circle[n : n + 3].tolist() for n in range(0, 36, 4)], 20)
 
     def batches():
         generator = torch.Generator().manual_seed(0)
@@ -162,18 +165,18 @@ def test_a_few_steps_of_training_are_worth_many_tokens(patterned):
     seen = []
 
     def validate() -> float:
-        seen.append(held_out.walk(drafter, Shape(3, 4, 13)).tokens_per_step)
+        seen.append(validation_texts.measure(drafter, Shape(3, 4, 13)).tokens_per_step)
         return seen[-1]
 
     validate()
     frozen = {name: weight.clone() for name, weight in patterned.state_dict().items()}
-    report = train(patterned, drafter, batches(), config, validate=validate, log=lambda _: None)
+    result = train(patterned, drafter, batches(), config, validate=validate, log=lambda _: None)
     assert len(seen) == 3
     assert seen[0] < 1.5 < 3.5 < seen[-1]
-    assert report.walked == {40: seen[1], 80: seen[2]}
-    assert report.best_step == (80 if seen[2] >= seen[1] else 40)
-    assert report.accuracy[0] > 0.9
-    assert report.accuracy[3] > 0.8
+    assert result.tokens_per_step == {40: seen[1], 80: seen[2]}
+    assert result.best_step == (80 if seen[2] >= seen[1] else 40)
+    assert result.accuracy[0] > 0.9
+    assert result.accuracy[3] > 0.8
     assert not drafter.training
     assert all(torch.equal(weight, frozen[name]) for name, weight in patterned.state_dict().items())
 
@@ -189,20 +192,20 @@ def test_training_stops_at_its_minutes_its_steps_or_its_batches():
         while True:
             yield batch
 
-    report = train(model, random_drafter(model), forever(), replace(config, minutes=0.005), **quiet)
-    assert 0.3 <= report.seconds < 3
-    assert report.steps > 2
+    result = train(model, random_drafter(model), forever(), replace(config, minutes=0.005), **quiet)
+    assert 0.3 <= result.seconds < 3
+    assert result.steps > 2
 
 
 def test_progress_is_of_the_steps_since_the_last_line():
-    meter, counts = Meter(2, new_accelerator(TrainConfig(cpu=True))), torch.tensor([[4, 2], [2, 1]])
+    meter, counts = LossMeter(2, new_accelerator(TrainConfig(cpu=True))), torch.tensor([[4, 2], [2, 1]])
     for loss in (6.0, 2.0):
-        meter.add(0, Losses(torch.tensor(loss), *counts))
-    meter.weigh(torch.tensor(4.0), 7)
+        meter.add(0, BatchLoss(torch.tensor(loss), *counts))
+    meter.add_weight(torch.tensor(4.0), 7)
     meter.read()
     assert (meter.loss, meter.accuracy, meter.tokens) == (2.0, [0.5, 0.5], 7)
-    meter.add(1, Losses(torch.tensor(3.0), *torch.tensor([[4, 0], [0, 0]])))
-    meter.weigh(torch.tensor(1.0), 5)
+    meter.add(1, BatchLoss(torch.tensor(3.0), *torch.tensor([[4, 0], [0, 0]])))
+    meter.add_weight(torch.tensor(1.0), 5)
     meter.read()
     meter.read()  # nothing new: what was read stands
     assert (meter.loss, meter.accuracy, meter.tokens) == (3.0, [0.0, 0.0], 12)
@@ -210,24 +213,24 @@ def test_progress_is_of_the_steps_since_the_last_line():
 
 def test_time_counts_on_without_what_is_beside_the_training():
     accelerator = new_accelerator(TrainConfig(cpu=True))
-    clock = Clock(TrainConfig(minutes=1.0), accelerator, Standing(step=5, tokens=7, seconds=30.0))
-    with clock.noted("validating", stopped=True):
+    clock = Clock(TrainConfig(minutes=1.0), accelerator, TrainingState(step=5, tokens=7, seconds=30.0))
+    with clock.timed("validating", paused=True):
         time.sleep(0.2)
     assert 30 <= clock.seconds < 30.1
-    assert 0.5 <= clock.agreed() < 0.51
-    assert 0.2 <= clock.spent["validating"] < 0.4
-    shown = str(Numbers(6, 24, 0.25, 600.0, 1234.5, 2.0, [0.5, 0.25], 1e-3))
+    assert 0.5 <= clock.broadcast_fraction_done() < 0.51
+    assert 0.2 <= clock.seconds_by_activity["validating"] < 0.4
+    shown = str(Progress(6, 24, 0.25, 600.0, 1234.5, 2.0, [0.5, 0.25], 1e-3))
     assert shown == "step 6/24  10:00, 30:00 left  1,234 tokens/s  loss 2.0000  right 0.500 0.250  lr 1.0e-03"
 
 
 def test_the_learning_rate_rises_and_falls():
-    rates = [schedule(step / 100, 0.1) for step in range(100)]
+    rates = [learning_rate_factor(step / 100, 0.1) for step in range(100)]
     assert rates[0] == 0
     assert rates[5] == pytest.approx(0.5, rel=0.01)
     assert max(rates) == rates[10]
     assert sorted(rates[10:], reverse=True) == rates[10:]
     assert rates[-1] < 0.001
-    assert schedule(0.5, 0) == pytest.approx(0.5)
+    assert learning_rate_factor(0.5, 0) == pytest.approx(0.5)
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_its_step():
@@ -327,7 +330,7 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     config = parse(command(tmp_path))
     rows = [row for row in read_rows(config.data) if row.split is None]
     windows = Windows(encode_documents(rows, tiny_tokenizer()), 32, bos=1)
-    named = told(next(windows.window_indices(4, 0, start=1)), windows, tiny_tokenizer())
+    named = describe_bad_rows(next(windows.window_indices(4, 0, start=1)), windows, tiny_tokenizer())
     assert re.match(r", in rows \S+data\.jsonl:\d, ", named)
     fails(f"not finite at step 2{named}; lower --lr", *wild)
     for name, most in (("num-layers", 65536), ("batch-size", 65536), ("length", 1 << 24), ("accumulate", 1 << 31)):

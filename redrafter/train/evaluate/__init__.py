@@ -1,1 +1,1 @@
-"""What a drafter is worth: trees walked along texts that the base wrote once."""
+"""Measure a drafter for many shapes of tree, along texts that the base wrote once."""

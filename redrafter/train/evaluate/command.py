@@ -1,9 +1,9 @@
-"""What a drafter is worth, for many shapes of tree at once.
+"""Measure a drafter for many shapes of tree at once.
 
     redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --shapes 5x5,10x5 --plot a.png
 
-The base writes on from the prompts once at each temperature, by plain decoding; the steps that decoding would take
-along those texts are then counted for every shape. Without --prompts, those that ship with the package.
+The base continues the prompts once at each temperature, by plain decoding; the steps that speculative decoding would
+take along those texts are then counted for every shape. Without --prompts, the prompts that ship with the package.
 """
 
 import json
@@ -29,21 +29,21 @@ from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.picture import check_picture
 from redrafter.train.evaluate.plot import plot
-from redrafter.train.evaluate.prompts import categories
-from redrafter.train.evaluate.replay import walk
-from redrafter.train.evaluate.report import Result, lines, report
+from redrafter.train.evaluate.prompts import prompts_by_category
+from redrafter.train.evaluate.replay import replay
+from redrafter.train.evaluate.report import TemperatureResult, format_report, make_report
 from redrafter.train.evaluate.shapes import Shape
-from redrafter.train.evaluate.texts import written
+from redrafter.train.evaluate.texts import write_texts
 
 __all__ = ["EvaluateOptions", "evaluate", "main"]
 
-NOT_LOADED = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
-HOTTEST = 1e30  # float32 ends not far above
-LARGEST = 4096  # nodes of a search: each is compared with all others
+UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
+MAX_TEMPERATURE = 1e30  # float32 ends not far above
+MAX_NODES = 4096  # of a search, where each node is compared with all others
 
 
 class Search(NamedTuple):
-    """Beams and depth of a search, typed as 5x5."""
+    """Beams and depth of a beam search, typed as 5x5."""
 
     beams: int
     depth: int
@@ -52,112 +52,136 @@ class Search(NamedTuple):
         return f"{self.beams}x{self.depth}"
 
 
-def searches(text: str) -> tuple[Search, ...]:
-    """ "5x5,1x4" as searches."""
-    return tuple(Search(*map(int, each.split("x"))) for each in text.split(","))
+def parse_searches(text: str) -> tuple[Search, ...]:
+    """Parse "5x5,1x4" as searches."""
+    return tuple(Search(*map(int, search.split("x"))) for search in text.split(","))
 
 
 @dataclass(frozen=True)
 class EvaluateOptions(PromptOptions):
-    """On what a drafter is measured, and as which trees."""
+    """Options of an evaluation: prompts, shapes of the tree and temperatures."""
 
     prompts: tuple[str, ...] = option((), PROMPTS_HELP, path=True)
-    num_prompts: int | None = option(None, "of each category, so many, chosen by the seed (default: all)")
-    new_tokens: int = option(128, "tokens that the model writes on from a prompt, at most")
+    num_prompts: int | None = option(None, "prompts of each category, chosen by the seed (default: all)")
+    new_tokens: int = option(128, "tokens that the model writes after a prompt, at most")
     shapes: tuple[Search, ...] = option(
-        (), "beams x depth of each search (default: the checkpoint's)", type=searches, metavar="WxK,..."
+        (),
+        "beams x depth of each beam search, such as 5x5,10x5 (default: the checkpoint's)",
+        type=parse_searches,
+        metavar="WxK,...",
     )
     node_budgets: tuple[int, ...] = option(
-        (), "nodes of a search to verify, the root counted (default: all of them)", type=integers, metavar="N,..."
+        (), "nodes of each search that are verified, the root counted (default: all)", type=integers, metavar="N,..."
     )
-    temperatures: tuple[float, ...] = option((0, 1), "0 is greedy; above, sample", type=floats, metavar="T,...")
-    seed: int = option(0, "of the choice of prompts and of the sampling")
-    batch_size: int = option(32, "prompts that the model writes on from at once")
-    plot: str | None = option(None, "draw acceptance by depth; needs matplotlib", metavar="FILE.png", path=True)
-    json: str | None = option(None, "write everything as one JSON document", metavar="FILE", path=True)
+    temperatures: tuple[float, ...] = option(
+        (0, 1), "temperatures to write the texts at; 0 is greedy", type=floats, metavar="T,..."
+    )
+    seed: int = option(0, "seed of the choice of prompts and of the sampling")
+    batch_size: int = option(32, "prompts that the model continues at once")
+    plot: str | None = option(
+        None, "plot acceptance by depth as a PNG; needs matplotlib", metavar="FILE.png", path=True
+    )
+    json: str | None = option(None, "write the whole report as one JSON document", metavar="FILE", path=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         counts = ("num_prompts", "batch_size", "node_budgets")
-        for name, least in (*((each, 1) for each in counts), ("new_tokens", 2), ("temperatures", 0), ("seed", 0)):
+        for name, least in (*((count, 1) for count in counts), ("new_tokens", 2), ("temperatures", 0), ("seed", 0)):
             value = getattr(self, name)
-            several = value if isinstance(value, tuple) else (value,)
-            if not all(each is None or least <= each < math.inf for each in several):
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(number is None or least <= number < math.inf for number in numbers):
                 raise ArgumentError(f"{flag(name)} must be {least} or more, got {format_value(value)}")
-        if max(self.temperatures) > HOTTEST:
+        if max(self.temperatures) > MAX_TEMPERATURE:
             raise ArgumentError(
-                f"--temperatures must be at most {HOTTEST:g}, got {format_value(max(self.temperatures))}"
+                f"--temperatures must be at most {MAX_TEMPERATURE:g}, got {format_value(max(self.temperatures))}"
             )
         if self.seed >= 1 << 62:
             raise ArgumentError(f"--seed must be less than 2**62, got {self.seed}")
-        if not all(each.beams > 0 and each.depth > 0 for each in self.shapes):
+        if not all(search.beams > 0 and search.depth > 0 for search in self.shapes):
             raise ArgumentError(
                 f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {format_value(self.shapes)}"
             )
 
-    def trees(self, own: Search) -> list[Shape]:
-        """The shapes to measure: of each search each budget, and what the published method keeps. own: the search to
-        measure where none was asked for."""
-        found = []
-        for beams, depth in self.shapes or (own,):
+    def trees(self, default: Search) -> list[Shape]:
+        """Return the shapes to measure: each node budget of each search, and the tree of the published method.
+
+        Args:
+            default: Search to measure if none was asked for.
+        """
+        trees = []
+        for beams, depth in self.shapes or (default,):
             whole = Shape(beams, depth, None).lattice
-            found += [Shape(beams, depth, min(budget, whole)) for budget in self.node_budgets or (whole,)]
-            found += [Shape(beams, depth, None)] if beams > 1 else []  # of one beam, the chain itself
-        return list(dict.fromkeys(found))
+            trees += [Shape(beams, depth, min(budget, whole)) for budget in self.node_budgets or (whole,)]
+            trees += [Shape(beams, depth, None)] if beams > 1 else []  # for one beam it is the chain itself
+        return list(dict.fromkeys(trees))
 
 
 def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
-    """Measure a loaded pair, whose engine is a `ReDrafter`. Returns the report. Raises `ArgumentError` and
-    `CheckpointError` for options and prompts that cannot be used."""
-    engine, own = pair.engine, pair.engine.proposer
+    """Measure a loaded pair.
+
+    Args:
+        pair: Pair whose engine is a `ReDrafter`.
+        options: How to measure it.
+
+    Returns:
+        The report, as `make_report` makes it.
+
+    Raises:
+        ArgumentError: The options do not suit the pair, or leave no prompt.
+        CheckpointError: A row of the prompts cannot be read.
+    """
+    engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
-    assert isinstance(own, RecurrentProposer)
-    trees = options.trees(Search(own.beams, own.depth))
+    assert isinstance(proposer, RecurrentProposer)
+    trees = options.trees(Search(proposer.beams, proposer.depth))
     for tree in trees:
         check_beams(engine.drafter.config, tree.beams)
-        if tree.lattice > LARGEST:
+        if tree.lattice > MAX_NODES:
             raise ArgumentError(
-                f"--shapes {tree.beams}x{tree.depth} has {tree.lattice} nodes; at most {LARGEST}, please"
+                f"--shapes {tree.beams}x{tree.depth} has {tree.lattice} nodes; at most {MAX_NODES} can be measured"
             )
-    target, found = engine.target, []
+    target = engine.target
     context = target.fixed_rope_context
-    room = context - options.new_tokens if context is not None else sys.maxsize
-    if room < 1:
+    max_tokens = context - options.new_tokens if context is not None else sys.maxsize
+    if max_tokens < 1:
         raise ArgumentError(
             f"--new-tokens {options.new_tokens} leaves no room for a prompt in the model's context of {context}"
         )
-    prompts = categories(options.prompts, pair.tokenizer, options.num_prompts, room, options.seed, **options.cut)
-    every = [prompt for some in prompts.values() for prompt in some]
+    prompts = prompts_by_category(
+        options.prompts, pair.tokenizer, options.num_prompts, max_tokens, options.seed, **options.cut
+    )
+    all_prompts = [prompt for members in prompts.values() for prompt in members]
+    results = []
     for temperature in options.temperatures:
-        texts = written(
+        texts = write_texts(
             target,
-            every,
+            all_prompts,
             options.new_tokens,
             temperature,
             options.seed,
-            ends=end_tokens(target.model, pair.tokenizer),
-            rows=options.batch_size,
+            end_ids=end_tokens(target.model, pair.tokenizer),
+            batch_size=options.batch_size,
             options=engine.options,
-            report=partial(_report_texts, temperature, len(every)),
+            report=partial(_report_texts, temperature, len(all_prompts)),
         )
-        found.append(Result(texts, trees, walk(engine.drafter, target, texts, trees)))
-    return report(pair, options, {name: len(some) for name, some in prompts.items()}, found)
+        results.append(TemperatureResult(texts, trees, replay(engine.drafter, target, texts, trees)))
+    return make_report(pair, options, {name: len(members) for name, members in prompts.items()}, results)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns its exit code."""
+    """Run `redrafter evaluate`. Returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = ConfigParser(
         prog="redrafter evaluate",
-        description="What a drafter is worth: tokens per step and how often each further draft is accepted, for many\n"
-        "shapes of tree at once, counted along texts that the model writes once. A table on stdout.",
+        description="Measure a drafter: tokens per step and acceptance by depth, for many shapes of tree at once,\n"
+        "counted along texts that the model writes once. A table on stdout.",
         epilog="examples:\n"
         "  redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20\n"
         "  redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.json",
         options=(EvaluateOptions, LoadOptions),
     )
     add_options(parser, EvaluateOptions, "measuring")
-    add_options(parser, LoadOptions, "loading", without=NOT_LOADED)
+    add_options(parser, LoadOptions, "loading", without=UNUSED_LOAD_OPTIONS)
     args = parser.parse_args(argv)
 
     def run() -> int:
@@ -168,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_writable(Path(options.json), "--json")
         pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
         document = {"command": shlex.join(["redrafter", "evaluate", *argv])} | evaluate(pair, options)
-        print(*lines(document), sep="\n")
+        print(*format_report(document), sep="\n")
         if options.json is not None:
             write_atomically(Path(options.json), json.dumps(document, indent=1) + "\n")
         if options.plot is not None:
@@ -179,12 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_texts(temperature: float, count: int, done: int) -> None:
-    """Say on stderr how many of `count` texts are written."""
-    _progress(f"temperature {temperature:g}: {done} of {count} texts")
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Print on stderr how many of `count` texts are written."""
+    print(f"temperature {temperature:g}: {done} of {count} texts", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The prompts that a drafter is measured on, by category."""
+"""Prompts that a drafter is measured on, by category."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,37 +10,51 @@ from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError
 from redrafter.measure.prompts import read_prompts
 
-__all__ = ["categories"]
+__all__ = ["prompts_by_category"]
 
 
-def categories(
+def prompts_by_category(
     files: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     count: int | None,
-    longest: int,
+    max_tokens: int,
     seed: int,
     *,
     share: float = 1.0,
     most: int | None = None,
 ) -> dict[str, list[list[int]]]:
-    """Token ids of at most `count` prompts of at most `longest` tokens of each category: a row's own, else its file's
-    name. None: all of them. No files: the prompts that ship. share, most: of a text, how much of it is a prompt.
+    """Choose prompts of each category: the `source` of a row or else the name of its file.
 
-    Raises `ArgumentError` where nothing is left, and `CheckpointError` naming the row that cannot be read.
+    Args:
+        files: Files of prompts; the prompts that ship with the package if there are none.
+        tokenizer: Tokenizer of the model.
+        count: Prompts of each category, chosen by the seed; None for all.
+        max_tokens: Tokens of a prompt; longer prompts are left out.
+        seed: Seed of the choice.
+        share: Share of the tokens of a row of text that is its prompt.
+        most: Tokens of a row of text that are its prompt, at most.
+
+    Returns:
+        Token ids of the prompts, by category.
+
+    Raises:
+        ArgumentError: No prompt is left.
+        CheckpointError: A row cannot be read; the message names it.
     """
-    found: dict[str, list[list[int]]] = {}
+    chosen: dict[str, list[list[int]]] = {}
     sources: Sequence[str | None] = files or [None]
     for file in sources:
         rows: dict[str, list[Row]] = {}
         for row in read_prompts(file):
             rows.setdefault(row.source or Path(file or "prompts").name.split(".")[0], []).append(row)
-        for category, some in rows.items():
-            chosen = sample_prompts(
-                some, tokenizer, count or len(some), longest, seed, text_share=share, max_text_tokens=most
+        for category, members in rows.items():
+            limit = count or len(members)
+            encoded = sample_prompts(
+                members, tokenizer, limit, max_tokens, seed, text_share=share, max_text_tokens=most
             )
-            found.setdefault(category, []).extend(chosen)
-    found = {category: some[:count] for category, some in found.items() if some}
-    if not found:
+            chosen.setdefault(category, []).extend(encoded)
+    chosen = {category: encoded[:count] for category, encoded in chosen.items() if encoded}
+    if not chosen:
         named = ", ".join(files) or "the prompts that ship"
-        raise ArgumentError(f"{named}: no prompt of 1 to {longest} tokens")
-    return found
+        raise ArgumentError(f"{named}: no prompt of 1 to {max_tokens} tokens")
+    return chosen

@@ -1,7 +1,7 @@
-"""Trees of many shapes, cut out of one search.
+"""Count accepted drafts for trees of many shapes, which are cut out of one search.
 
 The lattice of a deep search begins with that of a shallower one as wide, and a node budget keeps the best nodes of it.
-So all shapes of one width are judged by one search. What a cut keeps is closed towards the root: of the path that the
+So one search serves all shapes of one width. What a cut keeps is closed towards the root: of the path that the
 base drew through the whole lattice, it keeps the first part.
 """
 
@@ -19,14 +19,19 @@ from redrafter.target.target import Target
 from redrafter.tree.accept import accept
 from redrafter.tree.token_tree import Tree, keep_best
 
-__all__ = ["Shape", "judge"]
+__all__ = ["Shape", "count_accepted"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The tree that a step verifies: of a search `beams` = W wide and `depth` = K deep the `nodes` = N best nodes,
-    counting the root; or, when None, the prefixes of the W beams that are left at its end and no others, which is the
-    tree of the published method."""
+    """Shape of the tree that a step verifies.
+
+    Attributes:
+        beams: Beams W of the search.
+        depth: Depth K of the search.
+        nodes: Best nodes N of the search that are verified, the root counted. None for the tree of the published
+            method: the prefixes of the W beams that are left at the end of the search.
+    """
 
     beams: int
     depth: int
@@ -38,11 +43,11 @@ class Shape:
 
     @property
     def lattice(self) -> int:
-        """How many nodes the search finds."""
+        """Nodes that the search finds, the root counted."""
         return 1 + self.beams * self.depth
 
 
-def judge(
+def count_accepted(
     drafter: RecurrentDrafter,
     target: Target,
     state: State,
@@ -50,12 +55,21 @@ def judge(
     noise: Tensor | None,
     shapes: Sequence[Shape],
 ) -> Tensor:
-    """Drafts accepted and drafts verified, `[2, A, shapes]` int64.
+    """Count the drafts that are accepted and those that are verified at A positions.
 
-    state: `tokens` are `[A, K+2]`, each position's pending token and what the base drew after it, for K the depth of
-    the deepest shape. noise: `[A, K, V]`, of the tokens after the pending one; None when greedy.
+    Args:
+        drafter: Drafter, in eval mode.
+        target: The base.
+        state: State at the positions. Its `tokens` are `[A, K+2]`, each position's pending token and the tokens that
+            the base drew after it, for K the depth of the deepest shape.
+        sampler: How the base samples.
+        noise: Noise of the tokens after the pending one, `[A, K, V]`; None when greedy.
+        shapes: Shapes of the tree.
+
+    Returns:
+        Drafts accepted and drafts verified, `[2, A, shapes]` int64.
     """
-    found = torch.zeros(2, len(state.length), len(shapes), dtype=torch.long, device=state.tokens.device)
+    counts = torch.zeros(2, len(state.length), len(shapes), dtype=torch.long, device=state.tokens.device)
     for beams in {shape.beams for shape in shapes}:
         columns = [column for column, shape in enumerate(shapes) if shape.beams == beams]
         depth = max(shapes[column].depth for column in columns)
@@ -66,8 +80,8 @@ def judge(
             kept = _kept(lattice, score, shapes[column])  # [A, N]
             within = slice(shapes[column].depth)
             accepted = kept.gather(1, path.nodes[:, 1:][:, within]) & drawn[:, within]
-            found[:, :, column] = torch.stack([accepted.sum(dim=1), kept.sum(dim=1) - 1])
-    return found
+            counts[:, :, column] = torch.stack([accepted.sum(dim=1), kept.sum(dim=1) - 1])
+    return counts
 
 
 def _search(
@@ -79,20 +93,20 @@ def _search(
     beams: int,
     depth: int,
 ) -> tuple[Tree, Tensor]:
-    """Decoding's search with nothing cut off, and the cumulative log-probability of each node, `[A, N]`."""
+    """Run decoding's search without a node budget. Returns the tree and the log-probability of each node, `[A, N]`."""
     scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
 
-    def listen(score: Tensor) -> bool:
+    def record(score: Tensor) -> bool:
         scores.append(score)
         return False
 
     proposer = RecurrentProposer(drafter, target, beams, depth, 1 + beams * depth)
-    tree = proposer.search(state, sampler, noise, should_stop=listen)
+    tree = proposer.search(state, sampler, noise, should_stop=record)
     return tree, torch.cat(scores, dim=1)
 
 
 def _kept(lattice: Tree, score: Tensor, shape: Shape) -> Tensor:
-    """Which of the lattice's first nodes, those that the shape's own search finds, are kept: `[A, shape.lattice]`."""
+    """Return which of the lattice's first nodes, those of the shape's own search, it keeps: `[A, shape.lattice]`."""
     count = shape.lattice
     if shape.nodes is None:
         return lattice.ancestors[:, count - shape.beams : count, :count].any(dim=1)

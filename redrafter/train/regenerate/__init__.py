@@ -1,1 +1,1 @@
-"""The base answers the prompts of a data set itself."""
+"""Let a base answer the prompts of a data set itself, for its drafter to be trained on."""
