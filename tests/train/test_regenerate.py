@@ -24,10 +24,10 @@ from redrafter.drafting.proposer import PlainProposer
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.target.target import Target
 from redrafter.train.regenerate import answer_writer
-from redrafter.train.regenerate.answer_writer import next_batch
+from redrafter.train.regenerate.answer_writer import choose_batch
 from redrafter.train.regenerate.command import RegenerateConfig, load, parse, regenerate
 from redrafter.train.regenerate.journal import Journal
-from redrafter.train.regenerate.tasks import Limits, Task, _behind
+from redrafter.train.regenerate.tasks import BaseLimits, Task, ids_behind
 
 VOCAB, CONTEXT, EOS = len(BYTES) + 6, 160, 2
 TEMPLATE = (
@@ -217,7 +217,7 @@ def test_what_follows_an_answer_is_tokenised_as_it_stands_there():
     tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in vocab], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    assert _behind("Markand", 4, made) == [vocab["and"]]
+    assert ids_behind("Markand", 4, made) == [vocab["and"]]
     assert made("and", add_special_tokens=False)["input_ids"] == [vocab["▁and"]]
 
 
@@ -226,9 +226,9 @@ def test_batches_hold_the_first_row_and_those_of_its_length(engine):
         return Task(number, ROWS[0], 0, temperature, [], ids=[1] * length)
 
     tasks = [task(0, 9), task(1, 1), task(2, 8), task(3, 9, 1.0), task(4, 30), task(5, 10)]
-    assert [each.number for each in next_batch(tasks, 3)] == [2, 0, 5]
-    assert [each.number for each in next_batch(tasks[3:], 3)] == [3]
-    assert [each.number for each in next_batch(tasks[4:], 9)] == [5, 4]
+    assert [each.number for each in choose_batch(tasks, 3)] == [2, 0, 5]
+    assert [each.number for each in choose_batch(tasks[3:], 3)] == [3]
+    assert [each.number for each in choose_batch(tasks[4:], 9)] == [5, 4]
 
 
 # Rows that fail, and the count of all
@@ -278,11 +278,11 @@ def test_longest_prompt_ends_a_conversation_and_keeps_its_first_turns(engine, to
 
 
 def test_a_turn_that_finds_no_room_is_told_from_an_answer_that_ended():
-    limits, roomy = Limits(frozenset({EOS}), VOCAB, 20), Limits(frozenset({EOS}), VOCAB, 60)
+    limits, roomy = BaseLimits(frozenset({EOS}), VOCAB, 20), BaseLimits(frozenset({EOS}), VOCAB, 60)
     for given, finish in ((limits, "length"), (roomy, "eos")):
         task = Task(0, ROWS[0], 0, 0.0, [[5], [6] * 50])
-        task.ask(given)
-        task.take([7, EOS], given)
+        task.add_prompt(given)
+        task.add_answer([7, EOS], given)
         assert task.done == (finish == "length")
         assert task.finish == finish
 
@@ -304,14 +304,14 @@ def test_val_rows_are_answered_when_asked_for(engine, tokenizer, config):
 
 def test_short_memory_halves_the_batch_and_a_row_that_never_fits_fails(engine, tokenizer, config, monkeypatch):
     plain = written(engine, tokenizer, ROWS, config)
-    said, decode = [], answer_writer.Writer._decode
+    said, decode = [], answer_writer.AnswerWriter.decode
 
     def short(self, batch):
         if len(batch) > 2 or any(task.number == 6 for task in batch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decode(self, batch)
 
-    monkeypatch.setattr(answer_writer.Writer, "_decode", short)
+    monkeypatch.setattr(answer_writer.AnswerWriter, "decode", short)
     config = replace(config, batch_size=8, overwrite=True)
     summary = regenerate(engine, tokenizer, ROWS, config, log=said.append)
     assert lines(config.output) == [row for row in plain if row["row"] != 6]
@@ -327,7 +327,7 @@ class Stop(Exception):
 
 def stopped(engine, tokenizer, config, monkeypatch, batches: int) -> Path:
     """The partial file of a run that was stopped after so many batches."""
-    settle = answer_writer.Writer._settle
+    settle = answer_writer.AnswerWriter.settle
 
     def settle_or_stop(self, records):
         settle(self, records)
@@ -337,7 +337,7 @@ def stopped(engine, tokenizer, config, monkeypatch, batches: int) -> Path:
             raise Stop
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(answer_writer.Writer, "_settle", settle_or_stop)
+        patch.setattr(answer_writer.AnswerWriter, "settle", settle_or_stop)
         regenerate(engine, tokenizer, ROWS, config, log=quiet)
     return Path(config.output + ".partial")
 
@@ -359,13 +359,13 @@ def test_a_torn_last_line_is_dropped_and_its_row_answered_again(engine, tokenize
 def test_what_was_answered_is_not_answered_again(engine, tokenizer, config, monkeypatch):
     partial = stopped(engine, tokenizer, config, monkeypatch, 3)
     settled = {json.loads(line)["row"] for line in partial.read_text().splitlines() if '"row"' in line}
-    seen, decode = set[int](), answer_writer.Writer._decode
+    seen, decode = set[int](), answer_writer.AnswerWriter.decode
 
     def watched(self, batch):
         seen.update(task.number for task in batch)
         return decode(self, batch)
 
-    monkeypatch.setattr(answer_writer.Writer, "_decode", watched)
+    monkeypatch.setattr(answer_writer.AnswerWriter, "decode", watched)
     summary = regenerate(engine, tokenizer, ROWS, config, log=quiet)
     assert settled
     assert seen == set(range(len(ROWS))) - settled

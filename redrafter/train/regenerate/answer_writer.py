@@ -1,5 +1,7 @@
-"""Rows of a data set, answered in batches: as long as the base, its tokenizer and the seeds are the same, a row is
-answered the same whatever its batch."""
+"""Answer the rows of a data set in batches.
+
+With the same base, tokenizer and seed, the answer to a row does not depend on the batch that it is in.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,19 +21,26 @@ from redrafter.errors import CacheFullError, ReDrafterError, first_line
 from redrafter.measure.run import Run
 from redrafter.train.regenerate.config import RegenerateConfig
 from redrafter.train.regenerate.journal import Journal
-from redrafter.train.regenerate.tasks import Limits, Task, task_of
+from redrafter.train.regenerate.tasks import BaseLimits, Task, make_task
 
-__all__ = ["Writer", "base_name", "mine", "next_batch"]
+__all__ = ["AnswerWriter", "base_name", "choose_batch", "select_rows"]
 
-POOL = 8  # batches among which rows of one length are looked for
-NO_MEMORY = (CacheFullError, torch.OutOfMemoryError, MemoryError)
-EVERY = 10.0  # seconds between lines of progress
+POOL_BATCHES = 8  # batches of rows that are open at once, among which rows of similar length are looked for
+OUT_OF_MEMORY_ERRORS = (CacheFullError, torch.OutOfMemoryError, MemoryError)
+LOG_SECONDS = 10.0  # between lines of progress
 
 
-def mine(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple[int, Row, bool]]:
-    """The rows of this shard, up to the limit, each with its number in the data set and whether it is to be answered:
-    those of another split are not."""
-    index, count = config.part
+def select_rows(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple[int, Row, bool]]:
+    """Yield the rows of this shard, up to the limit.
+
+    Args:
+        rows: All rows of the data set.
+        config: Options, among them the shard, the split and the limit.
+
+    Yields:
+        The row's number in the data set, the row, and whether it is to be answered: not if it is of another split.
+    """
+    index, count = config.shard_numbers
     wanted = 0
     for number, row in enumerate(rows):
         if wanted == config.limit:
@@ -42,8 +51,23 @@ def mine(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple[int, R
             yield number, row, chosen
 
 
-class Writer:
-    """What is between the rows and the journal: the rows that are open, and batches of them."""
+class AnswerWriter:
+    """Takes rows, answers them in batches and adds their records to the journal.
+
+    Args:
+        engine: Engine of the base.
+        tokenizer: The base's tokenizer.
+        config: Options of the run.
+        journal: Journal that receives the records.
+        log: Prints a line of progress.
+        total: Rows that are to be answered, for progress; None if unknown.
+
+    Attributes:
+        open: Tasks that have begun and are not done.
+        size: Rows in a batch, which is halved when memory is short.
+        input: Rows that were taken.
+        skipped: Rows that were taken and are of another split.
+    """
 
     def __init__(
         self,
@@ -60,21 +84,22 @@ class Writer:
         self.open: list[Task] = []
         self.size = config.batch_size
         self.input = self.skipped = 0
-        self.began = self.told = self.clock = time.perf_counter()
-        self.before = len(journal.done), journal.tokens  # by an earlier call
+        self.started = self.last_log = self.last_batch = time.perf_counter()
+        self.done_before, self.tokens_before = len(journal.done), journal.tokens  # by an earlier run
 
-    def go(self, rows: Iterable[Row]) -> None:
-        coming = mine(rows, self.config)
+    def answer(self, rows: Iterable[Row]) -> None:
+        """Answer all rows of this shard that the journal does not hold yet."""
+        coming = select_rows(rows, self.config)
         while True:
-            self._admit(coming)
+            self._open_tasks(coming)
             if not self.open:
                 break
-            self._write()
-        self._tell()
+            self._answer_batch()
+        self._log_progress()
 
-    def _admit(self, coming: Iterator[tuple[int, Row, bool]]) -> None:
-        """Open rows, as many as make good batches."""
-        while len(self.open) < POOL * self.size and (new := next(coming, None)) is not None:
+    def _open_tasks(self, coming: Iterator[tuple[int, Row, bool]]) -> None:
+        """Open tasks for as many rows as make good batches."""
+        while len(self.open) < POOL_BATCHES * self.size and (new := next(coming, None)) is not None:
             number, row, chosen = new
             self.input += 1
             self.skipped += not chosen
@@ -82,32 +107,35 @@ class Writer:
                 continue
             config, tokenizer = self.config, self.pair.tokenizer
             try:
-                task = task_of(number, row, tokenizer, self.limits, seed=config.seed, temperatures=config.temperatures)
+                task = make_task(
+                    number, row, tokenizer, self.limits, seed=config.seed, temperatures=config.temperatures
+                )
             except ReDrafterError as error:
                 self.journal.add([_error(number, row, first_line(error))])
             else:
                 self.open.append(task)
 
-    def _write(self) -> None:
-        """Decode one batch."""
-        batch, found, reason = next_batch(self.open, self.size), None, ""
+    def _answer_batch(self) -> None:
+        """Decode one batch, or go on with smaller ones where memory is short."""
+        batch, run, reason = choose_batch(self.open, self.size), None, ""
         try:
-            found = self._decode(batch)
-        except NO_MEMORY as error:
+            run = self.decode(batch)
+        except OUT_OF_MEMORY_ERRORS as error:
             reason = first_line(error)
-        if found is None:  # by now nothing holds the batch's tensors
-            self._shrink(batch, reason)
+        if run is None:  # outside of the handler nothing holds the batch's tensors any more
+            self._halve_batch(batch, reason)
             return
-        for task, written in zip(batch, found.tokens, strict=True):
-            task.take(written, self.limits)
+        for task, answer in zip(batch, run.tokens, strict=True):
+            task.add_answer(answer, self.limits)
         now = time.perf_counter()
-        took = {"seconds": now - self.clock, "steps": found.stats.steps, "emitted": found.stats.emitted}
-        self.clock = now
-        self._settle([self._record(task) for task in batch if task.done] + [{"batch": took}])
-        if now - self.told > EVERY:
-            self._tell()
+        cost = {"seconds": now - self.last_batch, "steps": run.stats.steps, "emitted": run.stats.emitted}
+        self.last_batch = now
+        self.settle([self._record(task) for task in batch if task.done] + [{"batch": cost}])
+        if now - self.last_log > LOG_SECONDS:
+            self._log_progress()
 
-    def _decode(self, batch: Sequence[Task]) -> Run:
+    def decode(self, batch: Sequence[Task]) -> Run:
+        """Decode the next answer of each task."""
         arguments: dict[str, Any] = {"eos_token_id": sorted(self.limits.eos)} if self.limits.eos else {}
         options = GenerationOptions(max_new_tokens=self.config.max_new_tokens, temperature=0.0)
         if batch[0].temperature > 0:
@@ -121,24 +149,25 @@ class Writer:
             arguments["seed"] = [task.seed for task in batch]
         return self.pair.run([task.ids for task in batch], options, streamer=None, **arguments)
 
-    def _shrink(self, batch: Sequence[Task], reason: str) -> None:
-        """Go on with half of what did not fit into memory; a row that does not fit alone has failed."""
+    def _halve_batch(self, batch: Sequence[Task], reason: str) -> None:
+        """Halve the batch size; a row that does not fit into memory alone has failed."""
         self.pair.engine.drop_graphs()
         if self.pair.engine.target.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(batch) == 1:
             batch[0].done = True
-            self._settle([_error(batch[0].number, batch[0].row, f"out of memory: {reason}")])
+            self.settle([_error(batch[0].number, batch[0].row, f"out of memory: {reason}")])
             return
         self.size = len(batch) // 2
         self.log(f"out of memory with {len(batch)} rows: going on with --batch-size {self.size}")
 
-    def _settle(self, records: list[dict[str, Any]]) -> None:
+    def settle(self, records: list[dict[str, Any]]) -> None:
+        """Add records to the journal, and close the tasks that are done."""
         self.journal.add(records)
         self.open = [task for task in self.open if not task.done]
 
     def _record(self, task: Task) -> dict[str, Any]:
-        """The line of a row that is done."""
+        """Make the record of a task that is done."""
         if not Document(task.ids, task.mask).learnable:
             return _error(task.number, task.row, "the base ended at once, which leaves nothing to learn from")
         split = {} if task.row.split is None else {"split": task.row.split}
@@ -153,15 +182,15 @@ class Writer:
             "temperature": task.temperature,
             "finish": task.finish,
             "input_ids": task.ids,
-            "loss_mask": [int(own) for own in task.mask],
+            "loss_mask": [int(learnt) for learnt in task.mask],
             "shown": self.pair.tokenizer.decode(task.ids),
         }
 
-    def _tell(self) -> None:
-        """A line of progress."""
-        self.told = time.perf_counter()
-        seconds = self.told - self.began
-        rows, tokens = len(self.journal.done) - self.before[0], self.journal.tokens - self.before[1]
+    def _log_progress(self) -> None:
+        """Print a line of progress."""
+        self.last_log = time.perf_counter()
+        seconds = self.last_log - self.started
+        rows, tokens = len(self.journal.done) - self.done_before, self.journal.tokens - self.tokens_before
         done = len(self.journal.done) + self.skipped
         left = ""
         if self.total is not None and rows and done < self.total:
@@ -170,15 +199,21 @@ class Writer:
         self.log(f"row {done}{whole}  {tokens:,} tokens  {tokens / max(seconds, 1e-9):,.0f} tokens/s{left}")
 
 
-def next_batch(tasks: Sequence[Task], size: int) -> list[Task]:
-    """Of the open rows, in their order, those to decode next: the first, which so never waits long, and those nearest
-    to it in length. Greedy and sampled rows do not mix in one call of `generate`."""
+def choose_batch(tasks: Sequence[Task], size: int) -> list[Task]:
+    """Choose the tasks to decode next: the first, so that none waits long, and those nearest to it in length.
+
+    Greedy and sampled rows do not mix in one call of `generate`.
+
+    Args:
+        tasks: Open tasks, in their order.
+        size: Tasks to choose, at most.
+    """
     first = tasks[0]
     alike = sorted(
         (task for task in tasks if (task.temperature > 0) == (first.temperature > 0)), key=lambda t: len(t.ids)
     )
-    place = next(index for index, task in enumerate(alike) if task is first)
-    start = max(0, min(place - size // 2, len(alike) - size))
+    position = next(index for index, task in enumerate(alike) if task is first)
+    start = max(0, min(position - size // 2, len(alike) - size))
     return alike[start : start + size]
 
 
@@ -186,14 +221,14 @@ def _error(number: int, row: Row, reason: str) -> dict[str, Any]:
     return {"row": number, "prompt": row.where, "error": reason}
 
 
-def _limits(pair: Pair, config: RegenerateConfig) -> Limits:
+def _limits(pair: Pair, config: RegenerateConfig) -> BaseLimits:
     target = pair.engine.target
     context = target.fixed_rope_context
-    most = [config.max_input_len, None if context is None else context - 1]
-    longest = min((tokens for tokens in most if tokens is not None), default=None)
-    return Limits(frozenset(end_tokens(target.model, pair.tokenizer)), target.vocab_size, longest)
+    limits = [config.max_input_len, None if context is None else context - 1]
+    max_tokens = min((tokens for tokens in limits if tokens is not None), default=None)
+    return BaseLimits(frozenset(end_tokens(target.model, pair.tokenizer)), target.vocab_size, max_tokens)
 
 
 def base_name(engine: Engine) -> str:
-    """What a base is called: its hub id, or its directory without what is above it."""
-    return short_name(str(engine.model.config._name_or_path or engine.target.name))
+    """Return the name of a base: its hub id, or the last part of its path."""
+    return short_name(str(engine.model.config.name_or_path or engine.target.name))

@@ -1,9 +1,9 @@
-"""Let a base answer the prompts of a data set itself: text to train a drafter on that is the base's own.
+"""Let a base answer the prompts of a data set itself, to train its drafter on the base's own text.
 
     redrafter regenerate --model BASE --drafter DRAFTER --data chat.jsonl --output own.jsonl
 
-Conversations are answered turn by turn, texts written on from their beginning. The exact ids are kept. A drafter only
-makes it faster. Killed at any moment, the same command goes on; several processes share a data set with --shard.
+Conversations are answered turn by turn; texts are continued from their beginning. The exact ids are kept. A drafter
+only makes it faster. Killed at any moment, the same command goes on; several processes share a data set with --shard.
 """
 
 import sys
@@ -29,14 +29,14 @@ from redrafter.files.atomic_file import check_writable
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import versions
 from redrafter.target.target import Target
-from redrafter.train.regenerate.answer_writer import Writer, mine
+from redrafter.train.regenerate.answer_writer import AnswerWriter, select_rows
 from redrafter.train.regenerate.config import RegenerateConfig, parse
 from redrafter.train.regenerate.journal import Journal
 
 __all__ = ["RegenerateConfig", "main", "parse", "regenerate"]
 
-# Options that change how fast rows are answered, or what is done with them, and not the answers.
-FREE = ("model", "drafter", "device", "trust_remote_code", "output", "overwrite", "batch_size")
+# Options that change how fast rows are answered or where they are written, and not the answers.
+OPTIONS_BESIDE_ANSWERS = ("model", "drafter", "device", "trust_remote_code", "output", "overwrite", "batch_size")
 
 
 def regenerate(
@@ -48,21 +48,32 @@ def regenerate(
     total: int | None = None,
     log: Callable[[str], object] = print,
 ) -> dict[str, Any]:
-    """Answer rows and write `config.output`, or go on with what an earlier call left of it.
+    """Answer rows and write `config.output`, or go on where an earlier run stopped.
 
-    total: how many rows `mine` chooses of `rows`, for progress. Returns the summary that stands in OUTPUT.json too.
-    Raises `ArgumentError` when the output is there or was begun with other settings, `CheckpointError` when no row
-    could be answered.
+    Args:
+        engine: Engine of the base.
+        tokenizer: The base's tokenizer.
+        rows: All rows of the data set.
+        config: Options, those from `output` on.
+        total: Rows that `select_rows` chooses of `rows`, for progress.
+        log: Prints a line of progress.
+
+    Returns:
+        The summary, which is written to OUTPUT.json too.
+
+    Raises:
+        ArgumentError: The output exists, or was begun with other settings.
+        CheckpointError: No row could be answered.
     """
     settings = _settings(engine, tokenizer, config)
-    with Journal(checked_output(config), settings) as journal:
-        writer = Writer(engine, tokenizer, config, journal, log, total)
-        writer.go(rows)
+    with Journal(check_output(config), settings) as journal:
+        writer = AnswerWriter(engine, tokenizer, config, journal, log, total)
+        writer.answer(rows)
         success = len(journal.done) - len(journal.errors)
         assert writer.input == success + len(journal.errors) + writer.skipped
         if journal.errors and not success:
             first = journal.first_error()
-            journal.drop()
+            journal.remove()
             raise CheckpointError(f"none of {writer.input} rows could be answered; {first['prompt']}: {first['error']}")
         seconds = journal.totals["seconds"]
         summary = {
@@ -83,10 +94,10 @@ def regenerate(
 
 
 def _settings(engine: Engine, tokenizer: PreTrainedTokenizerBase, config: RegenerateConfig) -> dict[str, Any]:
-    """All that the output depends on. A run can be gone on with by another drafter, elsewhere, in other batches."""
-    found = {name: value for name, value in asdict(config).items() if name not in FREE}
+    """Return all that the answers depend on; another drafter, device or batch size may finish a run."""
+    settings = {name: value for name, value in asdict(config).items() if name not in OPTIONS_BESIDE_ANSWERS}
     sizes = [Path(file).stat().st_size if Path(file).is_file() else None for file in config.data]
-    return found | {
+    return settings | {
         "data_bytes": sizes,
         "base": target_fingerprint(engine.target),
         "tokenizer": fingerprint(tokenizer),
@@ -94,8 +105,8 @@ def _settings(engine: Engine, tokenizer: PreTrainedTokenizerBase, config: Regene
     }
 
 
-def checked_output(config: RegenerateConfig) -> Path:
-    """The file to write. Raises `ArgumentError` when it cannot be, or is there already."""
+def check_output(config: RegenerateConfig) -> Path:
+    """Return the file to write. Raises `ArgumentError` if it cannot be written, or exists without `--overwrite`."""
     assert config.output is not None
     output = Path(config.output)
     check_writable(output, "--output")
@@ -105,10 +116,10 @@ def checked_output(config: RegenerateConfig) -> Path:
 
 
 def run(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any]:
-    """Everything from the files of a command line to the file that it names."""
-    checked_output(config)
+    """Answer the rows of the files that a command line names. Returns the summary."""
+    check_output(config)
     # A bad row is found here, before any is answered.
-    chosen = [chosen for *_, chosen in mine(read_rows(config.data), config)]
+    chosen = [chosen for *_, chosen in select_rows(read_rows(config.data), config)]
     if not any(chosen):
         raise CheckpointError(f"{', '.join(config.data)}: no row for --split {config.split} --shard {config.shard}")
     engine, tokenizer = load(config)
@@ -116,7 +127,7 @@ def run(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any
 
 
 def load(config: RegenerateConfig) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """The base with its drafter, if it has one, and its tokenizer."""
+    """Load the base, with its drafter if it has one, and its tokenizer."""
     options = LoadOptions(
         model=config.model,
         drafter=config.drafter,
@@ -135,7 +146,7 @@ def load(config: RegenerateConfig) -> tuple[Engine, PreTrainedTokenizerBase]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns its exit code."""
+    """Run `redrafter regenerate`. Returns its exit code."""
 
     def command() -> int:
         config = parse(argv)

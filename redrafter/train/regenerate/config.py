@@ -1,4 +1,4 @@
-"""Every option of `redrafter regenerate`, each with its default and its help text, once."""
+"""Options of `redrafter regenerate`, each with its default and its help text."""
 
 import math
 from collections.abc import Sequence
@@ -13,35 +13,43 @@ __all__ = ["RegenerateConfig", "parse"]
 
 @dataclass(frozen=True)
 class RegenerateConfig:
-    """Which base answers what, and how. The command line is made from these fields.
+    """Options of a run, from which the command line is made. The fields' help texts describe them.
 
-    `regenerate` reads only those from `output` on; a caller has its engine and rows already.
+    `redrafter.train.regenerate.command.regenerate` reads only the fields from `output` on; a caller has its engine and
+    rows already.
+
+    Raises:
+        ArgumentError: A value is out of range.
     """
 
     model: str | None = option(None, "base model: a hub id or a directory", required=True)
-    drafter: str | None = option(None, "its drafter, which makes it faster and changes no token", path=True)
+    drafter: str | None = option(None, "drafter of the base, which makes it faster and changes no token", path=True)
     data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads", required=True)
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: the GPU, where there is one)")
-    dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", "float32", "bfloat16", "float16"))
     trust_remote_code: bool = option(False, "run model code that comes with the base")
 
     output: str | None = option(None, "file of JSON lines to write", required=True, metavar="FILE")
     overwrite: bool = option(False, "replace the file that --output names")
     split: str = option("train", "answer the rows of this split", choices=("train", "val", "test"))
-    limit: int | None = option(None, "of them, the first N")
-    shard: str = option("0/1", "answer rows I, I+N, I+2N, ...; each shard needs an --output of its own", metavar="I/N")
-    batch_size: int = option(64, "rows decoded at once; halved whenever memory is short")
-    max_new_tokens: int = option(512, "most tokens of an answer")
-    max_input_len: int | None = option(None, "longest prompt, in tokens; the base's context when not given")
+    limit: int | None = option(None, "answer the first N rows of the split only (default: all)")
+    shard: str = option(
+        "0/1", "answer rows I, I+N, I+2N, ... only; each shard needs an --output of its own", metavar="I/N"
+    )
+    batch_size: int = option(64, "rows decoded at once; halved when memory is short")
+    max_new_tokens: int = option(512, "tokens of an answer, at most")
+    max_input_len: int | None = option(None, "tokens of the longest prompt (default: the base's context)")
     temperatures: tuple[float, ...] = option(
         (0.0, 0.7, 1.0),
-        "each row is written at one of these, drawn by seed; 0 is greedy",
+        "temperatures, of which each row is answered at one, drawn by the seed; 0 is greedy",
         type=floats,
         metavar="X,...",
     )
-    top_k: int | None = option(None, "where not greedy, sample from the k likeliest tokens")
-    top_p: float | None = option(None, "where not greedy, sample from the likeliest tokens that hold this probability")
-    seed: int = option(0, "a row's own seed comes from this one and the row's number")
+    top_k: int | None = option(None, "where not greedy, sample from the k likeliest tokens only")
+    top_p: float | None = option(
+        None, "where not greedy, sample from the likeliest tokens that hold this probability only"
+    )
+    seed: int = option(0, "seed, from which and its number each row's own seed is made")
 
     def __post_init__(self) -> None:
         for name in ("limit", "batch_size", "max_new_tokens", "max_input_len"):
@@ -53,19 +61,19 @@ class RegenerateConfig:
             raise ArgumentError(f"--temperatures must be 0 (greedy) or more, got {self.temperatures}")
         if (self.top_k is not None or self.top_p is not None) and not any(self.temperatures):
             raise ArgumentError("--top-k and --top-p are for sampling: give --temperatures above 0 too")
-        index, count = self.part
+        index, count = self.shard_numbers
         if not 0 <= index < count:
             raise ArgumentError(f"--shard must be I/N with I from 0 to N - 1, such as 0/4, got {self.shard!r}")
 
     @property
-    def part(self) -> tuple[int, int]:
-        """The numbers of `shard`."""
+    def shard_numbers(self) -> tuple[int, int]:
+        """Index and count of `--shard`; (0, 0) where they cannot be read."""
         index, _, count = self.shard.partition("/")
         return (int(index), int(count)) if index.isdecimal() and count.isdecimal() else (0, 0)
 
 
 def parse(argv: Sequence[str] | None) -> RegenerateConfig:
-    """The config that a command line asks for."""
+    """Parse a command line, with one flag for each field of `RegenerateConfig`."""
     parser = ConfigParser(
         prog="redrafter regenerate",
         description="Let a model answer the prompts of a data set itself, to train its drafter on what it writes.",

@@ -1,7 +1,7 @@
-"""The file that a long run grows: killed at any moment, the same run goes on from it.
+"""The journal of a run, OUTPUT.partial, from which the same run goes on after a kill at any moment.
 
-Its first line holds the settings; each line after it is a finished row, a row that failed, or what a batch took. Rows
-stand in the order in which they were finished, and are put in their own order at the end.
+Its first line holds the settings; each line after it is a finished row, a failed row, or the cost of a batch. Rows
+stand in the order in which they were finished, and are put in the order of the data set at the end.
 """
 
 import json
@@ -18,10 +18,21 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """Lines about the rows of a run that writes `output`. Use it in `with`.
+    """Journal of a run that writes `output`. Use it in `with`, which reads what an earlier run left.
 
-    done: where the line of each settled row begins, by the row's number; errors: those that failed. Raises
-    `ArgumentError` naming the first setting that is not the one that the file was begun with.
+    Args:
+        output: File that the run is to write.
+        settings: All that the answers depend on.
+
+    Attributes:
+        done: Offset of the line of each finished or failed row, by the row's number.
+        errors: Numbers of the rows that failed.
+        tokens: Tokens of all answers.
+        totals: Seconds, steps and emitted tokens of all batches.
+
+    Raises:
+        ArgumentError: The file cannot be written, or was begun with another setting, which the message names.
+        CheckpointError: The file is not a journal.
     """
 
     def __init__(self, output: Path, settings: dict[str, Any]):
@@ -48,7 +59,7 @@ class Journal:
         self._file.close()
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append some lines and hand them to the system: what kills the process then leaves them there."""
+        """Append records and flush them to the system, where they survive a kill of the process."""
         for record in records:
             line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
             self._file.write(line)
@@ -57,8 +68,10 @@ class Journal:
         self._file.flush()
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Put the rows in their order into `output`, those that failed beside it, and `summary` beside it too; `output`
-        is the last to appear."""
+        """Write the finished rows in their order to `output`, and the failed rows and the summary beside it.
+
+        `output` appears last. The journal is removed.
+        """
         beside = {name: self.output.with_name(self.output.name + name) for name in (".errors.jsonl", ".json", ".part")}
         if self.errors:
             write_atomically(beside[".errors.jsonl"], b"".join(self._lines(self.errors)).decode())
@@ -74,27 +87,27 @@ class Journal:
         except OSError as error:
             beside[".part"].unlink(missing_ok=True)
             raise ArgumentError(f"cannot write {self.output} (--output): {error.strerror}") from error
-        self.drop()
+        self.remove()
 
-    def drop(self) -> None:
-        """Remove it: the run is over."""
+    def remove(self) -> None:
+        """Close and remove the journal."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 
     def first_error(self) -> dict[str, Any]:
-        """Of the first row that failed."""
-        found: dict[str, Any] = json.loads(next(self._lines({min(self.errors)})))
-        return found
+        """Return the record of the first row that failed."""
+        record: dict[str, Any] = json.loads(next(self._lines({min(self.errors)})))
+        return record
 
     def _lines(self, rows: Set[int]) -> Iterator[bytes]:
-        """Their lines, in the rows' order."""
+        """Yield the lines of some rows, in the order of the data set."""
         with open(self.path, "rb") as lines:
             for row in sorted(rows):
                 lines.seek(self.done[row])
                 yield lines.readline()
 
     def _resume(self) -> None:
-        """Read what there is; a last line that was cut short is dropped."""
+        """Read the lines of an earlier run; a last line that was cut short is dropped."""
         with open(self.path, "rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):
@@ -117,9 +130,10 @@ class Journal:
             ) from error
         return record
 
-    def _note(self, record: dict[str, Any], place: int) -> None:
+    def _note(self, record: dict[str, Any], offset: int) -> None:
+        """Bring the attributes up to date with a record at an offset of the file."""
         if "row" in record:
-            self.done[record["row"]] = place
+            self.done[record["row"]] = offset
             if "error" in record:
                 self.errors.add(record["row"])
             else:
@@ -128,15 +142,17 @@ class Journal:
             for name in self.totals:
                 self.totals[name] += record["batch"][name]
 
-    def _check(self, found: dict[str, Any]) -> None:
-        for name, mine in self._settings.items():
-            if found.get(name) != mine:
-                option, old = name.replace("_", "-"), found.get(name)
+    def _check(self, saved: dict[str, Any]) -> None:
+        """Raise `ArgumentError` if the settings of the file are not those of this run."""
+        for name, setting in self._settings.items():
+            if saved.get(name) != setting:
+                option, old = name.replace("_", "-"), saved.get(name)
                 raise ArgumentError(
-                    f"{self.path} was begun with {option} {_typed(old)}, now it is {_typed(mine)}: go on with the "
-                    "same, or delete that file to begin anew"
+                    f"{self.path} was begun with {option} {_as_typed(old)}, now it is {_as_typed(setting)}: go on "
+                    "with the same, or delete that file to begin anew"
                 )
 
 
-def _typed(value: Any) -> str:
+def _as_typed(value: Any) -> str:
+    """Format a setting as one types it."""
     return format_value(tuple(value) if isinstance(value, list) else value)

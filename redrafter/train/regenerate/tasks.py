@@ -1,8 +1,8 @@
-"""A row of a data set as a task for the base: what stands before each of its answers, and what came of them.
+"""A row of a data set as a task for the base: the prompt before each of its answers, and the answers.
 
-A template is rendered with a marker in place of every answer, so that what it puts behind an answer is found whatever
-it would do to the answer's own text. The base's ids are kept as it wrote them, and the template's go around them: the
-next answer is asked for behind exactly what the base saw and wrote before.
+The chat template is rendered with a marker in place of every answer, so that the text that it puts after an answer is
+found whatever it would do to the answer itself. The ids of an answer are kept as the base wrote them, between those of
+the template: the next answer is decoded after exactly the ids that the base saw and wrote before.
 """
 
 import hashlib
@@ -16,32 +16,48 @@ from redrafter.data.documents import encode_prompt
 from redrafter.data.rows import Row, fingerprint
 from redrafter.errors import CheckpointError, MismatchError, first_line
 
-__all__ = ["Limits", "Task", "task_of"]
+__all__ = ["BaseLimits", "Task", "ids_behind", "make_task"]
 
-SHORTEST, LONGEST = 16, 64  # tokens of a plain text that the base is given
-BEGINNING = 8192  # characters of a plain text that are read for them
+MIN_BEGINNING_TOKENS, MAX_BEGINNING_TOKENS = 16, 64  # of a plain text, the tokens that are its prompt
+BEGINNING_CHARS = 8192  # characters of a plain text that are read for them
 MARKER = "AnswerOfTheBase"
-MOST_SEEDS = 1 << 62
+SEED_RANGE = 1 << 62  # seeds are less than this
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a base allows. eos: ids that end an answer. longest: tokens of a prompt; None: as many as you like."""
+class BaseLimits:
+    """Limits of a base.
+
+    Attributes:
+        eos: Ids that end an answer.
+        vocab_size: Ids that the base knows.
+        max_tokens: Tokens of a prompt, at most; None for no limit.
+    """
 
     eos: frozenset[int]
     vocab_size: int
-    longest: int | None
+    max_tokens: int | None
 
     def fits(self, length: int) -> bool:
-        return self.longest is None or length <= self.longest
+        """Return whether a prompt of `length` tokens leaves room for an answer."""
+        return self.max_tokens is None or length <= self.max_tokens
 
 
 @dataclass
 class Task:
-    """A row on its way. number: of the row in its data set. parts: the ids that stand before each answer.
+    """A row that is being answered.
 
-    ids, mask: all so far, and which of it the base wrote. finish: `length` once an answer was cut, or left out for want
-    of room.
+    Attributes:
+        number: Number of the row in the data set.
+        row: The row.
+        seed: Seed of its answers.
+        temperature: Temperature of its answers.
+        parts: Ids that stand before each answer.
+        ids: All ids so far.
+        mask: Which of `ids` the base wrote.
+        parts_added: How many of `parts` are in `ids`.
+        finish: `eos`, or `length` once an answer was cut short, or left out because there was no room.
+        done: Whether all answers are there.
     """
 
     number: int
@@ -51,119 +67,135 @@ class Task:
     parts: list[list[int]]
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
-    asked: int = 0
+    parts_added: int = 0
     finish: str = "eos"
     done: bool = False
 
-    def ask(self, limits: Limits) -> None:
-        """Put what stands before the next answer behind what there is; without a next answer, or room, it is done."""
-        part = self.parts[self.asked] if self.asked < len(self.parts) else None
+    def add_prompt(self, limits: BaseLimits) -> None:
+        """Append the ids before the next answer; without a next answer, or room for one, the task is done."""
+        part = self.parts[self.parts_added] if self.parts_added < len(self.parts) else None
         if part is not None and self.ids and self.ids[-1] in limits.eos:
-            # The base ended its turn itself: the template is not to end it once more, be it in another way.
-            part = part[next((place + 1 for place, token in enumerate(part[:2]) if token in limits.eos), 0) :]
+            # The base ended its turn itself, so the template must not end it again, in whatever way.
+            part = part[next((index + 1 for index, token in enumerate(part[:2]) if token in limits.eos), 0) :]
         if part is None or not limits.fits(len(self.ids) + len(part)):
             self.finish = self.finish if part is None else "length"
             self.done = True
             return
         self.ids, self.mask = self.ids + part, self.mask + [False] * len(part)
-        self.asked += 1
+        self.parts_added += 1
 
-    def take(self, written: Sequence[int], limits: Limits) -> None:
-        """Write down an answer, and ask for the next."""
-        self.ids, self.mask = self.ids + list(written), self.mask + [True] * len(written)
-        if written[-1] not in limits.eos:
+    def add_answer(self, answer: Sequence[int], limits: BaseLimits) -> None:
+        """Append an answer, and the ids before the next."""
+        self.ids, self.mask = self.ids + list(answer), self.mask + [True] * len(answer)
+        if answer[-1] not in limits.eos:
             self.finish = "length"
-        self.ask(limits)
+        self.add_prompt(limits)
 
 
-def task_of(
+def make_task(
     number: int,
     row: Row,
     tokenizer: PreTrainedTokenizerBase,
-    limits: Limits,
+    limits: BaseLimits,
     *,
     seed: int,
     temperatures: Sequence[float],
 ) -> Task:
-    """A row with its first prompt. Its seed, its temperature and how much of a text it begins with depend on `seed` and
-    `number` alone. Raises `CheckpointError` or `MismatchError` for a row that the base cannot be asked."""
+    """Make the task of a row, with its first prompt.
+
+    The task's seed and temperature, and how much of a text is its prompt, depend on `seed` and `number` alone.
+
+    Args:
+        number: Number of the row in the data set.
+        row: The row.
+        tokenizer: The base's tokenizer.
+        limits: Limits of the base.
+        seed: Seed of the run.
+        temperatures: Temperatures, of which one is drawn.
+
+    Raises:
+        CheckpointError: The row holds nothing to answer, or its prompt is too long.
+        MismatchError: The row's ids are not this base's.
+    """
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=24).digest()
-    own, which, share = (int.from_bytes(digest[start : start + 8], "big") for start in (0, 8, 16))
-    most = SHORTEST + share % (LONGEST - SHORTEST + 1)
-    parts = _parts(row, tokenizer, most)
+    task_seed, which, share = (int.from_bytes(digest[start : start + 8], "big") for start in (0, 8, 16))
+    beginning = MIN_BEGINNING_TOKENS + share % (MAX_BEGINNING_TOKENS - MIN_BEGINNING_TOKENS + 1)
+    parts = _parts(row, tokenizer, beginning)
     if not parts or not parts[0]:
         raise CheckpointError("an empty prompt")
     highest = max(max(part, default=0) for part in parts)
     if highest >= limits.vocab_size:
         raise MismatchError(f"token id {highest}, but the base knows {limits.vocab_size} ids")
-    task = Task(number, row, own % MOST_SEEDS, temperatures[which % len(temperatures)], parts)
-    task.ask(limits)
+    task = Task(number, row, task_seed % SEED_RANGE, temperatures[which % len(temperatures)], parts)
+    task.add_prompt(limits)
     if task.done:
-        raise CheckpointError(f"a prompt of {len(parts[0])} tokens; at most {limits.longest} leave room to write")
+        raise CheckpointError(f"a prompt of {len(parts[0])} tokens; at most {limits.max_tokens} leave room to write")
     return task
 
 
-def _parts(row: Row, tokenizer: PreTrainedTokenizerBase, most: int) -> list[list[int]]:
-    """What stands before each answer."""
+def _parts(row: Row, tokenizer: PreTrainedTokenizerBase, beginning: int) -> list[list[int]]:
+    """Return the ids before each answer; of a plain text, at most `beginning` tokens."""
     if row.messages is not None:
         return _turns(row.messages, tokenizer)
     if row.prompt is not None:
         return [encode_prompt(row, tokenizer)]
     if row.text is not None:
-        return [_beginning(tokenizer(row.text[:BEGINNING])["input_ids"], most)]
+        return [_beginning(tokenizer(row.text[:BEGINNING_CHARS])["input_ids"], beginning)]
     assert row.ids is not None
     if row.tokenizer is not None and row.tokenizer != fingerprint(tokenizer):
         raise MismatchError("the ids were made with another tokenizer than this base's")
     mask = row.loss_mask or [True] * len(row.ids)
     if True not in mask:
         raise CheckpointError('nothing in "loss_mask" is true, so there is nothing to answer')
-    return [row.ids[: mask.index(True)] or _beginning(row.ids, most)]
+    return [row.ids[: mask.index(True)] or _beginning(row.ids, beginning)]
 
 
-def _beginning(ids: list[int], most: int) -> list[int]:
-    """At most half of a text, which says what it is about, and not what the base makes of it."""
-    return ids[: min(most, (len(ids) + 1) // 2)]
+def _beginning(ids: list[int], max_tokens: int) -> list[int]:
+    """Return the beginning of a text, at most half of it, so that the base has something left to write."""
+    return ids[: min(max_tokens, (len(ids) + 1) // 2)]
 
 
 def _turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Where the assistant speaks in the row, the base does; where it never does, after each of the user's turns."""
+    """Return the ids before each assistant turn of a conversation; without such turns, after each user turn."""
     asked = [turn for turn in messages if turn["role"] != "assistant"]
     if not any(turn["role"] == "user" for turn in asked):
         raise CheckpointError("no user turn, so there is nothing to answer")
     marker = MARKER
     while any(marker in turn["content"] for turn in asked):
         marker += "Z"
-    answer, talk, parts = {"role": "assistant", "content": marker}, list[dict[str, str]](), list[list[int]]()
+    answer, chat, parts = {"role": "assistant", "content": marker}, list[dict[str, str]](), list[list[int]]()
     for turn in messages:
         if turn["role"] == "assistant":
-            parts.append(_render(talk, marker, tokenizer))
-            talk.append(answer)
+            parts.append(_render(chat, marker, tokenizer))
+            chat.append(answer)
             continue
-        talk.append(turn)
+        chat.append(turn)
         if len(asked) == len(messages) and turn["role"] == "user":
-            parts.append(_render(talk, marker, tokenizer))
-            talk.append(answer)
+            parts.append(_render(chat, marker, tokenizer))
+            chat.append(answer)
     return parts
 
 
-def _render(talk: list[dict[str, str]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the template puts behind the last answer of a talk, up to where the next begins; all of it when there is no
-    answer yet."""
-    if not any(turn["role"] == "user" for turn in talk):
+def _render(chat: list[dict[str, str]], marker: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that the template puts after the last answer of a chat, up to where the next one begins.
+
+    Without an answer yet, those are the ids of the whole chat.
+    """
+    if not any(turn["role"] == "user" for turn in chat):
         raise CheckpointError("the assistant speaks before any user turn")
     try:
-        text: Any = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        text: Any = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program of its own
         raise CheckpointError(f"the chat template fails: {first_line(error)}") from error
-    if not any(turn["role"] == "assistant" for turn in talk):
+    if not any(turn["role"] == "assistant" for turn in chat):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if marker not in text:
         raise CheckpointError("the chat template leaves the assistant's last turn out")
-    return _behind(text[text.rindex(marker) :], len(marker), tokenizer)
+    return ids_behind(text[text.rindex(marker) :], len(marker), tokenizer)
 
 
-def _behind(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of `text[start:]` as they stand behind other text: many tokenizers begin a text of its own with a space."""
+def ids_behind(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Encode `text[start:]` as it stands after other text; by itself, many tokenizers would put a space before it."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         spans = encoded["offset_mapping"]
