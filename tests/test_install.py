@@ -1,4 +1,4 @@
-"""Which code runs, by what is installed and from where: an editable install, a plain one, or none."""
+"""Which copy of the code runs, with the package installed or not, from several working directories."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy, which pip may build in."""
+    """Return a copy of the checkout, which pip may build in."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("redrafter", "train", "convert"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -32,7 +32,7 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(checkout, tmp_path_factory) -> Path:
-    """Where `pip install .` put the package."""
+    """Return the directory that `pip install .` installed the package into."""
     site = tmp_path_factory.mktemp("site")
     words = [
         "install",
@@ -80,9 +80,11 @@ def test_all_of_the_package_comes_from_the_current_folder_or_all_from_the_instal
 
 def test_commands_run_from_a_checkout_however_it_is_installed(checkout, installed):
     done = python("-m", "redrafter", "info", checkout / "redrafter" / "boxed", cwd=checkout, path=(installed,))
-    assert done.returncode == 0 and "Llama" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "Llama" in done.stdout
     done = python("-m", "redrafter", "convert", "--help", cwd=checkout)
-    assert done.returncode == 0 and "--drafter-model-dir" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "--drafter-model-dir" in done.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -90,7 +92,8 @@ def test_commands_run_from_a_checkout_however_it_is_installed(checkout, installe
 def test_a_launcher_runs_the_code_of_its_own_checkout(checkout, installed, tmp_path, script, other):
     path = () if other == "nothing" else (installed,)
     shown = python(checkout / script, "--help", cwd=tmp_path, path=path)
-    assert shown.returncode == 0 and f"usage: redrafter {SCRIPTS[script]}" in shown.stdout, shown.stderr
+    assert shown.returncode == 0, shown.stderr
+    assert f"usage: redrafter {SCRIPTS[script]}" in shown.stdout
     loaded = python("-v", checkout / script, "--help", cwd=tmp_path, path=path)
     assert f"{checkout}/redrafter/cli/__init__.py" in loaded.stderr
     assert str(installed) not in loaded.stderr
@@ -100,5 +103,6 @@ def test_a_launcher_names_a_missing_dependency(checkout, tmp_path):
     environment = os.environ | {"PYTHONPATH": ""}
     command = [sys.executable, "-S", str(checkout / "train" / "train_drafter.py"), "--help"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
     assert "is not installed; type: pip install redrafter" in done.stderr

@@ -46,7 +46,7 @@ def parse(command: str, words: list[str]) -> dict[str, Any]:
     if command == "serve":
         return vars(serve_command.build_parser().parse_args(words))
     if command == "convert":
-        return vars(convert_config.parser("redrafter convert").parse_args(words))
+        return vars(convert_config.build_parser("redrafter convert").parse_args(words))
     return vars(build_parser().parse_args([command, *words]))
 
 

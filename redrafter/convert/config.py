@@ -1,6 +1,6 @@
-"""The options of `redrafter convert`: those of TensorRT-LLM's ReDrafter script, by their names, and some more.
+"""The options of `redrafter convert`: those of TensorRT-LLM's ReDrafter script under the same names, and others.
 
-What its script has and this does not need is in `redrafter.app.trtllm_flags`.
+Options of that script which are not needed here are in `redrafter.app.trtllm_flags`.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_config import RECURRENCES
 from redrafter.errors import ArgumentError
 
-__all__ = ["ConvertConfig", "parse", "parser"]
+__all__ = ["ConvertConfig", "build_parser", "parse"]
 
-FORMATS = ("redrafter", "trtllm", "apple", "drafter")
-_MEANT_FOR = {  # where not for all
+OUTPUT_FORMATS = ("redrafter", "trtllm", "apple", "drafter")
+_OPTION_FORMATS = {  # output formats of options that are not for all of them
     "base_model_checkpoint_dir": ("redrafter", "trtllm", "drafter"),
     "copy": ("redrafter",),
     "node_budget": ("redrafter",),
@@ -31,59 +31,75 @@ _MEANT_FOR = {  # where not for all
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Everything that can be chosen about a conversion."""
+    """The sources of a conversion, its output, and all choices about it."""
 
     base_model_checkpoint_dir: str | None = option(
-        None, "the model: Hugging Face's, a merged checkpoint, or TensorRT-LLM's of a Llama or Qwen2", metavar="DIR"
+        None,
+        "the model: a Hugging Face model, a merged checkpoint, or a TensorRT-LLM checkpoint of Llama or Qwen2",
+        metavar="DIR",
     )
     drafter_model_dir: str | None = option(
         None,
-        "its drafter: this project's, Apple's, or what a merged or a TensorRT-LLM checkpoint holds (default: the base "
-        "directory's own)",
+        "the drafter: one of redrafter or of Apple, or a merged or TensorRT-LLM checkpoint that holds one (default: "
+        "the one in the directory of the model)",
         metavar="DIR",
     )
     output_dir: str | None = option(None, "directory to write", metavar="DIR")
     to: str = option(
         "redrafter",
-        "what to write: a merged checkpoint, TensorRT-LLM's, Apple's drafter, or this project's drafter",
-        choices=FORMATS,
+        "output format: a merged checkpoint of redrafter, a TensorRT-LLM checkpoint, a drafter in Apple's format, or a "
+        "drafter of redrafter",
+        choices=OUTPUT_FORMATS,
     )
     dtype: str | None = option(
         None,
-        "the drafter's number format, and for trtllm the base's too (default: as stored; for trtllm, the base's)",
+        "number format of the drafter, and with --to trtllm of the base too (default: as stored; with --to trtllm, "
+        "that of the base)",
         choices=("float32", "bfloat16", "float16"),
     )
     tp_size: int | None = option(
-        None, "ranks of a TensorRT-LLM checkpoint (default: 1, or those of the base)", type=int, metavar="N"
+        None,
+        "number of ranks of a TensorRT-LLM checkpoint (default: 1, or as many as the base has)",
+        type=int,
+        metavar="N",
     )
-    workers: int = option(1, "files written at once")
-    redrafter_num_beams: int | None = option(None, "beams (default: the drafter's)", type=int, metavar="W")
+    workers: int = option(1, "files to write at once")
+    redrafter_num_beams: int | None = option(
+        None, "beams of the drafter's search (default: the drafter's)", type=int, metavar="W"
+    )
     redrafter_draft_len_per_beam: int | None = option(
-        None, "tokens per beam, without the one that is certain (default: the drafter's)", type=int, metavar="K"
+        None,
+        "tokens drafted per beam, without the token that is certain already (default: the drafter's)",
+        type=int,
+        metavar="K",
     )
-    redrafter_no_greedy_search: bool = option(False, "sample where a call does not say")
+    redrafter_no_greedy_search: bool = option(False, "sample by default, unless a call chooses")
     redrafter_greedy_search: bool | None = option(
         None,
-        "write greedily where a call does not say; False is --redrafter-no-greedy-search (default: the source's)",
+        "decode greedily by default, unless a call chooses; False is --redrafter-no-greedy-search (default: the "
+        "source's)",
         nargs="?",
         const=True,
         type=yes_or_no,
         metavar="True|False",
     )
     node_budget: int | None = option(
-        None, "nodes verified in a step (default: what suits the device)", type=int, metavar="N"
+        None,
+        "nodes of the tree that is verified per step, its root included (default: what suits the device)",
+        type=int,
+        metavar="N",
     )
     recurrence: str | None = option(
         None,
-        "how a TensorRT-LLM checkpoint's drafter was trained (default: apple, what public trainers train)",
+        "recurrence that a TensorRT-LLM checkpoint's drafter was trained with (default: apple, as in public trainers)",
         choices=tuple(name for name in RECURRENCES if name != "gated"),
     )
     tokenizer_dir: str | None = option(
-        None, "where the tokenizer comes from, for a base that has none, such as TensorRT-LLM's", metavar="DIR"
+        None, "directory of a tokenizer, for a base that has none, such as TensorRT-LLM's", metavar="DIR"
     )
-    copy: bool = option(False, "copy the base's weights also where they could be hard links")
+    copy: bool = option(False, "copy the base's weights even where they could be hard links")
     overwrite: bool = option(False, "replace the checkpoint that --output-dir holds")
-    dry_run: bool = option(False, "print which tensor becomes which, and write nothing")
+    dry_run: bool = option(False, "print the source and the new name of each tensor, and write nothing")
 
     def __post_init__(self) -> None:
         if self.base_model_checkpoint_dir is None and self.drafter_model_dir is None:
@@ -95,34 +111,45 @@ class ConvertConfig:
         for name in ("tp_size", "workers"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= 4096:
                 raise ArgumentError(f"{flag(name)} must be from 1 to 4096, got {value}")
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for item in fields(self):
+            value = getattr(self, item.name)
             if value == "":
-                raise ArgumentError(f"{flag(each.name)} needs a value, got an empty one")
-            if value != each.default and self.to not in _MEANT_FOR.get(each.name, FORMATS):
-                raise ArgumentError(f"{flag(each.name)} is for --to {' or '.join(_MEANT_FOR[each.name])}: leave it out")
+                raise ArgumentError(f"{flag(item.name)} needs a value, got an empty one")
+            if value != item.default and self.to not in _OPTION_FORMATS.get(item.name, OUTPUT_FORMATS):
+                formats = " or ".join(_OPTION_FORMATS[item.name])
+                raise ArgumentError(f"{flag(item.name)} is for --to {formats}: leave it out")
 
     @property
     def defaults(self) -> Defaults:
+        """Search and sampling defaults that were asked for; None leaves a value to the source."""
         shape = TreeShape(self.redrafter_num_beams, self.redrafter_draft_len_per_beam, self.node_budget)
         return Defaults(shape, False if self.redrafter_no_greedy_search else self.redrafter_greedy_search)
 
 
-def parser(prog: str | None) -> Parser:
-    """Return the parser of the command."""
-    found = Parser(
+def build_parser(prog: str | None) -> Parser:
+    """Return the parser of the command.
+
+    Args:
+        prog: Name of the command in messages; None for the name of the program.
+    """
+    parser = Parser(
         prog=prog,
-        description="Convert a drafter, or a model with its drafter, between this project's, Apple's and\n"
-        "TensorRT-LLM's formats, or merge a model and its drafter into one directory.",
+        description="Convert a drafter, or a model with its drafter, between the formats of redrafter, Apple and\n"
+        "TensorRT-LLM, or merge a model and its drafter into one directory.",
         epilog="examples:\n"
         "  redrafter convert --base-model-checkpoint-dir my-base --drafter-model-dir my-drafter --output-dir merged\n"
         "  redrafter convert --drafter-model-dir apple-drafter --to drafter --output-dir my-drafter\n"
         "  redrafter convert --base-model-checkpoint-dir tllm-checkpoint --tokenizer-dir my-base --output-dir merged",
     )
-    add_options(found, ConvertConfig, "converting")
-    return found
+    add_options(parser, ConvertConfig, "converting")
+    return parser
 
 
 def parse(argv: Sequence[str] | None, prog: str | None) -> ConvertConfig:
-    """Read a command line."""
-    return read_options(ConvertConfig, parser(prog).parse_args(argv))
+    """Parse a command line.
+
+    Args:
+        argv: Words after the name of the command; None takes those of the process.
+        prog: Name of the command in messages.
+    """
+    return read_options(ConvertConfig, build_parser(prog).parse_args(argv))

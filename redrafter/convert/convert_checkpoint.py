@@ -1,16 +1,18 @@
-"""Convert drafters and pairs between this project's, Apple's and TensorRT-LLM's formats; merge a model and its drafter.
+"""`redrafter convert`: change the format of a drafter or a pair, or merge a model and its drafter.
 
     redrafter convert --base_model_checkpoint_dir my-base --drafter_model_dir my-drafter --output_dir my-merged
 
-From a checkout also `python convert/convert_checkpoint.py ...`. Where a model's weights stay as they are they become
-hard links if the file system allows it, so a merged checkpoint costs the drafter's size only: do not write into the
-weight files of either directory. Tensors are read a few rows at a time; a checkpoint appears whole or not at all.
+In a checkout, `python convert/convert_checkpoint.py ...` is the same. Weights that stay as they are become hard links
+if the file system allows it, so that a merged checkpoint takes only the drafter's size on the disk: do not write into
+the weight files of either directory. Tensors are read a few rows at a time. A checkpoint is written whole or not at
+all.
 """
 
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
@@ -18,18 +20,19 @@ from tqdm import tqdm
 
 from redrafter.app.program import print_message, run_command
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.convert import base as bases
-from redrafter.convert import drafters
 from redrafter.convert.config import ConvertConfig, parse
-from redrafter.convert.plan import Plan
-from redrafter.convert.targets import TARGETS, ConversionRequest, Source
+from redrafter.convert.output_formats import OUTPUT_PLANNERS
+from redrafter.convert.plan import ConversionPlan
+from redrafter.convert.request import ConversionRequest, ConversionSource
+from redrafter.convert.source_base import open_base
+from redrafter.convert.source_drafter import open_drafter
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.atomic_folder import check_output_folder, write_folder
 from redrafter.files.checkpoint_kind import kind_of
 
-__all__ = ["convert", "main", "merge", "plan"]
+__all__ = ["convert", "main", "merge", "plan_conversion"]
 
-WRITES = {
+OUTPUT_KINDS = {  # what `kind_of` calls a directory in each output format
     "redrafter": "merged checkpoint",
     "trtllm": "TensorRT-LLM ReDrafter checkpoint",
     "apple": "Apple drafter",
@@ -40,13 +43,22 @@ WRITES = {
 def merge(
     base: str | Path, drafter: str | Path, output: str | Path, shape: TreeShape | None = None, overwrite: bool = False
 ) -> Path:
-    """Write the merged checkpoint `output` from a model directory and a drafter directory. Returns its path.
+    """Write a merged checkpoint of a model directory and a drafter directory.
 
-    shape: how the drafter is to be searched; what it leaves open is taken from the drafter's config. overwrite: replace
-    `output`, which must be a merged checkpoint itself.
+    Args:
+        base: Directory of the model.
+        drafter: Directory of the drafter.
+        output: Directory to write.
+        shape: Search defaults of the checkpoint; what is None in it is taken from the drafter's config.
+        overwrite: Whether to replace `output`, which must be a merged checkpoint itself.
 
-    Raises `CheckpointError` for files that are missing or cut short, `MismatchError` for a drafter of another base, and
-    `ArgumentError` for an output that cannot be written or a shape that cannot be searched. Then nothing is written.
+    Returns:
+        The path of `output`.
+
+    Raises:
+        CheckpointError: When files are missing or broken.
+        MismatchError: When the drafter was made for another base.
+        ArgumentError: When the output cannot be written or the shape cannot be searched. Nothing is written then.
     """
     shape = shape or TreeShape()
     config = ConvertConfig(
@@ -62,76 +74,95 @@ def merge(
     return Path(output)
 
 
-def plan(config: ConvertConfig) -> Plan:
-    """What a conversion will write; raises for everything that is wrong with what it is made from."""
+def plan_conversion(config: ConvertConfig) -> ConversionPlan:
+    """Open the sources of a conversion, check them, and return the files to write.
+
+    Raises:
+        ReDrafterError: When the sources are broken, do not fit each other, or cannot be converted to the format.
+    """
     base = None if config.base_model_checkpoint_dir is None else Path(config.base_model_checkpoint_dir)
-    place = Path(config.drafter_model_dir or config.base_model_checkpoint_dir or "")
-    drafter = drafters.read(place, config.recurrence)
+    directory = Path(config.drafter_model_dir or config.base_model_checkpoint_dir or "")
+    drafter = open_drafter(directory, config.recurrence)
     if base is None and config.to in ("redrafter", "trtllm") and drafter.kind not in ("drafter", "Apple drafter"):
-        base = place  # it holds a base too
+        base = directory  # the other kinds hold a base too
     tokenizer = None if config.tokenizer_dir is None else Path(config.tokenizer_dir)
     if tokenizer is not None and not (tokenizer / "tokenizer_config.json").is_file():
         raise ArgumentError(f"--tokenizer-dir {tokenizer} has no tokenizer_config.json")
-    source = Source(drafter, None if base is None or config.to == "apple" else bases.read(base), tokenizer)
-    made = TARGETS[config.to](source, ConversionRequest(config.defaults, config.dtype, config.tp_size))
-    return Plan(made.weights, made.copies, made.texts, made.notes, config.copy)
+    opened_base = None if base is None or config.to == "apple" else open_base(base)
+    source = ConversionSource(drafter, opened_base, tokenizer)
+    plan = OUTPUT_PLANNERS[config.to](source, ConversionRequest(config.defaults, config.dtype, config.tp_size))
+    return replace(plan, copy=config.copy)
 
 
-def convert(config: ConvertConfig, log: Callable[[str], object] = lambda line: None, shown: bool = False) -> None:
-    """Convert. log: told what a person should know. shown: whether there is a progress bar on stderr."""
+def convert(
+    config: ConvertConfig, log: Callable[[str], object] = lambda line: None, show_progress: bool = False
+) -> None:
+    """Run a conversion.
+
+    Args:
+        config: The sources, the output and its format.
+        log: Gets each note for the user.
+        show_progress: Whether to show a progress bar on stderr.
+
+    Raises:
+        ReDrafterError: When the sources or the output are not as required. Nothing is written then.
+    """
     output = Path(str(config.output_dir))
     for source in (config.base_model_checkpoint_dir, config.drafter_model_dir):
         if source is not None:
             _check_apart(output, Path(source))
-    made = plan(config)
-    what = WRITES[config.to]
+    plan = plan_conversion(config)
+    kind = OUTPUT_KINDS[config.to]
     check_output_folder(
-        output, config.overwrite, flag="--output-dir", what=what, replaceable=lambda path: _is(path, what)
+        output, config.overwrite, flag="--output-dir", what=kind, replaceable=lambda path: _is(path, kind)
     )
-    made.check_space(output)
+    plan.check_space(output)
     lock = Lock()
-    with tqdm(total=made.bytes(output), unit="B", unit_scale=True, disable=None if shown else True) as bar:
+    total = plan.bytes_to_write(output)
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None if show_progress else True) as bar:
 
         def progress(count: int) -> None:
             with lock:
                 bar.update(count)
 
-        write_folder(output, lambda folder: made.fill(folder, progress, config.workers))
-    for note in made.notes:
+        write_folder(output, lambda folder: plan.write(folder, progress, config.workers))
+    for note in plan.notes:
         log(note)
 
 
 def _check_apart(output: Path, source: Path) -> None:
-    mine, theirs = (Path(os.path.realpath(each)) for each in (output, source))
-    if mine == theirs or mine in theirs.parents or theirs in mine.parents:
+    """Raise `ArgumentError` if one directory is the other or is inside of it."""
+    real_output, real_source = Path(os.path.realpath(output)), Path(os.path.realpath(source))
+    if real_output == real_source or real_output in real_source.parents or real_source in real_output.parents:
         raise ArgumentError(f"the output {output} and its source {source} must not hold one another")
 
 
 def _is(path: Path, kind: str) -> bool:
+    """Return whether a directory holds a checkpoint of a kind; a broken one does not."""
     with suppress(ReDrafterError):
         return kind_of(path) == kind
     return False
 
 
-def _print_map(made: Plan) -> None:
-    rows = [("from", "to", "shape", "dtype"), *made.key_map()]
+def _print_key_map(plan: ConversionPlan) -> None:
+    rows = [("from", "to", "shape", "dtype"), *plan.key_map()]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns its exit code."""
+    """Run the command and return its exit code."""
 
     def run() -> int:
         config = parse(argv, "redrafter convert")
         if config.dry_run:
-            made = plan(config)
-            _print_map(made)
-            for note in made.notes:
+            plan = plan_conversion(config)
+            _print_key_map(plan)
+            for note in plan.notes:
                 print_message("note", note)
             return 0
-        convert(config, log=lambda line: print_message("note", line), shown=True)
+        convert(config, log=lambda line: print_message("note", line), show_progress=True)
         print(config.output_dir)
         return 0
 

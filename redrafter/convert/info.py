@@ -1,4 +1,4 @@
-"""`redrafter info`: say what a checkpoint is."""
+"""`redrafter info`: describe a checkpoint, and say what it can be converted to."""
 
 import json
 import math
@@ -17,12 +17,11 @@ import transformers
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import run_command
 from redrafter.checkpoints.merged import boxed_pair
-from redrafter.convert import base as bases
-from redrafter.convert import drafters
-from redrafter.convert.base import Base
-from redrafter.convert.drafters import Drafter
-from redrafter.convert.targets import ConversionRequest, Source, possible
-from redrafter.convert.tensors import Stored
+from redrafter.convert.output_formats import possible_formats
+from redrafter.convert.request import ConversionRequest, ConversionSource
+from redrafter.convert.source_base import SourceBase, open_base
+from redrafter.convert.source_drafter import SourceDrafter, open_drafter
+from redrafter.convert.tensors import LazyTensor
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
@@ -32,40 +31,59 @@ __all__ = ["describe", "main"]
 
 
 def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
-    """Facts about a directory, or about a model and a drafter for it; `CheckpointError` when files are broken."""
+    """Return facts about a checkpoint, or about a model and a drafter for it.
+
+    Args:
+        name: Directory, or hub id that was downloaded before.
+        drafter_name: The same of a drafter for the model.
+
+    Returns:
+        The JSON document that `redrafter info --json` prints.
+
+    Raises:
+        CheckpointError: When files are missing or broken.
+        ArgumentError: When a drafter is given for what is a drafter itself.
+    """
     directory = _locate(name)
     kind = kind_of(directory)
-    found: dict[str, Any] = {"path": str(directory), "kind": kind}
+    document: dict[str, Any] = {"path": str(directory), "kind": kind}
     if kind in ("drafter", "Apple drafter"):
         if drafter_name is not None:
             raise ArgumentError(f"{name} is a drafter itself: give the model first, and the drafter with --drafter")
-        drafter = drafters.read(directory)
-        return found | {"drafter": _drafter(drafter), "converts_to": possible(Source(drafter))}
-    base = bases.read(directory)
-    found["model"] = _model(base)
-    place = _locate(drafter_name) if drafter_name is not None else directory if _is_pair(kind) else None
-    if place is None:
-        return found
-    drafter = drafters.read(place)
-    found["drafter"] = {"path": str(drafter.place)} | _drafter(drafter)
-    found["drafter"]["share_of_model"] = round(_count(drafter.tensors) / max(found["model"]["parameters"] or 1, 1), 4)
+        drafter = open_drafter(directory)
+        return document | {
+            "drafter": _describe_drafter(drafter),
+            "converts_to": possible_formats(ConversionSource(drafter)),
+        }
+    base = open_base(directory)
+    document["model"] = _describe_model(base)
+    if drafter_name is not None:
+        drafter = open_drafter(_locate(drafter_name))
+    elif _is_pair(kind):
+        drafter = open_drafter(directory)
+    else:
+        return document
+    share = _count_parameters(drafter.tensors) / max(document["model"]["parameters"] or 1, 1)
+    document["drafter"] = {"path": str(drafter.directory)} | _describe_drafter(drafter)
+    document["drafter"]["share_of_model"] = round(share, 4)
     if _is_pair(drafter.kind):
-        said = ConversionRequest().over(drafter)
-        found["shape"] = asdict(said.shape) | {"greedy_search": said.greedy_search}
+        defaults = ConversionRequest().defaults_for(drafter)
+        document["shape"] = asdict(defaults.shape) | {"greedy_search": defaults.greedy_search}
     try:
-        base.check(drafter.config)
-        found["fits"] = True
+        base.check_fits(drafter.config)
+        document["fits"] = True
     except MismatchError as error:
-        return found | {"fits": False, "why_not": str(error)}
-    return found | {"converts_to": possible(Source(drafter, base))}
+        return document | {"fits": False, "why_not": str(error)}
+    return document | {"converts_to": possible_formats(ConversionSource(drafter, base))}
 
 
 def _is_pair(kind: str) -> bool:
+    """Return whether a kind of directory holds a base and a drafter."""
     return kind in ("merged checkpoint", "TensorRT-LLM ReDrafter checkpoint")
 
 
 def _locate(name: str) -> Path:
-    """A directory, or what a hub id was downloaded to; nothing is downloaded."""
+    """Return a directory, or the download of a hub id in the local cache; nothing is downloaded."""
     if Path(name).is_dir():
         return Path(name)
     check_path(name)
@@ -75,33 +93,39 @@ def _locate(name: str) -> Path:
         raise CheckpointError(f"{name} is no directory, and not in the download cache: {first_line(error)}") from error
 
 
-def _model(base: Base) -> dict[str, Any]:
-    config: Any = base.config.get_text_config(decoder=True) if base.said is None else SimpleNamespace(**base.said)
+def _describe_model(base: SourceBase) -> dict[str, Any]:
+    config: Any = (
+        base.config.get_text_config(decoder=True)
+        if base.trtllm_config is None
+        else SimpleNamespace(**base.trtllm_config)
+    )
     names = getattr(config, "architectures", None) or base.config.architectures
-    if base.said is not None:
-        names = [base.said.get("base_model_architecture", base.said["architecture"])]
-    tensors = base.tensors or {f"{n} {name}": x for n, rank in enumerate(base.ranks) for name, x in rank.items()}
-    found = {
+    if base.trtllm_config is not None:
+        names = [base.trtllm_config.get("base_model_architecture", base.trtllm_config["architecture"])]
+    tensors = base.tensors or {
+        f"{number} {name}": tensor for number, rank in enumerate(base.ranks) for name, tensor in rank.items()
+    }
+    facts = {
         "architecture": ", ".join(names) if isinstance(names, list) else config.model_type,
-        "parameters": _count(tensors),
-        "stored_as": _formats(tensors),
+        "parameters": _count_parameters(tensors),
+        "stored_as": _dtype_names(tensors),
         "hidden_size": getattr(config, "hidden_size", None),
         "layers": getattr(config, "num_hidden_layers", None),
         "vocabulary": getattr(config, "vocab_size", None),
         "context": getattr(config, "max_position_embeddings", None),
     }
-    if base.said is not None:
-        found["ranks"] = len(base.ranks)
-    if base.quantised is not None:
-        found["quantised"] = base.quantised
-    return found
+    if base.trtllm_config is not None:
+        facts["ranks"] = len(base.ranks)
+    if base.quantization_method is not None:
+        facts["quantised"] = base.quantization_method
+    return facts
 
 
-def _drafter(drafter: Drafter) -> dict[str, Any]:
+def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:
     config = drafter.config
     return {
-        "parameters": _count(drafter.tensors),
-        "stored_as": _formats(drafter.tensors),
+        "parameters": _count_parameters(drafter.tensors),
+        "stored_as": _dtype_names(drafter.tensors),
         "hidden_size": config.hidden_size,
         "exit_dim": config.exit_dim,
         "layers": config.num_draft_layers,
@@ -117,18 +141,19 @@ def _drafter(drafter: Drafter) -> dict[str, Any]:
     }
 
 
-def _count(tensors: Mapping[str, Stored]) -> int:
-    """Stored numbers, id maps not counted."""
+def _count_parameters(tensors: Mapping[str, LazyTensor]) -> int:
+    """Return the number of parameters; maps of ids are not counted."""
     return sum(math.prod(tensor.shape) for tensor in tensors.values() if tensor.dtype != torch.int64)
 
 
-def _formats(tensors: Mapping[str, Stored]) -> str:
-    """The number formats of the parameters, such as `bfloat16`."""
+def _dtype_names(tensors: Mapping[str, LazyTensor]) -> str:
+    """Return the number formats of the parameters, such as `bfloat16`."""
     stored = {tensor.dtype for tensor in tensors.values()} - {torch.int64}
     return ", ".join(sorted(dtype_name(dtype) for dtype in stored))
 
 
 def _environment() -> dict[str, Any]:
+    """Return the versions of the libraries and the devices."""
     cuda = torch.cuda.is_available()
     return {
         "redrafter": __version__,
@@ -141,17 +166,18 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def _lines(found: dict[str, Any], indent: str = "") -> Iterator[str]:
-    for key, value in found.items():
+def _format_lines(document: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield the lines that show a document without `--json`."""
+    for key, value in document.items():
         name = indent + key.replace("_", " ")
         if isinstance(value, dict):
             yield name
-            yield from _lines(value, indent + "  ")
+            yield from _format_lines(value, indent + "  ")
         else:
-            yield f"{name:<24}{_shown(value)}"
+            yield f"{name:<24}{_format_value(value)}"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "not set"
     if isinstance(value, bool):
@@ -161,12 +187,13 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _parser() -> Parser:
+def _build_parser() -> Parser:
     parser = Parser(
         prog="redrafter info",
-        description="Say what a model, a drafter or a pair is, whether they fit, and what can be converted to what.\n"
-        "Knows Hugging Face's models, merged checkpoints, this project's drafters, Apple's, and TensorRT-LLM's\n"
-        "checkpoints. Reads configs and the headers of the weights. Without MODEL: the boxed pair and the versions.",
+        description="Describe a model, a drafter or a pair: whether they fit each other, and what they can be\n"
+        "converted to. Reads the configs and the headers of the weights of Hugging Face models, merged\n"
+        "checkpoints, drafters of redrafter and of Apple, and TensorRT-LLM checkpoints. Without MODEL,\n"
+        "describes the boxed pair and prints the versions of the libraries.",
         epilog="example:\n  redrafter info my-base --drafter my-drafter",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="directory, or hub id that was downloaded before")
@@ -176,19 +203,19 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns its exit code."""
+    """Run the command and return its exit code."""
 
     def run() -> int:
-        args = _parser().parse_args(argv)
+        args = _build_parser().parse_args(argv)
         if args.model is not None:
-            found = describe(args.model, args.drafter)
+            document = describe(args.model, args.drafter)
         elif args.drafter is not None:
             raise ArgumentError("--drafter needs the model that it should fit: redrafter info MODEL --drafter D")
         else:
             boxed = boxed_pair()
-            found = describe(str(boxed)) if boxed.is_dir() else {"boxed_pair": "not in this installation"}
-            found |= {"environment": _environment()}
-        print(json.dumps(found) if args.json else "\n".join(_lines(found)))
+            document = describe(str(boxed)) if boxed.is_dir() else {"boxed_pair": "not in this installation"}
+            document |= {"environment": _environment()}
+        print(json.dumps(document) if args.json else "\n".join(_format_lines(document)))
         return 0
 
     return run_command(run)

@@ -1,8 +1,8 @@
 """TensorRT-LLM's ReDrafter checkpoints: `config.json` and a `rank{r}.safetensors` for each of `tp_size` ranks.
 
-One file holds base and drafter. Every tensor of the drafter is split along its rows, biases too; the head is padded
-with rows of zeros until it can be. The names are this project's behind `drafter.`. The backend that read them was
-removed in 2026, so the format changes no more.
+A rank's file holds its part of the base and of the drafter. Every tensor of the drafter is split along its rows, biases
+too; the head is padded with rows of zeros to a multiple of `tp_size`. Names are this project's after `drafter.`. The
+backend that read these checkpoints was removed in 2026, so the format does not change any more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,37 +12,37 @@ from typing import Any
 from redrafter.checkpoints.headers import read_file_headers
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.convert.apple import check_form
-from redrafter.convert.tensors import Stored, joined, of_file, padded, rows
+from redrafter.convert.apple import UNUSED_NORM, check_published_form
+from redrafter.convert.tensors import LazyTensor, concat_rows, file_tensor, pad_rows, slice_rows
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 
 __all__ = [
     "ARCHITECTURES",
-    "PREFIX",
+    "DRAFTER_PREFIX",
     "check_drafter",
     "check_tp",
-    "defaults_of",
-    "drafter_config",
-    "drafter_part",
+    "join_drafter",
+    "open_ranks",
     "read_config",
-    "read_ranks",
-    "rounded",
-    "their_drafter_config",
-    "tp_of",
-    "whole_drafter",
+    "round_up",
+    "split_drafter",
+    "tensor_parallel_size",
+    "to_defaults",
+    "to_drafter_config",
+    "to_pair_config",
 ]
 
-PREFIX = "drafter."
-# The base's architecture, and that of the pair.
+DRAFTER_PREFIX = "drafter."
+# Architecture of the pair by architecture of the base.
 ARCHITECTURES = {
     "LlamaForCausalLM": "ReDrafterForLLaMALM",
     "QWenForCausalLM": "ReDrafterForQWenLM",
     "Qwen2ForCausalLM": "ReDrafterForQWenLM",
 }
-MOST_RANKS = 4096
-_KEYS: tuple[tuple[str, type, bool], ...] = (  # name, type, whether it must be there
+MAX_RANKS = 4096
+_CONFIG_KEYS: tuple[tuple[str, type, bool], ...] = (  # name, type, whether it is required
     ("architecture", str, True),
     ("base_model_architecture", str, False),
     ("dtype", str, True),
@@ -62,47 +62,56 @@ _KEYS: tuple[tuple[str, type, bool], ...] = (  # name, type, whether it must be 
     ("redrafter_drafter_config", dict, False),
     ("redrafter_base_config", dict, False),
 )
-OWN = "redrafter_drafter_config"  # ours, whole, for the way back; TensorRT-LLM keeps keys that it does not know
+# This project's config of the drafter, for the way back; TensorRT-LLM ignores keys that it does not know.
+DRAFTER_CONFIG_KEY = "redrafter_drafter_config"
 
 
-def read_config(place: Path) -> dict[str, Any]:
-    """Its config.json, with the keys that are used here of the types they must be. Raises `CheckpointError` naming the
-    key."""
-    said = read_json(place / "config.json")
-    for key, kind, needed in _KEYS:
-        value = said.get(key)
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read the config.json of a checkpoint, and check the types of the keys that are used here.
+
+    Raises:
+        CheckpointError: When a key is missing or has another type; the key is named.
+        UnsupportedError: When the checkpoint has several pipeline stages.
+    """
+    config = read_json(directory / "config.json")
+    for key, kind, needed in _CONFIG_KEYS:
+        value = config.get(key)
         fits = type(value) is kind and (not isinstance(value, int) or 0 < value < 2**31 or kind is bool)
         if (value is not None or needed) and not fits:
             kinds = {int: "a positive integer", str: "a string", dict: "an object", bool: "true or false"}
-            raise CheckpointError(f"{place / 'config.json'}: {key} must be {kinds[kind]}, got {value!r}")
-    mapping = said.get("mapping") or {}
+            raise CheckpointError(f"{directory / 'config.json'}: {key} must be {kinds[kind]}, got {value!r}")
+    mapping = config.get("mapping") or {}
     for key in ("tp_size", "pp_size"):
-        if type(mapping.get(key, 1)) is not int or not 1 <= mapping.get(key, 1) <= MOST_RANKS:
+        if type(mapping.get(key, 1)) is not int or not 1 <= mapping.get(key, 1) <= MAX_RANKS:
             raise CheckpointError(
-                f"{place / 'config.json'}: mapping.{key} must be from 1 to {MOST_RANKS}, got {mapping[key]!r}"
+                f"{directory / 'config.json'}: mapping.{key} must be from 1 to {MAX_RANKS}, got {mapping[key]!r}"
             )
     if mapping.get("pp_size", 1) != 1:
         raise UnsupportedError(
-            f"{place} is split over {mapping['pp_size']} pipeline stages; only pp_size 1 can be read"
+            f"{directory} is split over {mapping['pp_size']} pipeline stages; only pp_size 1 can be read"
         )
-    return said
+    return config
 
 
-def tp_of(config: Mapping[str, Any]) -> int:
-    """How many ranks a checkpoint is for."""
-    found: int = (config.get("mapping") or {}).get("tp_size", 1)
-    return found
+def tensor_parallel_size(config: Mapping[str, Any]) -> int:
+    """Return the number of ranks of a checkpoint."""
+    ranks: int = (config.get("mapping") or {}).get("tp_size", 1)
+    return ranks
 
 
-def read_ranks(place: Path, tp: int) -> list[dict[str, Stored]]:
-    """The tensors of each rank, as the files name them."""
-    files = [place / f"rank{rank}.safetensors" for rank in range(tp)]
+def open_ranks(directory: Path, tp: int) -> list[dict[str, LazyTensor]]:
+    """Return the tensors of each rank by the names in its file.
+
+    Raises:
+        CheckpointError: When the files are not those of `tp` ranks, or their tensors' names differ.
+    """
+    files = [directory / f"rank{rank}.safetensors" for rank in range(tp)]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(f"{place} has no {', '.join(missing[:4])}: its config.json says tp_size {tp}")
-    if (place / f"rank{tp}.safetensors").exists():
-        raise CheckpointError(f"{place} has a rank{tp}.safetensors, but its config.json says tp_size {tp}")
+        raise CheckpointError(f"{directory} has no {', '.join(missing[:4])}: its config.json says tp_size {tp}")
+    if (directory / f"rank{tp}.safetensors").exists():
+        raise CheckpointError(f"{directory} has a rank{tp}.safetensors, but its config.json says tp_size {tp}")
     ranks = [
-        {name: of_file(file, name, each.shape, each.dtype) for name, each in read_file_headers(file).items()}
+        {name: file_tensor(file, name, header.shape, header.dtype) for name, header in read_file_headers(file).items()}
         for file in files
     ]
     for rank, tensors in enumerate(ranks):
@@ -112,9 +121,20 @@ def read_ranks(place: Path, tp: int) -> list[dict[str, Stored]]:
     return ranks
 
 
-def drafter_config(config: Mapping[str, Any], recurrence: str | None, place: Path) -> DrafterConfig:
-    """What its drafter is. Of a checkpoint that this project wrote, what it was before; of another, the recurrence that
-    public trainers train, which TensorRT-LLM's engine did not compute, unless told otherwise."""
+def to_drafter_config(config: Mapping[str, Any], recurrence: str | None, directory: Path) -> DrafterConfig:
+    """Return this project's config of the drafter in a checkpoint.
+
+    A checkpoint that this project wrote holds that config.
+
+    Args:
+        config: The checkpoint's config.
+        recurrence: The recurrence that the drafter was trained with. None for what the checkpoint holds, or else
+            "apple", which public trainers train; TensorRT-LLM's engine computed another.
+        directory: Where the checkpoint is, for error messages.
+
+    Raises:
+        CheckpointError: When the config describes no drafter.
+    """
     keys = {
         "vocab_size": "vocab_size",
         "hidden_size": "redrafter_hidden_size",
@@ -123,41 +143,53 @@ def drafter_config(config: Mapping[str, Any], recurrence: str | None, place: Pat
         "rnn": "redrafter_is_rnn",
     }
     if missing := [key for key in keys.values() if key not in config]:
-        raise CheckpointError(f"{place / 'config.json'} does not say {', '.join(missing)}: it holds no drafter")
-    own = dict(config.get(OWN) or {"recurrence": "apple"})
-    own.pop("greedy_search", None)
-    own |= {mine: config[theirs] for mine, theirs in keys.items()}
+        raise CheckpointError(f"{directory / 'config.json'} does not say {', '.join(missing)}: it holds no drafter")
+    values = dict(config.get(DRAFTER_CONFIG_KEY) or {"recurrence": "apple"})
+    values.pop("greedy_search", None)
+    values |= {name: config[key] for name, key in keys.items()}
     try:
-        return DrafterConfig(**own | ({} if recurrence is None else {"recurrence": recurrence}))
+        return DrafterConfig(**values | ({} if recurrence is None else {"recurrence": recurrence}))
     except Exception as error:  # transformers checks some of it, with errors of its own
-        raise CheckpointError(f"{place / 'config.json'} describes no drafter: {first_line(error)}") from error
+        raise CheckpointError(f"{directory / 'config.json'} describes no drafter: {first_line(error)}") from error
 
 
-def defaults_of(config: Mapping[str, Any]) -> Defaults:
-    """What it says of the search. Where this project wrote that nothing was said of greedy search, nothing is."""
+def to_defaults(config: Mapping[str, Any]) -> Defaults:
+    """Return the search defaults of a checkpoint, and its greedy search.
+
+    TensorRT-LLM's key for greedy search is always set; for a checkpoint that this project wrote, the value before the
+    conversion is read, which may be None.
+    """
     greedy = config.get("redrafter_greedy_search")
-    if greedy is True and "greedy_search" in (config.get(OWN) or {}):
-        greedy = config[OWN]["greedy_search"]
+    if greedy is True and "greedy_search" in (config.get(DRAFTER_CONFIG_KEY) or {}):
+        greedy = config[DRAFTER_CONFIG_KEY]["greedy_search"]
     shape = TreeShape(config.get("redrafter_num_beams"), config.get("redrafter_draft_len_per_beam"))
     return Defaults(shape, greedy)
 
 
-def their_drafter_config(
-    config: DrafterConfig, defaults: Defaults, base: Mapping[str, Any], place: Path
+def to_pair_config(
+    config: DrafterConfig, defaults: Defaults, base: Mapping[str, Any], directory: Path
 ) -> dict[str, Any]:
-    """The config of a pair: its base's, with the drafter's part. Greedy where nothing is said, as in their script."""
+    """Return TensorRT-LLM's config of a base with its drafter.
+
+    Args:
+        config: The drafter.
+        defaults: Search defaults; a `greedy_search` of None becomes true, as in TensorRT-LLM's script.
+        base: TensorRT-LLM's config of the base.
+        directory: Where the base is, for error messages.
+
+    Raises:
+        UnsupportedError: When TensorRT-LLM has no ReDrafter for the base's architecture.
+    """
     architecture = base.get("base_model_architecture", base.get("architecture"))
-    if architecture == "ReDrafterForCausalLM":  # what their first converter wrote, for Llama alone
+    if architecture == "ReDrafterForCausalLM":  # written by TensorRT-LLM's first converter, for Llama only
         architecture = "LlamaForCausalLM"
     if architecture not in ARCHITECTURES:
         raise UnsupportedError(
-            f"{place} is a {architecture}; TensorRT-LLM has ReDrafter for {', '.join(ARCHITECTURES)} only"
+            f"{directory} is a {architecture}; TensorRT-LLM has ReDrafter for {', '.join(ARCHITECTURES)} only"
         )
-    plain = config.to_diff_dict()
-    own = {
-        key: value for key, value in plain.items() if key not in ("model_type", "transformers_version", "_name_or_path")
-    }
-    found = dict(base) | {
+    left_out = ("model_type", "transformers_version", "_name_or_path")
+    drafter = {key: value for key, value in config.to_diff_dict().items() if key not in left_out}
+    pair = dict(base) | {
         "architecture": ARCHITECTURES[str(architecture)],
         "base_model_architecture": architecture,
         "redrafter_num_layers": config.num_draft_layers,
@@ -167,9 +199,9 @@ def their_drafter_config(
         "redrafter_num_beams": defaults.shape.num_beams,
         "redrafter_draft_len_per_beam": defaults.shape.draft_len_per_beam,
         "redrafter_greedy_search": defaults.greedy_search is not False,
-        OWN: own | {"greedy_search": defaults.greedy_search},
+        DRAFTER_CONFIG_KEY: drafter | {"greedy_search": defaults.greedy_search},
     }
-    quantization = dict(found.get("quantization") or {})
+    quantization = dict(pair.get("quantization") or {})
     if quantization.get("exclude_modules") is not None:
         modules = ["drafter", "drafter.layers", "drafter.lm_head"]
         modules += ["drafter.rnn_u", "drafter.rnn_w"] if config.rnn else []
@@ -177,17 +209,22 @@ def their_drafter_config(
         for layer in range(config.num_draft_layers):
             modules += [f"drafter.layers.{layer}", f"drafter.layers.{layer}.linear"]
         quantization["exclude_modules"] = [*dict.fromkeys([*quantization["exclude_modules"], *modules])]
-        found["quantization"] = quantization
-    return found
+        pair["quantization"] = quantization
+    return pair
 
 
 def check_drafter(config: DrafterConfig) -> None:
-    """Raise `UnsupportedError` naming what their format has no place for."""
-    check_form(config, "TensorRT-LLM's format", ("apple", "trtllm"))
+    """Raise `UnsupportedError` for a drafter that this format cannot hold, with the name of what it cannot hold."""
+    check_published_form(config, "TensorRT-LLM's format", ("apple", "trtllm"))
 
 
 def check_tp(tp: int, sizes: Mapping[str, int]) -> None:
-    """Raise `ArgumentError` when there cannot be so many ranks. sizes: what is split, by name."""
+    """Raise `ArgumentError` if a tensor cannot be split evenly over the ranks.
+
+    Args:
+        tp: Number of ranks.
+        sizes: The sizes that are split, by their names in the config.
+    """
     possible = [count for count in range(1, 65) if all(value % count == 0 for value in sizes.values())]
     for name, value in sizes.items():
         if value % tp:
@@ -196,34 +233,48 @@ def check_tp(tp: int, sizes: Mapping[str, int]) -> None:
             )
 
 
-def rounded(length: int, tp: int) -> int:
-    """The next length that so many ranks share evenly."""
+def round_up(length: int, tp: int) -> int:
+    """Return the smallest multiple of the number of ranks that is at least `length`."""
     return -(-length // tp) * tp
 
 
-def drafter_part(tensors: Mapping[str, Stored], config: DrafterConfig, rank: int, tp: int) -> dict[str, Stored]:
-    """What one rank holds of a drafter."""
-    found = {}
+def split_drafter(
+    tensors: Mapping[str, LazyTensor], config: DrafterConfig, rank: int, tp: int
+) -> dict[str, LazyTensor]:
+    """Return one rank's part of a drafter, by TensorRT-LLM's names.
+
+    Args:
+        tensors: The drafter's tensors by this project's names.
+        config: The drafter.
+        rank: The rank.
+        tp: Number of ranks.
+    """
+    part = {}
     for name, tensor in tensors.items():
-        if name == "emb_norm.weight":  # which nobody reads: kept for the way back
-            found[PREFIX + name] = tensor
+        if name == UNUSED_NORM:
+            part[DRAFTER_PREFIX + name] = tensor
             continue
         if name == "lm_head.weight":
-            tensor = padded(tensor, rounded(config.vocab_size, tp))
+            tensor = pad_rows(tensor, round_up(config.vocab_size, tp))
         share = tensor.length // tp
-        found[PREFIX + name] = rows(tensor, rank * share, (rank + 1) * share)
-    return found
+        part[DRAFTER_PREFIX + name] = slice_rows(tensor, rank * share, (rank + 1) * share)
+    return part
 
 
-def whole_drafter(ranks: Sequence[Mapping[str, Stored]], vocabulary: int) -> dict[str, Stored]:
-    """The drafter's tensors by our names, put together."""
-    found = {}
+def join_drafter(ranks: Sequence[Mapping[str, LazyTensor]], vocabulary: int) -> dict[str, LazyTensor]:
+    """Return the drafter's tensors by this project's names, put together from all ranks.
+
+    Args:
+        ranks: Tensors of each rank.
+        vocabulary: Rows of the head without padding.
+    """
+    drafter = {}
     for name in ranks[0]:
-        if not name.startswith(PREFIX):
+        if not name.startswith(DRAFTER_PREFIX):
             continue
-        own = name.removeprefix(PREFIX)
-        whole = ranks[0][name] if own == "emb_norm.weight" else joined([each[name] for each in ranks])
-        if own == "lm_head.weight" and vocabulary < whole.length <= rounded(vocabulary, len(ranks)):
-            whole = rows(whole, 0, vocabulary)
-        found[own] = whole
-    return found
+        new_name = name.removeprefix(DRAFTER_PREFIX)
+        whole = ranks[0][name] if new_name == UNUSED_NORM else concat_rows([rank[name] for rank in ranks])
+        if new_name == "lm_head.weight" and vocabulary < whole.length <= round_up(vocabulary, len(ranks)):
+            whole = slice_rows(whole, 0, vocabulary)
+        drafter[new_name] = whole
+    return drafter

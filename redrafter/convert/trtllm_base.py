@@ -1,7 +1,8 @@
-"""Llama and Qwen2 in TensorRT-LLM's names and back.
+"""Llama and Qwen2 from Hugging Face's tensors and config to TensorRT-LLM's, and back.
 
-Query, key and value are one tensor there: each is split by heads, then a rank's shares are put together; where there
-are fewer key heads than ranks, neighbours hold the same one. `mlp.fc` is the gate and `mlp.gate` the up projection.
+Query, key and value are one tensor in TensorRT-LLM: each is split by heads, then a rank's shares are concatenated.
+With fewer key heads than ranks, neighbouring ranks hold the same key head. `mlp.fc` is the gate projection, and
+`mlp.gate` is the up projection.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,65 +13,78 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from redrafter.checkpoints.headers import check_tensors
-from redrafter.convert.tensors import Stored, beside, columns, joined, padded, rows
-from redrafter.convert.trtllm import check_tp, rounded
+from redrafter.convert.tensors import LazyTensor, concat_columns, concat_rows, pad_rows, slice_columns, slice_rows
+from redrafter.convert.trtllm import check_tp, round_up
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 
-__all__ = ["HEAD", "base_config", "base_part", "check_base", "check_whole", "hf_config", "whole_base"]
+__all__ = ["LM_HEAD", "check_base", "check_complete", "join_base", "split_base", "to_hf_config", "to_trtllm_config"]
 
-OWN = "redrafter_base_config"  # Hugging Face's config, whole, for the way back
+BASE_CONFIG_KEY = "redrafter_base_config"  # key of Hugging Face's config, for the way back
 MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "QWenForCausalLM": "qwen2",
-    "ReDrafterForCausalLM": "llama",  # what their first converter wrote, for Llama alone
+    "ReDrafterForCausalLM": "llama",  # written by TensorRT-LLM's first converter, for Llama only
 }
 
-LAYER = "model.layers.{i}."
-# Their name, behind "transformer.": ours, and how it is split. Biases of row-parallel layers are whole on each rank.
-RULES = {
+LAYER_PREFIX = "model.layers.{i}."
+# TensorRT-LLM's name after "transformer.": Hugging Face's names, and how the tensor is split over the ranks. A layer
+# that is split by columns has its whole bias on each rank.
+TENSOR_RULES = {
     "vocab_embedding.weight": (("model.embed_tokens.weight",), "embedding"),
     "ln_f.weight": (("model.norm.weight",), "whole"),
-    "layers.{i}.input_layernorm.weight": ((LAYER + "input_layernorm.weight",), "whole"),
-    "layers.{i}.post_layernorm.weight": ((LAYER + "post_attention_layernorm.weight",), "whole"),
+    "layers.{i}.input_layernorm.weight": ((LAYER_PREFIX + "input_layernorm.weight",), "whole"),
+    "layers.{i}.post_layernorm.weight": ((LAYER_PREFIX + "post_attention_layernorm.weight",), "whole"),
     **{
-        f"layers.{{i}}.attention.qkv.{kind}": (tuple(f"{LAYER}self_attn.{x}_proj.{kind}" for x in "qkv"), "qkv")
+        f"layers.{{i}}.attention.qkv.{kind}": (tuple(f"{LAYER_PREFIX}self_attn.{x}_proj.{kind}" for x in "qkv"), "qkv")
         for kind in ("weight", "bias")
     },
-    "layers.{i}.attention.dense.weight": ((LAYER + "self_attn.o_proj.weight",), "columns"),
-    "layers.{i}.attention.dense.bias": ((LAYER + "self_attn.o_proj.bias",), "whole"),
+    "layers.{i}.attention.dense.weight": ((LAYER_PREFIX + "self_attn.o_proj.weight",), "columns"),
+    "layers.{i}.attention.dense.bias": ((LAYER_PREFIX + "self_attn.o_proj.bias",), "whole"),
     **{
-        f"layers.{{i}}.mlp.{theirs}.{kind}": ((f"{LAYER}mlp.{ours}_proj.{kind}",), "rows")
+        f"layers.{{i}}.mlp.{theirs}.{kind}": ((f"{LAYER_PREFIX}mlp.{ours}_proj.{kind}",), "rows")
         for theirs, ours in (("fc", "gate"), ("gate", "up"))
         for kind in ("weight", "bias")
     },
-    "layers.{i}.mlp.proj.weight": ((LAYER + "mlp.down_proj.weight",), "columns"),
-    "layers.{i}.mlp.proj.bias": ((LAYER + "mlp.down_proj.bias",), "whole"),
+    "layers.{i}.mlp.proj.weight": ((LAYER_PREFIX + "mlp.down_proj.weight",), "columns"),
+    "layers.{i}.mlp.proj.bias": ((LAYER_PREFIX + "mlp.down_proj.bias",), "whole"),
 }
-HEAD = "lm_head.weight"  # the same in both, padded as the drafter's; absent where it is the embedding table
+LM_HEAD = "lm_head.weight"  # the same name in both, padded as the drafter's head; absent if it is the embedding table
 
 
-def _pairs(layers: int) -> dict[str, tuple[tuple[str, ...], str]]:
-    """The rules for a number of layers."""
-    found = {}
-    for theirs, (ours, how) in RULES.items():
-        for i in range(layers if "{i}" in theirs else 1):
-            found["transformer." + theirs.format(i=i)] = (tuple(name.format(i=i) for name in ours), how)
-    return found | {HEAD: ((HEAD,), "head")}
+def _layer_rules(layers: int) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Return the rules for all tensors of a model with so many layers."""
+    rules = {}
+    for trtllm_name, (hf_names, split) in TENSOR_RULES.items():
+        for i in range(layers if "{i}" in trtllm_name else 1):
+            rules["transformer." + trtllm_name.format(i=i)] = (tuple(name.format(i=i) for name in hf_names), split)
+    return rules | {LM_HEAD: ((LM_HEAD,), "head")}
 
 
-def check_base(config: PretrainedConfig, tensors: Mapping[str, Stored], tp: int, place: Path) -> None:
-    """Raise `UnsupportedError` for a base that their format cannot hold, `CheckpointError` for one that is not whole,
-    and `ArgumentError` for a tp that does not divide it."""
+def check_base(config: PretrainedConfig, tensors: Mapping[str, LazyTensor], tp: int, directory: Path) -> None:
+    """Check that a base can be written as a TensorRT-LLM checkpoint for a number of ranks.
+
+    Args:
+        config: The base's config.
+        tensors: Its tensors by Hugging Face's names.
+        tp: Number of ranks.
+        directory: Where the base is, for error messages.
+
+    Raises:
+        UnsupportedError: When the format cannot hold the base.
+        CheckpointError: When a tensor is missing, is not expected or has another shape.
+        ArgumentError: When the base cannot be split over so many ranks.
+    """
     if config.model_type not in MODEL_TYPES:
         raise UnsupportedError(
-            f"{place} is a {config.model_type}; a TensorRT-LLM checkpoint can be written for {', '.join(MODEL_TYPES)}"
+            f"{directory} is a {config.model_type}; "
+            f"a TensorRT-LLM checkpoint can be written for {', '.join(MODEL_TYPES)}"
         )
     if getattr(config, "use_sliding_window", False):
-        raise UnsupportedError(f"{place} has use_sliding_window, which TensorRT-LLM's Qwen2 does not")
-    check_whole(
-        config, {name: x.shape for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}, place
+        raise UnsupportedError(f"{directory} has use_sliding_window, which TensorRT-LLM's Qwen2 does not")
+    check_complete(
+        config, {name: x.shape for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}, directory
     )
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
     check_tp(tp, {"num_attention_heads": heads, "intermediate_size": config.intermediate_size})
@@ -78,94 +92,137 @@ def check_base(config: PretrainedConfig, tensors: Mapping[str, Stored], tp: int,
         raise ArgumentError(f"--tp-size {tp} neither divides num_key_value_heads={key_heads} nor is a multiple of it")
 
 
-def check_whole(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
-    """Raise `CheckpointError` unless a Llama's or Qwen2's tensors are those that its config asks for."""
+def check_complete(config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], directory: Path) -> None:
+    """Raise `CheckpointError` unless a model has exactly the tensors that its config asks for.
+
+    Args:
+        config: Config of a Llama or Qwen2.
+        shapes: Shapes of the tensors by Hugging Face's names.
+        directory: Where the model is, for error messages.
+    """
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:
-        raise CheckpointError(f"{place / 'config.json'} describes no model: {first_line(error)}") from error
+        raise CheckpointError(f"{directory / 'config.json'} describes no model: {first_line(error)}") from error
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings and HEAD not in shapes:
-        expected.pop(HEAD, None)
-    check_tensors(expected, shapes, place)
+    if config.tie_word_embeddings and LM_HEAD not in shapes:
+        expected.pop(LM_HEAD, None)
+    check_tensors(expected, shapes, directory)
 
 
-def base_part(tensors: Mapping[str, Stored], config: PretrainedConfig, rank: int, tp: int) -> dict[str, Stored]:
-    """What one rank holds of a base."""
-    found = {}
-    for theirs, (ours, how) in _pairs(config.num_hidden_layers).items():
-        if ours[0] not in tensors:
-            continue  # a bias that there is not, or a tied head
-        parts = [tensors[name] for name in ours]
-        if how == "qkv":
+def split_base(
+    tensors: Mapping[str, LazyTensor], config: PretrainedConfig, rank: int, tp: int
+) -> dict[str, LazyTensor]:
+    """Return one rank's part of a base, by TensorRT-LLM's names.
+
+    Args:
+        tensors: The base's tensors by Hugging Face's names.
+        config: The base's config.
+        rank: The rank.
+        tp: Number of ranks.
+    """
+    part = {}
+    for trtllm_name, (hf_names, split) in _layer_rules(config.num_hidden_layers).items():
+        if hf_names[0] not in tensors:
+            continue  # a bias that the model does not have, or a tied head
+        whole = tensors[hf_names[0]]
+        if split == "qkv":
             heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-            mine = [_heads(parts[0], heads, rank, tp), *(_heads(part, key_heads, rank, tp) for part in parts[1:])]
-            found[theirs] = joined(mine)
-        elif how == "columns":
-            share = parts[0].shape[1] // tp
-            found[theirs] = columns(parts[0], rank * share, (rank + 1) * share)
-        elif how in ("rows", "head"):
-            whole = padded(parts[0], rounded(parts[0].length, tp)) if how == "head" else parts[0]
+            query, key, value = (tensors[name] for name in hf_names)
+            shares = [_slice_heads(query, heads, rank, tp)]
+            shares += [_slice_heads(tensor, key_heads, rank, tp) for tensor in (key, value)]
+            part[trtllm_name] = concat_rows(shares)
+        elif split == "columns":
+            share = whole.shape[1] // tp
+            part[trtllm_name] = slice_columns(whole, rank * share, (rank + 1) * share)
+        elif split in ("rows", "head"):
+            whole = pad_rows(whole, round_up(whole.length, tp)) if split == "head" else whole
             share = whole.length // tp
-            found[theirs] = rows(whole, rank * share, (rank + 1) * share)
+            part[trtllm_name] = slice_rows(whole, rank * share, (rank + 1) * share)
         else:
-            found[theirs] = parts[0]
-    return found
+            part[trtllm_name] = whole
+    return part
 
 
-def whole_base(ranks: Sequence[Mapping[str, Stored]], config: Mapping[str, Any], place: Path) -> dict[str, Stored]:
-    """The base's tensors by Hugging Face's names, put together."""
-    found: dict[str, Stored] = {}
-    pairs, heads = _pairs(config["num_hidden_layers"]), config["num_attention_heads"]
+def join_base(
+    ranks: Sequence[Mapping[str, LazyTensor]], config: Mapping[str, Any], directory: Path
+) -> dict[str, LazyTensor]:
+    """Return the base's tensors by Hugging Face's names, put together from all ranks.
+
+    Args:
+        ranks: The base's tensors on each rank, by TensorRT-LLM's names.
+        config: TensorRT-LLM's config.
+        directory: Where the checkpoint is, for error messages.
+
+    Raises:
+        CheckpointError: When the config does not fit the ranks.
+        UnsupportedError: When a tensor belongs to no Llama or Qwen2.
+    """
+    base: dict[str, LazyTensor] = {}
+    rules, heads = _layer_rules(config["num_hidden_layers"]), config["num_attention_heads"]
     key_heads, tp = config.get("num_key_value_heads") or heads, len(ranks)
     if heads % tp or (key_heads % tp and tp % key_heads):
-        raise CheckpointError(f"{place} has {heads} heads and {key_heads} key heads, which {tp} ranks cannot share")
+        raise CheckpointError(f"{directory} has {heads} heads and {key_heads} key heads, which {tp} ranks cannot share")
     if config.get("embedding_sharding_dim", 0) not in (0, 1):
-        raise CheckpointError(f"{place}: embedding_sharding_dim is 0 or 1, not {config['embedding_sharding_dim']!r}")
-    if unknown := [name for name in ranks[0] if name not in pairs]:
-        raise UnsupportedError(f"{place} has {unknown[0]}, which is no tensor of a Llama or Qwen2")
-    for theirs, (ours, how) in pairs.items():
-        if theirs not in ranks[0]:
+        raise CheckpointError(
+            f"{directory}: embedding_sharding_dim is 0 or 1, not {config['embedding_sharding_dim']!r}"
+        )
+    if unknown := [name for name in ranks[0] if name not in rules]:
+        raise UnsupportedError(f"{directory} has {unknown[0]}, which is no tensor of a Llama or Qwen2")
+    embedding_dim = _embedding_split_dim(config)
+    for trtllm_name, (hf_names, split) in rules.items():
+        if trtllm_name not in ranks[0]:
             continue
-        parts = [each[theirs] for each in ranks]
-        if how == "qkv":
-            found |= dict(zip(ours, _split(parts, heads, key_heads), strict=True))
-        elif how == "columns" or (how == "embedding" and _split_embedding(config) == 1):
-            found[ours[0]] = beside(parts)
-        elif how in ("rows", "head") or (how == "embedding" and _split_embedding(config) == 0):
-            found[ours[0]] = joined(parts)
+        parts, name = [rank[trtllm_name] for rank in ranks], hf_names[0]
+        if split == "qkv":
+            base |= dict(zip(hf_names, _join_qkv(parts, heads, key_heads), strict=True))
+        elif split == "columns" or (split == "embedding" and embedding_dim == 1):
+            base[name] = concat_columns(parts)
+        elif split in ("rows", "head") or (split == "embedding" and embedding_dim == 0):
+            base[name] = concat_rows(parts)
         else:
-            found[ours[0]] = parts[0]
-        if how in ("head", "embedding") and found[ours[0]].length == rounded(config["vocab_size"], tp):
-            found[ours[0]] = rows(found[ours[0]], 0, config["vocab_size"])
-    return found
+            base[name] = parts[0]
+        if split in ("head", "embedding") and base[name].length == round_up(config["vocab_size"], tp):
+            base[name] = slice_rows(base[name], 0, config["vocab_size"])
+    return base
 
 
-def _heads(tensor: Stored, heads: int, rank: int, tp: int) -> Stored:
-    """The heads of one rank."""
+def _slice_heads(tensor: LazyTensor, heads: int, rank: int, tp: int) -> LazyTensor:
+    """Return the rows of one rank's heads."""
     width = tensor.length // heads
     first = rank * heads // tp
-    return rows(tensor, first * width, (first + max(heads // tp, 1)) * width)
+    return slice_rows(tensor, first * width, (first + max(heads // tp, 1)) * width)
 
 
-def _split(parts: Sequence[Stored], heads: int, key_heads: int) -> list[Stored]:
-    """Query, key and value, from what the ranks hold of them together."""
+def _join_qkv(parts: Sequence[LazyTensor], heads: int, key_heads: int) -> list[LazyTensor]:
+    """Return query, key and value, put together from each rank's share of all three."""
     tp = len(parts)
-    mine, theirs = heads // tp, max(key_heads // tp, 1)
-    width = parts[0].length // (mine + 2 * theirs)
-    holders = parts[:: max(tp // key_heads, 1)]  # of each key head one
-    query = joined([rows(part, 0, mine * width) for part in parts])
-    starts = (mine * width, (mine + theirs) * width)
-    return [query, *(joined([rows(part, at, at + theirs * width) for part in holders]) for at in starts)]
+    rank_heads, rank_key_heads = heads // tp, max(key_heads // tp, 1)
+    width = parts[0].length // (rank_heads + 2 * rank_key_heads)
+    holders = parts[:: max(tp // key_heads, 1)]  # one rank for each key head
+    query = concat_rows([slice_rows(part, 0, rank_heads * width) for part in parts])
+    key_start, value_start = rank_heads * width, (rank_heads + rank_key_heads) * width
+    key, value = (
+        concat_rows([slice_rows(part, start, start + rank_key_heads * width) for part in holders])
+        for start in (key_start, value_start)
+    )
+    return [query, key, value]
 
 
-def _split_embedding(config: Mapping[str, Any]) -> int | None:
+def _embedding_split_dim(config: Mapping[str, Any]) -> int | None:
+    """Return the dimension that the embedding table is split along, or None if each rank holds the whole table."""
     return config.get("embedding_sharding_dim", 0) if config.get("use_parallel_embedding") else None
 
 
-def base_config(config: PretrainedConfig, dtype: str, tp: int) -> dict[str, Any]:
-    """Their config of a Llama or Qwen2."""
+def to_trtllm_config(config: PretrainedConfig, dtype: str, tp: int) -> dict[str, Any]:
+    """Convert the config of a Llama or Qwen2 to TensorRT-LLM's.
+
+    Args:
+        config: Hugging Face's config.
+        dtype: Number format of the tensors, such as "float16".
+        tp: Number of ranks.
+    """
     rope = dict(getattr(config, "rope_parameters", None) or {})
     theta, kind = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
     qwen = config.model_type == "qwen2"
@@ -197,30 +254,42 @@ def base_config(config: PretrainedConfig, dtype: str, tp: int) -> dict[str, Any]
         "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp, "gpus_per_node": 8, "cp_size": 1, "tp_size": tp, "pp_size": 1},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": None},
-        OWN: {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")},
+        BASE_CONFIG_KEY: {
+            k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")
+        },
     }
 
 
-def hf_config(config: Mapping[str, Any], tied: bool, place: Path) -> PretrainedConfig:
-    """Hugging Face's config of their base. tied: whether the head is the embedding table."""
+def to_hf_config(config: Mapping[str, Any], tied: bool, directory: Path) -> PretrainedConfig:
+    """Convert TensorRT-LLM's config of a base to Hugging Face's.
+
+    Args:
+        config: TensorRT-LLM's config.
+        tied: Whether the head is the embedding table.
+        directory: Where the checkpoint is, for error messages.
+
+    Raises:
+        UnsupportedError: When the base is no Llama or Qwen2.
+        CheckpointError: When the config does not describe a base.
+    """
     try:
-        if own := config.get(OWN):
-            found: PretrainedConfig = AutoConfig.for_model(**own)
-            found.dtype = config["dtype"]
-            return found
+        if values := config.get(BASE_CONFIG_KEY):
+            hf_config: PretrainedConfig = AutoConfig.for_model(**values)
+            hf_config.dtype = config["dtype"]
+            return hf_config
         architecture = config.get("base_model_architecture", config["architecture"])
         model_type = _ARCHITECTURES.get(architecture)
         if model_type is None or config.get("qwen_type", "qwen2") != "qwen2":
             kind = config.get("qwen_type", architecture)
-            raise UnsupportedError(f"{place} holds a {kind}; of TensorRT-LLM's, only Llama and Qwen2 can be read")
+            raise UnsupportedError(f"{directory} holds a {kind}; of TensorRT-LLM's, only Llama and Qwen2 can be read")
         scaling, width = dict(config.get("rotary_scaling") or {}), config.get("head_size")
         kind = scaling.pop("type", None) or scaling.pop("rope_type", "default")
         rope = {"rope_type": kind, "rope_theta": config.get("rotary_base", 10000.0), **scaling}
-        same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        same_keys = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         biases = {"attention_bias": config.get("attn_bias", False), "mlp_bias": config.get("mlp_bias", False)}
         return AutoConfig.for_model(
             model_type,
-            **{key: config[key] for key in same},
+            **{key: config[key] for key in same_keys},
             num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             hidden_act=config.get("hidden_act", "silu"),
             bos_token_id=None,
@@ -237,4 +306,4 @@ def hf_config(config: Mapping[str, Any], tied: bool, place: Path) -> PretrainedC
     except UnsupportedError:
         raise
     except Exception as error:  # transformers checks some of it, with errors of its own
-        raise CheckpointError(f"{place / 'config.json'} does not describe a base: {first_line(error)}") from error
+        raise CheckpointError(f"{directory / 'config.json'} does not describe a base: {first_line(error)}") from error

@@ -9,7 +9,7 @@ from redrafter.cli import main
 
 @pytest.fixture
 def generate(folder, capsys):
-    """Runs `redrafter generate` on the merged checkpoint; returns stdout and stderr of a run that went well."""
+    """Return a function that runs `redrafter generate` on the merged checkpoint and returns its stdout and stderr."""
 
     def run(*args: str) -> tuple[str, str]:
         assert main(["generate", "--model", str(folder / "merged"), "--max-new-tokens", str(NEW), *args]) == 0
@@ -20,7 +20,7 @@ def generate(folder, capsys):
 
 @pytest.fixture(scope="session")
 def expected(folder):
-    """What `model.generate` writes on from a prompt, decoded."""
+    """Return a function that decodes what `model.generate` generates from a prompt."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "base"), byte_tokenizer()
 
     def text(prompt: str, *, templated: bool = False, **kwargs) -> str:

@@ -1,4 +1,4 @@
-"""The command line, run in process on a tiny pair; twice as a real program."""
+"""The commands `generate`, `chat` and `info`, run in process on a tiny pair, and twice as a real program."""
 
 import io
 import json
@@ -28,13 +28,15 @@ from redrafter.engine.detokenizer import Detokenizer
 
 
 def typed(monkeypatch, text: str) -> None:
+    """Make a text what the command reads from stdin."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
 def test_streamed_text_is_what_model_generate_writes(generate, expected):
     out, err = generate("Zürich")
     assert out == expected("Zürich") + "\n"
-    assert "€" in out and "日本 🙂" in out
+    assert "€" in out
+    assert "日本 🙂" in out
     assert re.fullmatch(rf"{NEW} tokens in [\d.]+ s, [\d.]+ tokens/s, [\d.]+ tokens per step\n", err)
 
 
@@ -45,7 +47,8 @@ def test_stop_ends_the_text_after_itself(generate, expected):
 
 def test_colours_only_when_asked(generate, expected):
     coloured, _ = generate("Zürich", "--color", "always")
-    assert GREEN in coloured and RESET in coloured
+    assert GREEN in coloured
+    assert RESET in coloured
     assert re.sub(r"\x1b\[\d+m", "", coloured) == expected("Zürich") + "\n"
     plain, _ = generate("Zürich", "--color", "always", "--no-speculate")
     assert GREEN not in plain
@@ -79,32 +82,35 @@ def test_printer_keeps_rows_in_order_and_colours_only_drafts():
 
 def test_json_is_the_only_output_and_agrees(generate, expected, folder):
     out, _ = generate("Zürich", "10 €", "--json")
-    found = json.loads(out)
+    document = json.loads(out)
     assert out.count("\n") == 1
-    assert found["prompts"] == ["Zürich", "10 €"]
-    assert found["texts"] == [expected("Zürich"), expected("10 €")]
-    assert found["tokens"] == [NEW, NEW]
-    assert found["seeds"] is None and found["compare"] is None
-    stats = found["stats"]
+    assert document["prompts"] == ["Zürich", "10 €"]
+    assert document["texts"] == [expected("Zürich"), expected("10 €")]
+    assert document["tokens"] == [NEW, NEW]
+    assert document["seeds"] is None
+    assert document["compare"] is None
+    stats = document["stats"]
     assert stats["emitted"] == sum(row["emitted"] for row in stats["rows"]) == 2 * NEW - 2
     assert stats["accepted"] == sum(stats["accepted_by_depth"]) > 0
     assert stats["tokens_per_step"] == stats["emitted"] / stats["steps"]
-    assert found["tokens_per_second"] == pytest.approx(2 * NEW / found["seconds"])
-    assert found["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "nodes": 12}
-    assert found["model"] == str(folder / "merged") and found["drafter"] == str(folder / "merged" / "drafter")
-    assert found["options"]["max_new_tokens"] == NEW
-    assert (found["dtype"], found["device"]) == ("float32", "cpu")
-    assert found["versions"]["redrafter"] == redrafter.__version__
+    assert document["tokens_per_second"] == pytest.approx(2 * NEW / document["seconds"])
+    assert document["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "nodes": 12}
+    assert document["model"] == str(folder / "merged")
+    assert document["drafter"] == str(folder / "merged" / "drafter")
+    assert document["options"]["max_new_tokens"] == NEW
+    assert (document["dtype"], document["device"]) == ("float32", "cpu")
+    assert document["versions"]["redrafter"] == redrafter.__version__
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "2", "--num-return-sequences", "2")])
 def test_compare_finds_the_same_tokens(generate, sampling):
     out, err = generate("Zürich", "--compare", "--json", *sampling)
-    found = json.loads(out)
-    assert found["compare"]["equal"] is True and found["compare"]["first_difference"] is None
-    assert found["compare"]["speedup"] == pytest.approx(found["compare"]["plain_seconds"] / found["seconds"])
-    assert len(set(found["texts"])) == len(found["prompts"]) == (2 if sampling else 1)
-    assert (found["seeds"] is not None) == bool(sampling)
+    document = json.loads(out)
+    assert document["compare"]["equal"] is True
+    assert document["compare"]["first_difference"] is None
+    assert document["compare"]["speedup"] == pytest.approx(document["compare"]["plain_seconds"] / document["seconds"])
+    assert len(set(document["texts"])) == len(document["prompts"]) == (2 if sampling else 1)
+    assert (document["seeds"] is not None) == bool(sampling)
     assert "the same tokens" in err.splitlines()[1]
 
 
@@ -242,7 +248,8 @@ def test_truncated_weights_are_an_error(folder, capsys, tmp_path):
 def test_a_drafter_of_another_target_is_an_error(folder, capsys, tmp_path):
     RecurrentDrafter(DrafterConfig(vocab_size=259, hidden_size=24)).save_pretrained(tmp_path / "other")
     err = fails(capsys, "generate", "--model", str(folder / "base"), "--drafter", str(tmp_path / "other"), "ja")
-    assert "24" in err and "32" in err
+    assert "24" in err
+    assert "32" in err
 
 
 def test_a_report_of_several_lines_is_one_line(capsys):
@@ -347,7 +354,8 @@ def test_a_draft_model_drafts_and_the_tokens_are_those_of_plain_decoding(
     document = json.loads(
         generate("ja", "Zürich", "--draft-model", str(folder / "small"), *flags, *sampling, "--compare", "--json")[0]
     )
-    assert document["compare"]["equal"] is True and document["compare"]["first_difference"] is None
+    assert document["compare"]["equal"] is True
+    assert document["compare"]["first_difference"] is None
     assert (document["drafts"], document["drafter"]) == ("draft model", str(folder / "small"))
     assert document["shape"] == shape
     assert 0 < document["stats"]["accepted"] < document["stats"]["drafted"]
@@ -375,24 +383,29 @@ def test_prompt_lookup_drafts_from_the_text(folder, generate, sampling):
     assert 0 < document["stats"]["accepted"] < document["stats"]["drafted"]
 
 
-def test_a_model_needs_no_drafter_when_something_else_drafts(folder, generate, expected):
-    for args in (("--draft-model", str(folder / "small")), ("--prompt-lookup",)):
-        assert generate("Zürich", "--model", str(folder / "base"), *args)[0] == expected("Zürich") + "\n"
+@pytest.mark.parametrize("args", [("--draft-model", "{small}"), ("--prompt-lookup",)])
+def test_a_model_needs_no_drafter_when_something_else_drafts(folder, generate, expected, args):
+    words = [arg.format(small=folder / "small") for arg in args]
+    assert generate("Zürich", "--model", str(folder / "base"), *words)[0] == expected("Zürich") + "\n"
 
 
 def test_the_drafter_is_said_to_draft_where_nothing_else_does(folder, generate):
     document = json.loads(generate("ja", "--json")[0])
     assert (document["drafts"], document["drafter"]) == ("drafter", str(folder / "merged" / "drafter"))
-    assert document["shape"]["num_beams"] == 5 and "draft_len_per_beam" in document["shape"]
+    assert document["shape"]["num_beams"] == 5
+    assert "draft_len_per_beam" in document["shape"]
 
 
-def test_chat_with_a_draft_model(folder, expected, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("args", "shares"), [(("--draft-model", "{small}", "--draft-len", "2"), 2), (("--prompt-lookup",), 4)]
+)
+def test_chat_with_a_draft_model(folder, expected, monkeypatch, capsys, args, shares):
     first = expected("u:ja\na:", templated=True, max_new_tokens=8)
     second = expected(f"u:ja\na:{first}\nu:10\na:", templated=True, max_new_tokens=8)
-    for args, shares in ((("--draft-model", str(folder / "small"), "--draft-len", "2"), 2), (("--prompt-lookup",), 4)):
-        out, err = chat(monkeypatch, capsys, folder, "ja\n10\n/stats\n", *args)
-        assert out == f"{first}\n{second}\n"
-        assert re.fullmatch(rf"2 answers, 16 tokens in .+; share of steps .+ drafts:( \d\.\d\d){{{shares}}}\n", err)
+    words = [arg.format(small=folder / "small") for arg in args]
+    out, err = chat(monkeypatch, capsys, folder, "ja\n10\n/stats\n", *words)
+    assert out == f"{first}\n{second}\n"
+    assert re.fullmatch(rf"2 answers, 16 tokens in .+; share of steps .+ drafts:( \d\.\d\d){{{shares}}}\n", err)
 
 
 @pytest.mark.parametrize(
@@ -491,7 +504,8 @@ def test_devices_are_a_list(text):
 def test_several_devices_for_one_model_are_not_there_yet(folder, capsys, text, whose):
     names = ("--model", str(folder / "base"), "--draft-model", str(folder / "small"))
     err = fails(capsys, "generate", *names, "--draft-target-model-config", text, "ja")
-    assert whose in err and "tensor parallelism" in err
+    assert whose in err
+    assert "tensor parallelism" in err
 
 
 @pytest.mark.parametrize("flag", ["--draft-len=3", "--device=cpu", "--draft-device=cpu", "--acceptance=match"])
@@ -501,11 +515,11 @@ def test_the_config_and_a_flag_that_it_stands_for_exclude_each_other(folder, cap
     assert f"says what {flag.partition('=')[0]} says" in err
 
 
-def test_the_config_is_for_a_draft_model(folder, capsys):
-    for args in ([], ["--prompt-lookup"]):
-        names = ("--model", str(folder / "merged"), *args)
-        err = fails(capsys, "generate", *names, "--draft-target-model-config", "[4,[0],[0],False]", "ja")
-        assert "is for --draft-model" in err
+@pytest.mark.parametrize("args", [[], ["--prompt-lookup"]])
+def test_the_config_is_for_a_draft_model(folder, capsys, args):
+    names = ("--model", str(folder / "merged"), *args)
+    err = fails(capsys, "generate", *names, "--draft-target-model-config", "[4,[0],[0],False]", "ja")
+    assert "is for --draft-model" in err
 
 
 def info(capsys, *args: str) -> dict:
@@ -518,7 +532,8 @@ def info(capsys, *args: str) -> dict:
 def test_info_tells_each_kind_of_checkpoint(folder, capsys):
     base, drafter, merged = (info(capsys, str(folder / name)) for name in ("base", "drafter", "merged"))
     model = AutoModelForCausalLM.from_pretrained(folder / "base")
-    assert base["kind"] == "model" and "fits" not in base
+    assert base["kind"] == "model"
+    assert "fits" not in base
     assert base["model"] == {
         "architecture": "LlamaForCausalLM",
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -532,7 +547,8 @@ def test_info_tells_each_kind_of_checkpoint(folder, capsys):
     head = RecurrentDrafter.from_pretrained(folder / "drafter")
     assert drafter["drafter"]["parameters"] == sum(parameter.numel() for parameter in head.parameters())
     assert drafter["drafter"]["draft_vocabulary"] == head.config.draft_vocab_size < drafter["drafter"]["vocabulary"]
-    assert merged["kind"] == "merged checkpoint" and merged["fits"] is True
+    assert merged["kind"] == "merged checkpoint"
+    assert merged["fits"] is True
     assert merged["model"] == base["model"]
     assert merged["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "node_budget": None, "greedy_search": None}
 
@@ -540,8 +556,9 @@ def test_info_tells_each_kind_of_checkpoint(folder, capsys):
 def test_info_says_why_a_drafter_does_not_fit(folder, capsys, tmp_path):
     config = {"vocab_size": 259, "hidden_size": 32, "base_model": "elsewhere"}
     RecurrentDrafter(DrafterConfig(**config, base_embedding_norms=[9.0] * 8)).save_pretrained(tmp_path / "other")
-    found = info(capsys, str(folder / "base"), "--drafter", str(tmp_path / "other"))
-    assert found["fits"] is False and "elsewhere" in found["why_not"]
+    document = info(capsys, str(folder / "base"), "--drafter", str(tmp_path / "other"))
+    assert document["fits"] is False
+    assert "elsewhere" in document["why_not"]
     assert main(["info", str(folder / "base"), "--drafter", str(folder / "drafter")]) == 0
     assert re.search(r"^fits +yes$", capsys.readouterr().out, re.MULTILINE)
 
@@ -576,17 +593,16 @@ def test_text_in_pieces_is_the_text(make, size):
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_text_that_is_no_text_still_comes_and_costs_no_more_with_length():
+def test_text_that_is_no_text_still_comes_and_costs_no_more_with_length(monkeypatch):
     tokenizer = byte_tokenizer()
     ids = torch.randint(3, 259, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
     ids[1000:1200] = tokenizer("é").input_ids[1:2] * 200
-    detokenizer, longest = Detokenizer(tokenizer), 0
-    pieces = []
-    for token in ids:
-        pieces.append(detokenizer.push([token]))
-        longest = max(longest, len(detokenizer._window))
-    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(ids)
-    assert longest < 80
+    expected, decode, lengths = tokenizer.decode(ids), tokenizer.decode, []
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **kwargs: lengths.append(len(ids)) or decode(ids, **kwargs))
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push([token]) for token in ids]
+    assert "".join(pieces) + detokenizer.finish() == expected
+    assert max(lengths) < 80
 
 
 def test_scripts_get_their_own_arguments(monkeypatch):
@@ -617,8 +633,7 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_a_reader_that_has_left_is_no_error():
-    code = "import sys; import redrafter.app.program as program; program._hush = lambda: None; "
-    code += "sys.exit(program.run_command(lambda: print('x') or 0))"
+    code = "import sys; from redrafter.app.program import run_command; sys.exit(run_command(lambda: print('x') or 0))"
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)

@@ -35,7 +35,7 @@ def prompts(tmp_path_factory) -> str:
 
 @pytest.fixture
 def compare(folder, prompts, capsys):
-    """Runs `redrafter compare`; returns the exit code, what stands above the JSON document, and the document."""
+    """Return a function that runs `redrafter compare` and returns its exit code, text and JSON document."""
 
     def run(*args: str, model: str = "merged", draft_model: str | None = "small") -> tuple[int, str, dict]:
         names = ["--model", str(folder / model), "--prompts", prompts, "--max-new-tokens", str(NEW)]
@@ -50,7 +50,7 @@ def compare(folder, prompts, capsys):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Every run but the first, short ones: the way, the seed and the run. `patch(way, run)` may give another run."""
+    """Record method, seed and result of every run but the warm-up runs; `patch(method, run)` may replace the result."""
     kept, honest = [], Pair.run
     monkeypatch.setattr(compare_module, "WARM_UP_TOKENS", 1)
 
@@ -80,20 +80,25 @@ def by_way(document: dict) -> dict[str, dict]:
 def test_every_way_is_a_line_of_the_table_and_an_entry_of_the_document(compare, folder, prompts, size):
     code, table, document = compare("--batch-size", str(size))
     ways = by_way(document)
-    assert code == 0 and document["complete"] and list(ways) == WAYS
+    assert code == 0
+    assert document["complete"]
+    assert list(ways) == WAYS
     assert f"5 prompts of 3 to {len(byte_tokenizer()(TEXT * 2).input_ids)} tokens, 0 longer" in table
     lengths = {"shortest": 3, "longest": len(byte_tokenizer()(TEXT * 2).input_ids)}
     assert document["prompts"] == {"file": prompts, "count": 5, "left_out": 0} | lengths
-    assert document["model"] == str(folder / "merged") and document["options"]["batch_size"] == size
+    assert document["model"] == str(folder / "merged")
+    assert document["options"]["batch_size"] == size
     for line, (name, way) in zip(table.splitlines()[-4:], ways.items(), strict=True):
         assert re.fullmatch(
             rf"{name} +[\d.]+ +[\d.]+ +[\d.]+ +({'-' if name == 'plain' else '[0-9]+%'}) +(-|5 of 5)", line
         )
-        assert way["tokens"] == 5 * NEW and way["seconds"] > 0
+        assert way["tokens"] == 5 * NEW
+        assert way["seconds"] > 0
         assert way["tokens_per_second"] == pytest.approx(way["tokens"] / way["seconds"])
         assert way["speedup"] == pytest.approx(ways["plain"]["seconds"] / way["seconds"])
         assert (way["same"], way["first_difference"]) == (None if name == "plain" else 5, None)
-        assert way["accepted"] <= way["drafted"] and sum(way["accepted_by_depth"]) == way["accepted"]
+        assert way["accepted"] <= way["drafted"]
+        assert sum(way["accepted_by_depth"]) == way["accepted"]
         assert way["steps"] + way["accepted"] >= 5 * (NEW - 1)  # the last step may keep more than there is room for
     assert (ways["plain"]["steps"], ways["plain"]["drafted"]) == (5 * (NEW - 1), 0)
     assert 0 < ways["draft model"]["accepted"] < ways["draft model"]["drafted"]
@@ -129,7 +134,8 @@ def test_the_shape_is_that_of_batches_as_large_as_they_were(compare, monkeypatch
     honest = ReDrafter.proposer_for
     monkeypatch.setattr(ReDrafter, "proposer_for", lambda self, rows: honest(self, rows) if rows < 6 else self.plain)
     drafter = by_way(compare("--batch-size", "64")[2])["drafter"]  # five prompts
-    assert drafter["drafted"] > 0 and drafter["shape"] == {"num_beams": 5, "draft_len_per_beam": 3, "nodes": 8}
+    assert drafter["drafted"] > 0
+    assert drafter["shape"] == {"num_beams": 5, "draft_len_per_beam": 3, "nodes": 8}
 
 
 def test_each_batch_is_decoded_with_every_way_before_the_next(compare, runs):
@@ -153,10 +159,12 @@ def test_a_sampled_text_is_the_same_whatever_the_batch_size(compare, runs, seed)
     for size in (1, 3):
         runs.clear()
         code, _, document = compare("--temperature", "1", *seed, "--batch-size", str(size))
-        assert code == 0 and {way["same"] for way in document["ways"][1:]} == {5}
+        assert code == 0
+        assert {way["same"] for way in document["ways"][1:]} == {5}
         assert document["options"]["seed"] == (7 if seed else 0)
         texts[size] = [runs.texts(way) for way in WAYS]
-    assert texts[1] == texts[3] and all(text == texts[1][0] for text in texts[1])
+    assert texts[1] == texts[3]
+    assert all(text == texts[1][0] for text in texts[1])
     assert len(set(map(tuple, texts[1][0]))) == 5
 
 
@@ -165,13 +173,15 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(compare, runs):
     code, table, document = compare("--max-input-len", str(most), "--num-prompts", "3")
     assert code == 0
     assert f"3 prompts of 3 to {most} tokens, 1 longer ones left out" in table
-    assert document["prompts"]["count"] == 3 and document["prompts"]["left_out"] == 1
+    assert document["prompts"]["count"] == 3
+    assert document["prompts"]["left_out"] == 1
     assert len(runs.texts("plain")) == 3
 
 
 def test_outputs_are_not_compared_where_that_was_not_asked(compare):
     code, table, document = compare("--disable-output-comparison", "--num-prompts", "2")
-    assert code == 0 and {way["same"] for way in document["ways"]} == {None}
+    assert code == 0
+    assert {way["same"] for way in document["ways"]} == {None}
     assert " of " not in table.splitlines()[-1]
 
 
@@ -182,10 +192,12 @@ def test_rejection_promises_a_distribution_and_no_tokens(compare, runs, monkeypa
         monkeypatch.setattr(engines, "parse_draft_target_config", lambda text: (4, "cpu", "cpu", True))
         args = ("--draft-target-model-config", "[4,[0],[0],True]")
     code, _, document = compare(*args, "--temperature", "1")
-    assert code == 0 and [way["same"] for way in document["ways"]] == [None, 5, None, 5]
+    assert code == 0
+    assert [way["same"] for way in document["ways"]] == [None, 5, None, 5]
     assert runs.texts("draft model") != runs.texts("plain")
     code, _, document = compare(*args)
-    assert code == 0 and [way["same"] for way in document["ways"]] == [None, 5, 5, 5]
+    assert code == 0
+    assert [way["same"] for way in document["ways"]] == [None, 5, 5, 5]
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -212,10 +224,13 @@ def test_a_way_that_writes_other_tokens_fails_and_the_report_says_where(compare,
         line = f"  OTHER TOKENS in prompt {row + 1} at new token {found[row] + 1}: the lower is "
         assert (line in table) == asked
         assert len(way["differences"]) == (len(found) - found.count(None) if asked else 0)
-        assert table.count("OTHER TOKENS") <= 6 and (f"  and {len(found) - found.count(None) - 3} more" in table) == (
+        assert table.count("OTHER TOKENS") <= 6
+        assert (f"  and {len(found) - found.count(None) - 3} more" in table) == (
             asked and len(found) - found.count(None) > 3
         )
-    assert code == int(asked) and document["complete"] and document["errors"] == []
+    assert code == int(asked)
+    assert document["complete"]
+    assert document["errors"] == []
 
 
 def test_a_difference_is_counted_by_prompt_across_batches(compare, runs):
@@ -237,8 +252,10 @@ def test_a_difference_is_counted_by_prompt_across_batches(compare, runs):
     text = runs.texts("plain")[4]
     assert (found["prompt"], found["token"], found["plain"], found["other"]) == (4, 3, text[3], text[3] + 1)
     decode = byte_tokenizer().decode
-    assert found["common"] == decode(text[:3]) and found["common"] + found["plain_text"] == decode(text)
-    assert not found["near_tie"] and found["margin"] > found["tolerance"] == 1e-4
+    assert found["common"] == decode(text[:3])
+    assert found["common"] + found["plain_text"] == decode(text)
+    assert not found["near_tie"]
+    assert found["margin"] > found["tolerance"] == 1e-4
     for line, name, which in ((plain, "plain", "plain"), (other, "prompt lookup", "other")):
         shown = (json.dumps(part, ensure_ascii=False)[1:-1] for part in (found["common"], found[f"{which}_text"]))
         assert line == f"    {name:<13}  {'»'.join(shown)}  (id {found[which]})"
@@ -246,7 +263,7 @@ def test_a_difference_is_counted_by_prompt_across_batches(compare, runs):
 
 @pytest.fixture(scope="module")
 def tied(folder, tmp_path_factory) -> tuple[str, int, int]:
-    """A model that cannot tell two ids apart, one of which it writes often, and the two; the first wins greedily."""
+    """Return a model whose head has equal rows for two ids, and these ids; greedy decoding takes the first."""
     model = AutoModelForCausalLM.from_pretrained(folder / "base")
     first, second = sorted(byte_tokenizer()("A ", add_special_tokens=False).input_ids)
     with torch.no_grad():
@@ -258,7 +275,7 @@ def tied(folder, tmp_path_factory) -> tuple[str, int, int]:
 
 
 def swapped(first: int, second: int):
-    """A patch: prompt lookup writes the second id where it first writes the other."""
+    """Return a patch that replaces the first occurrence of one id by another, in the outputs of prompt lookup."""
 
     def patch(way, run):
         for row, text in enumerate(run.tokens):
@@ -276,10 +293,15 @@ def test_a_near_tie_is_counted_apart_and_does_not_fail(compare, runs, tied):
     runs.patch = swapped(first, second)
     code, table, document = compare("--model", model, "--batch-size", "5", draft_model=None)
     lookup = by_way(document)["prompt lookup"]
-    assert code == 0 and (lookup["same"], lookup["near_ties"], lookup["first_difference"]) == (4, 1, None)
+    assert code == 0
+    assert (lookup["same"], lookup["near_ties"], lookup["first_difference"]) == (4, 1, None)
     [found] = lookup["differences"]
-    assert found["near_tie"] and found["margin"] == 0 and {found["plain"], found["other"]} == {first, second}
-    assert "4 of 5, 1 near-ties" in table and "  near-tie in prompt" in table and "OTHER TOKENS" not in table
+    assert found["near_tie"]
+    assert found["margin"] == 0
+    assert {found["plain"], found["other"]} == {first, second}
+    assert "4 of 5, 1 near-ties" in table
+    assert "  near-tie in prompt" in table
+    assert "OTHER TOKENS" not in table
 
 
 def test_the_noise_of_a_sampled_text_is_part_of_its_margin(compare, runs, tied):
@@ -293,8 +315,10 @@ def test_the_noise_of_a_sampled_text_is_part_of_its_margin(compare, runs, tied):
     row, place = found["prompt"], found["token"]
     position = len(byte_tokenizer()(PROMPTS[row]).input_ids) + place
     noise = gumbel(torch.tensor([3 + row]), torch.tensor([[position]]), torch.tensor([first, second]))[0, 0]
-    assert code == 1 and not found["near_tie"]
-    assert found["margin"] == pytest.approx(float(noise[0] - noise[1]), abs=1e-5) and found["margin"] > 1e-4
+    assert code == 1
+    assert not found["near_tie"]
+    assert found["margin"] == pytest.approx(float(noise[0] - noise[1]), abs=1e-5)
+    assert found["margin"] > 1e-4
 
 
 def test_a_token_that_a_sampling_parameter_rules_out_is_a_true_difference(compare, runs):
@@ -306,7 +330,9 @@ def test_a_token_that_a_sampling_parameter_rules_out_is_a_true_difference(compar
     args = ("--num-prompts", "1", "--temperature", "1", "--top-k", "1")
     code, table, document = compare(*args, model="base", draft_model=None)
     [found] = by_way(document)["prompt lookup"]["differences"]
-    assert code == 1 and found["margin"] is None and not found["near_tie"]
+    assert code == 1
+    assert found["margin"] is None
+    assert not found["near_tie"]
     assert "a sampling parameter rules one of the two out" in table
 
 
@@ -314,8 +340,10 @@ def test_a_text_that_ends_early_is_a_true_difference(compare, runs):
     runs.patch = lambda way, run: replace(run, tokens=[run.tokens[0][:5]]) if way == "prompt lookup" else run
     code, table, document = compare("--num-prompts", "1", model="base", draft_model=None)
     [found] = by_way(document)["prompt lookup"]["differences"]
-    assert code == 1 and (found["token"], found["other"], found["other_text"]) == (5, None, "")
-    assert "one text ends there" in table and "(id none)" in table
+    assert code == 1
+    assert (found["token"], found["other"], found["other_text"]) == (5, None, "")
+    assert "one text ends there" in table
+    assert "(id none)" in table
 
 
 @pytest.mark.parametrize(
@@ -351,17 +379,21 @@ def test_a_run_that_is_cut_short_leaves_the_file_as_it_was(folder, prompts, monk
     monkeypatch.setattr(compare_module, "decode_batches", stop)
     args = ("--model", str(folder / "merged"), "--prompts", prompts, "--output", str(file))
     assert main(["compare", *args]) == 130
-    assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
+    assert file.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize(
+    ("name", "says"), [("/nowhere/found.json", "/nowhere/found.json"), ("{folder}", "directory"), ("", "--output")]
+)
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_decoded(
-    folder, prompts, capsys, monkeypatch, tmp_path
+    folder, prompts, capsys, monkeypatch, tmp_path, name, says
 ):
     monkeypatch.setattr(Pair, "run", None)
-    for name, says in (("/nowhere/found.json", "/nowhere/found.json"), (str(tmp_path), "directory"), ("", "--output")):
-        args = ("--model", str(folder / "merged"), "--prompts", prompts, "--output", name)
-        err = fails(capsys, "compare", *args)
-        assert says in err and "--output" in err
+    args = ("--model", str(folder / "merged"), "--prompts", prompts, "--output", name.format(folder=tmp_path))
+    err = fails(capsys, "compare", *args)
+    assert says in err
+    assert "--output" in err
 
 
 def test_instructions_come_after_their_input(tmp_path):
@@ -384,7 +416,8 @@ def test_prompts_of_other_forms_are_the_same_prompts(compare, runs, tmp_path, na
     (tmp_path / name).write_text(f"[{','.join(rows)}]" if name.endswith("n") else "\n".join(rows))
     compare("--batch-size", "5", model="base", draft_model=None)
     code, _, document = compare("--prompts", str(tmp_path / name), "--batch-size", "5", model="base", draft_model=None)
-    assert code == 0 and document["prompts"]["count"] == 5
+    assert code == 0
+    assert document["prompts"]["count"] == 5
     assert runs.texts("plain")[5:] == runs.texts("plain")[:5]
 
 
@@ -414,7 +447,8 @@ def test_prompts_that_are_none_are_refused_in_one_line(folder, capsys, tmp_path,
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     err = fails(capsys, "compare", "--model", str(folder / "merged"), "--prompts", str(tmp_path / name))
-    assert says in err and str(tmp_path / name) in err
+    assert says in err
+    assert str(tmp_path / name) in err
     with pytest.raises(ReDrafterError, match=re.escape(says)):
         read_prompts(str(tmp_path / name))
 

@@ -1,4 +1,4 @@
-"""Flags that are misspelt, and those of TensorRT-LLM's programs: honoured, noted, or named with ours."""
+"""Flags that are misspelt, and flags of TensorRT-LLM's programs: honoured, noted or refused."""
 
 import json
 
@@ -77,10 +77,13 @@ def test_what_has_an_equal_here_is_honoured(command, theirs, ours):
     assert build_parser().parse_args([command, *theirs]) == build_parser().parse_args([command, *ours])
 
 
-def test_serve_takes_its_model_by_a_flag_too(capsys):
-    for args in (["--model", "m"], ["--model_dir=m"], ["--port", "9", "--hf_model_dir", "m"], ["m"]):
-        assert main(["serve", "--print-config", *args]) == 0
-        assert json.loads(capsys.readouterr().out)["model"] == "m"
+@pytest.mark.parametrize("args", [["--model", "m"], ["--model_dir=m"], ["--port", "9", "--hf_model_dir", "m"], ["m"]])
+def test_serve_takes_its_model_by_a_flag_too(capsys, args):
+    assert main(["serve", "--print-config", *args]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "m"
+
+
+def test_serve_refuses_a_flag_without_a_model_and_two_models(capsys):
     assert "argument --model: expected a value" in fails(capsys, "serve", "--print-config", "--model")
     assert "unrecognized arguments: n" in fails(capsys, "serve", "--print-config", "m", "--model", "n")
 
@@ -156,7 +159,7 @@ def test_what_has_another_name_or_meaning_here_is_told_it(capsys, command, typed
 def test_every_meaning_of_the_table_is_that_of_some_command():
     commands = build_parser().commands
     parsers = [commands[name] for name in ("generate", "chat", "compare", "tune", "bench")]
-    parsers += [serve_command.build_parser(), convert_config.parser("redrafter convert")]
+    parsers += [serve_command.build_parser(), convert_config.build_parser("redrafter convert")]
     for name, known in FLAGS.items():
         reached = {find_meaning(name, parser) for parser in parsers}
         assert set(known) <= reached, name
@@ -215,7 +218,8 @@ def test_each_prompt_may_have_a_temperature(generate):
             text
         ]
     twice = json.loads(generate("--temperature=0.7,2", "--num-return-sequences=2", "--seed=5", "ja", "so", "--json")[0])
-    assert len(twice["texts"]) == 4 and twice["texts"][0] == both["texts"][0]
+    assert len(twice["texts"]) == 4
+    assert twice["texts"][0] == both["texts"][0]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +232,7 @@ def test_each_prompt_may_have_a_temperature(generate):
 )
 def test_options_of_texts_are_those_of_generate(generate, expected, args, kwargs):
     ids = {letter: byte_tokenizer()(letter, add_special_tokens=False).input_ids[0] for letter in "eri"}
-    made = {
+    convert_value = {
         "bad_words_ids": lambda value: [
             [ids["r"]],
             byte_tokenizer()(" r", add_special_tokens=False).input_ids,
@@ -236,18 +240,18 @@ def test_options_of_texts_are_those_of_generate(generate, expected, args, kwargs
         "sequence_bias": lambda value: {(ids[letter],): bias for letter, bias in value.items()},
         "eos_token_id": lambda value: [2, *(ids[letter] for letter in value)],
     }
-    theirs = {name: made[name](value) for name, value in kwargs.items()}
+    theirs = {name: convert_value[name](value) for name, value in kwargs.items()}
     out, _ = generate("Zü", *(arg.format(**ids) for arg in args))
     assert out == expected("Zü", **theirs) + "\n"
     assert out != expected("Zü") + "\n"
     assert out == generate("Zü", "--no-speculate", *(arg.format(**ids) for arg in args))[0]
 
 
-def test_penalties_of_a_command_line_reach_the_texts(generate):
-    for name in ("--frequency-penalty", "--presence-penalty"):
-        document = json.loads(generate("ja", name, "3", "--compare", "--json")[0])
-        assert document["compare"]["equal"] is True
-        assert document["texts"] != json.loads(generate("ja", "--json")[0])["texts"]
+@pytest.mark.parametrize("name", ["--frequency-penalty", "--presence-penalty"])
+def test_penalties_of_a_command_line_reach_the_texts(generate, name):
+    document = json.loads(generate("ja", name, "3", "--compare", "--json")[0])
+    assert document["compare"]["equal"] is True
+    assert document["texts"] != json.loads(generate("ja", "--json")[0])["texts"]
 
 
 def test_ends_of_a_chat_are_joined_by_those_that_were_asked_for(generate, expected):
@@ -269,6 +273,8 @@ def test_a_temperature_that_is_typed_wins_over_a_checkpoint_that_says_greedy(fol
 
     sampled = run(tmp_path / "greedy", "--temperature", "2", "--seed", "3")
     assert sampled["texts"] == run(folder / "merged", "--temperature", "2", "--seed", "3")["texts"]
-    assert sampled["seeds"] == [3] and sampled["compare"]["equal"] is True
+    assert sampled["seeds"] == [3]
+    assert sampled["compare"]["equal"] is True
     greedy = run(tmp_path / "greedy")
-    assert greedy["seeds"] is None and greedy["texts"] != sampled["texts"]
+    assert greedy["seeds"] is None
+    assert greedy["texts"] != sampled["texts"]

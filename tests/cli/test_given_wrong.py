@@ -1,4 +1,4 @@
-"""What is given in the place of something else: directories of another kind, missing paths, keywords of nobody."""
+"""Arguments of the wrong kind: directories of another kind, missing paths, unknown keywords."""
 
 import json
 import shlex
@@ -18,7 +18,7 @@ from redrafter.files.checkpoint_kind import kind_of
 
 @pytest.fixture(scope="module")
 def kinds(folder, tmp_path_factory) -> Path:
-    """The folder of a pair in every form: `apple`, `trtllm`, `engine`, and those of the fixture `folder`, linked."""
+    """Return a folder with a pair in every format: links to those of the fixture `folder`, and converted ones."""
     place = tmp_path_factory.mktemp("kinds")
     for name in ("base", "merged", "drafter", "small"):
         (place / name).symlink_to(folder / name)
@@ -136,7 +136,8 @@ def test_keywords_of_nobody_are_named(kinds, kind, keywords, says, loaded):
         says = f"{next(iter(keywords))}: for a model that is loaded by name"
     with pytest.raises(ArgumentError) as error:
         kind.from_pretrained(model, *others, **keywords)
-    assert says in str(error.value) and "\n" not in str(error.value)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_keywords_of_the_draft_model_are_checked_and_taken(kinds):
@@ -169,13 +170,13 @@ def test_keywords_of_transformers_reach_it(kinds, keywords):
     assert engine.target.context == keywords.get("max_position_embeddings", CONTEXT)
 
 
-def test_converting_to_longer_drafts_than_were_trained_is_said(kinds, capsys, tmp_path):
+@pytest.mark.parametrize(("to", "length", "notes"), [("redrafter", 7, 1), ("drafter", 7, 1), ("redrafter", 5, 0)])
+def test_converting_to_longer_drafts_than_were_trained_is_said(kinds, capsys, tmp_path, to, length, notes):
     pair = ["--model_dir", str(kinds / "base"), "--drafter_model_dir", str(kinds / "drafter")]
     says = "draft_len_per_beam=7 is more than the 5 steps that the drafter was trained for"
-    for number, (to, length, told) in enumerate((("redrafter", 7, 1), ("drafter", 7, 1), ("redrafter", 5, 0))):
-        length_flag = ["--redrafter_draft_len_per_beam", str(length)]
-        assert convert([*pair, "--to", to, *length_flag, "--output_dir", str(tmp_path / str(number))]) == 0
-        assert capsys.readouterr().err.count(says) == told
+    length_flag = ["--redrafter_draft_len_per_beam", str(length)]
+    assert convert([*pair, "--to", to, *length_flag, "--output_dir", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().err.count(says) == notes
 
 
 @pytest.mark.parametrize(("asked", "told"), [("float16", 0), (None, 1)])

@@ -1,4 +1,4 @@
-"""A base and a drafter, merged: what is written, what is refused, and that nothing half-written is left."""
+"""Merging a base and a drafter: what is written, what is refused, and that nothing half-written is left."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from redrafter.convert.convert_checkpoint import main, merge
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A folder with `base` in several files, as large models are, and `drafter`."""
+    """Return a folder with `base`, in several files as large models are, and `drafter`."""
     folder = tmp_path_factory.mktemp("convert")
     model = tiny_model("llama")
     model.save_pretrained(folder / "base", max_shard_size="20KB")
@@ -32,7 +32,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copies(saved, tmp_path) -> Path:
-    """The same folder, free to be damaged."""
+    """Return a copy of the folder `saved` that a test may damage."""
     for file in saved.rglob("*"):
         if file.is_file():
             target = tmp_path / file.relative_to(saved)
@@ -42,6 +42,7 @@ def copies(saved, tmp_path) -> Path:
 
 
 def arguments(folder: Path, output: Path, *more: str) -> list[str]:
+    """Return the words of a command line that merges the pair in a folder."""
     names = {
         "base_model_checkpoint_dir": folder / "base",
         "drafter_model_dir": folder / "drafter",
@@ -122,16 +123,18 @@ def test_overwrite_spares_what_is_no_merged_checkpoint(copies):
     assert (copies / "precious" / "config.json").exists()
 
 
-def test_a_drafter_of_another_base_is_refused(copies):
-    for sizes, found in (
-        ({"hidden_size": HIDDEN + 1}, (HIDDEN + 1, HIDDEN)),
-        ({"vocab_size": VOCAB + 1}, (VOCAB + 1, VOCAB)),
-    ):
-        tiny_drafter(**sizes, base_model="elsewhere").save_pretrained(copies / "other")
-        with pytest.raises(MismatchError, match=rf"of {found[0]}, but .* has {found[1]}; its base is elsewhere"):
-            merge(copies / "base", copies / "other", copies / "merged")
-    tiny_drafter(base_embedding_norms=[1.0] * 8).save_pretrained(copies / "other")
-    with pytest.raises(MismatchError, match="another base than"):
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"hidden_size": HIDDEN + 1}, f"of {HIDDEN + 1}, but .* has {HIDDEN}; its base is elsewhere"),
+        ({"vocab_size": VOCAB + 1}, f"of {VOCAB + 1}, but .* has {VOCAB}; its base is elsewhere"),
+        ({"base_embedding_norms": [1.0] * 8}, "another base than"),
+    ],
+    ids=["hidden size", "vocabulary", "embedding norms"],
+)
+def test_a_drafter_of_another_base_is_refused(copies, config, says):
+    tiny_drafter(**config, base_model="elsewhere").save_pretrained(copies / "other")
+    with pytest.raises(MismatchError, match=says):
         merge(copies / "base", copies / "other", copies / "merged")
     assert not (copies / "merged").exists()
 
@@ -152,13 +155,17 @@ def test_broken_files_are_named(copies, part):
         merge(copies / "base", copies / "drafter", copies / "merged")
 
 
-def test_tensors_must_be_those_that_the_configs_ask_for(copies):
+@pytest.mark.parametrize(
+    ("change", "says"), [({"num_draft_layers": 3}, "layers.2"), ({"draft_vocab_size": 49}, "instead of")]
+)
+def test_tensors_must_be_those_that_the_drafters_config_asks_for(copies, change, says):
     config = json.loads((copies / "drafter" / "config.json").read_text())
-    for change, says in (({"num_draft_layers": 3}, "layers.2"), ({"draft_vocab_size": 49}, "instead of")):
-        (copies / "drafter" / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(CheckpointError, match=says):
-            merge(copies / "base", copies / "drafter", copies / "merged")
-    (copies / "drafter" / "config.json").write_text(json.dumps(config))
+    (copies / "drafter" / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=says):
+        merge(copies / "base", copies / "drafter", copies / "merged")
+
+
+def test_a_tensor_of_the_index_that_no_file_holds_is_named(copies):
     index = copies / "base" / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())
     weight_map["weight_map"]["lost"] = next(iter(weight_map["weight_map"].values()))
@@ -173,8 +180,8 @@ def test_nothing_is_left_when_writing_fails(saved, tmp_path, monkeypatch):
 
     output = merge(saved / "base", saved / "drafter", tmp_path / "merged")
     for step in (
-        "redrafter.convert.plan.write",
-        "redrafter.convert.plan.Plan._take",
+        "redrafter.convert.plan.write_safetensors",
+        "redrafter.convert.plan.link_or_copy",
         "redrafter.files.atomic_folder.sync_to_disk",
     ):
         monkeypatch.setattr(step, full)
@@ -200,7 +207,8 @@ def test_mistakes_are_one_line_and_exit_2(saved, tmp_path, capsys):
     ):
         assert main(args) == 2
         err = capsys.readouterr().err
-        assert says in err and re.fullmatch(r"redrafter: error: .+\n", err), err
+        assert says in err
+        assert re.fullmatch(r"redrafter: error: .+\n", err), err
     for args in (arguments(saved, output, "--nope"), arguments(saved, output, "--redrafter_num_beams", "many")):
         with pytest.raises(SystemExit) as end:
             main(args)

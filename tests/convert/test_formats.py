@@ -1,4 +1,4 @@
-"""Apple's and TensorRT-LLM's checkpoints: what comes in, what goes out, and that nothing is lost on the way."""
+"""Apple's and TensorRT-LLM's checkpoints: what is read, what is written, and that round trips lose nothing."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import RecurrentDrafter, ReDrafter
 from redrafter.convert.convert_checkpoint import main
 
-LISTS = {"A": ("input_proj", "lm_head"), "B": ("input_projs", "lm_heads"), "C": ("input_proj", "0")}
+APPLE_NAMINGS = {"A": ("input_proj", "lm_head"), "B": ("input_projs", "lm_heads"), "C": ("input_proj", "0")}
 FORMS = [
     {"exit_dim": exit_dim, "layers": layers, "rnn": rnn}
     for exit_dim in (2 * HIDDEN, 24)
@@ -31,27 +31,28 @@ FORMS = [
 def apple_tensors(
     exit_dim: int = 2 * HIDDEN, layers: int = 2, rnn: bool = True, naming: str = "A"
 ) -> dict[str, Tensor]:
-    """By the published names, from numbers of their own."""
+    """Return random tensors of an Apple drafter by their published names, of generation A, B or C."""
     random = torch.Generator().manual_seed(exit_dim + layers)
     make = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
-    proj, heads = LISTS[naming]
-    found = {}
+    proj, heads = APPLE_NAMINGS[naming]
+    tensors = {}
     if exit_dim != 2 * HIDDEN:
-        found |= {f"{proj}.weight": make(exit_dim, 2 * HIDDEN), f"{proj}.bias": make(exit_dim)}
+        tensors |= {f"{proj}.weight": make(exit_dim, 2 * HIDDEN), f"{proj}.bias": make(exit_dim)}
     for i in range(layers):
-        found[f"{heads}.{i}.linear.weight"] = make(exit_dim, exit_dim) / 8
-        found[f"{heads}.{i}.linear.bias"] = make(exit_dim)
-    found[f"{heads}.{layers}.weight"] = make(VOCAB, exit_dim)
+        tensors[f"{heads}.{i}.linear.weight"] = make(exit_dim, exit_dim) / 8
+        tensors[f"{heads}.{i}.linear.bias"] = make(exit_dim)
+    tensors[f"{heads}.{layers}.weight"] = make(VOCAB, exit_dim)
     if rnn:
-        found |= {
+        tensors |= {
             "rnn_u.weight": make(HIDDEN, HIDDEN),
             "rnn_u.bias": make(HIDDEN),
             "rnn_w.weight": make(HIDDEN, HIDDEN),
         }
-    return found
+    return tensors
 
 
 def apple_config(exit_dim: int = 2 * HIDDEN, layers: int = 2, rnn: bool = True) -> dict:
+    """Return the config of a published Apple drafter."""
     return {
         "architectures": ["Drafter"],
         "emb_norm": False,
@@ -69,6 +70,7 @@ def apple_config(exit_dim: int = 2 * HIDDEN, layers: int = 2, rnn: bool = True) 
 
 
 def apple_dir(place: Path, tensors: dict[str, Tensor] | None = None, **form: object) -> Path:
+    """Write an Apple drafter of a form, or with these tensors, and return its directory."""
     place.mkdir()
     naming = form.pop("naming", "A")
     (place / "config.json").write_text(json.dumps(apple_config(**form)))
@@ -78,6 +80,7 @@ def apple_dir(place: Path, tensors: dict[str, Tensor] | None = None, **form: obj
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory) -> Path:
+    """Return a folder with bases that TensorRT-LLM's format can hold."""
     folder = tmp_path_factory.mktemp("bases")
     for name, model_type, changes in (
         ("llama", "llama", {}),
@@ -90,7 +93,7 @@ def bases(tmp_path_factory) -> Path:
 
 
 def convert(output: Path, **options: object) -> Path:
-    """As one would type it."""
+    """Run `redrafter convert` with options, and return the output directory."""
     flags = {"output_dir": output} | options
     argv = [
         piece for name, value in flags.items() for piece in ([f"--{name}"] if value is True else [f"--{name}", value])
@@ -100,18 +103,19 @@ def convert(output: Path, **options: object) -> Path:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Bit by bit."""
+    """Return whether two state dicts are equal bit by bit."""
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
 
 
 def doubled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors in float64, in which two orders of summation agree to 1e-9 however large the numbers are."""
+    """Return tensors in float64, where two orders of summation agree to 1e-9 however large the numbers are."""
     return {name: tensor.double() for name, tensor in tensors.items()}
 
 
 def config(place: Path) -> dict:
+    """Return the config.json of a directory."""
     return json.loads((place / "config.json").read_text())
 
 
@@ -150,7 +154,7 @@ def test_half_precision_comes_back_bit_by_bit(dtype, bases, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "qwen2", "biased", "scaled"])
 @pytest.mark.parametrize("foreign", [False, True])
 def test_a_base_comes_back_as_it_was(name, tp, foreign, bases, tmp_path, capsys):
-    """Also from a checkpoint that this project did not write, whose config holds nothing of ours."""
+    """Also from a checkpoint that this project did not write, whose config has none of this project's keys."""
     apple = apple_dir(tmp_path / "apple")
     pair = {"base_model_checkpoint_dir": bases / name, "drafter_model_dir": apple}
     trtllm = convert(tmp_path / "trtllm", **pair, to="trtllm", tp_size=tp)
@@ -185,7 +189,7 @@ def test_a_merged_checkpoint_goes_to_tensorrt_llm_and_back(bases, tmp_path):
 
 
 def gathered(ranks: list[dict[str, Tensor]], name: str, x: Tensor) -> Tensor:
-    """A column-parallel layer: each rank its rows, one after the other."""
+    """Compute a column-parallel layer: each rank computes its rows of the weight, and the outputs are concatenated."""
     out = [x @ rank[f"{name}.weight"].T + rank.get(f"{name}.bias", torch.zeros((), dtype=x.dtype)) for rank in ranks]
     return torch.cat(out, dim=-1)
 
@@ -212,13 +216,14 @@ def test_ranks_together_compute_what_the_drafter_does(form, tp, bases, tmp_path)
         for layer in range(form["layers"]):
             x = x + silu(gathered(ranks, f"drafter.layers.{layer}.linear", x))
         logits = gathered(ranks, "drafter.lm_head", x)
-        assert logits.shape[-1] == -(-VOCAB // tp) * tp and not logits[:, VOCAB:].any()
+        assert logits.shape[-1] == -(-VOCAB // tp) * tp
+        assert not logits[:, VOCAB:].any()
         found, now = drafter.step(embedding, before, hidden)
         torch.testing.assert_close(found, logits[:, :VOCAB], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(now, state, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("naming", LISTS)
+@pytest.mark.parametrize("naming", APPLE_NAMINGS)
 @pytest.mark.parametrize("form", FORMS[::3], ids=lambda form: "-".join(map(str, form.values())))
 def test_apples_drafters_compute_the_same_here(form, naming, tmp_path):
     apple = apple_dir(tmp_path / "apple", **form, naming=naming)
@@ -278,7 +283,8 @@ def test_the_config_says_what_their_script_says(bases, tmp_path):
         "redrafter_greedy_search": True,
     }
     assert expected.items() <= found.items()
-    assert found["mapping"]["tp_size"] == found["mapping"]["world_size"] == 2 and "rank" not in found["mapping"]
+    assert found["mapping"]["tp_size"] == found["mapping"]["world_size"] == 2
+    assert "rank" not in found["mapping"]
 
 
 def test_a_drafter_joins_a_base_of_tensorrt_llm_as_it_is(bases, tmp_path):
@@ -297,7 +303,8 @@ def test_a_drafter_joins_a_base_of_tensorrt_llm_as_it_is(bases, tmp_path):
     for rank in range(2):
         before, after = (load_file(place / f"rank{rank}.safetensors") for place in (old, new))
         base = {name: tensor for name, tensor in before.items() if not name.startswith("drafter.")}
-        assert same({name: after[name] for name in base}, base) and "drafter.layers.2.linear.bias" in after
+        assert same({name: after[name] for name in base}, base)
+        assert "drafter.layers.2.linear.bias" in after
     assert {"lm_head", "drafter", "drafter.layers.2.linear", "drafter.rnn_u"} <= set(
         config(new)["quantization"]["exclude_modules"]
     )
@@ -342,7 +349,8 @@ def test_which_recurrence_is_read_is_said(bases, tmp_path, capsys):
     assert "another recurrence" in capsys.readouterr().err
     for chosen in ("apple", "trtllm"):
         ours = convert(tmp_path / f"read-{chosen}", drafter_model_dir=trtllm, to="drafter", recurrence=chosen)
-        assert f"recurrence {chosen}" in capsys.readouterr().err and config(ours)["recurrence"] == chosen
+        assert f"recurrence {chosen}" in capsys.readouterr().err
+        assert config(ours)["recurrence"] == chosen
 
 
 def test_greedy_search_is_the_default_of_do_sample(bases, tmp_path):
@@ -351,7 +359,8 @@ def test_greedy_search_is_the_default_of_do_sample(bases, tmp_path):
     prompt, more = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 12, "seed": 3}
     engine = ReDrafter.from_pretrained(merged)
     sampled, greedy = (engine.generate(prompt, do_sample=do_sample, **more) for do_sample in (True, False))
-    assert not torch.equal(sampled, greedy) and torch.equal(engine.generate(prompt, **more), sampled)
+    assert not torch.equal(sampled, greedy)
+    assert torch.equal(engine.generate(prompt, **more), sampled)
     said = json.loads((merged / "redrafter.json").read_text())
     for greedy_search, expected in ((True, greedy), (None, greedy), (False, sampled)):
         (merged / "redrafter.json").write_text(json.dumps(said | {"greedy_search": greedy_search}))
@@ -363,7 +372,8 @@ def test_the_base_of_a_drafter_is_remembered(bases, tmp_path, capsys):
     pair = {"base_model_checkpoint_dir": bases / "llama", "drafter_model_dir": apple_dir(tmp_path / "apple")}
     merged = convert(tmp_path / "merged", **pair)
     found = config(merged / "drafter")
-    assert found["base_model"] == "llama" and len(found["base_embedding_norms"]) == 8
+    assert found["base_model"] == "llama"
+    assert len(found["base_embedding_norms"]) == 8
     capsys.readouterr()
     argv = [
         "--base-model-checkpoint-dir",
@@ -377,20 +387,21 @@ def test_the_base_of_a_drafter_is_remembered(bases, tmp_path, capsys):
     assert "made for another base" in capsys.readouterr().err
 
 
-def test_what_a_format_cannot_hold_is_named(bases, tmp_path, capsys):
-    for change, says in (
+@pytest.mark.parametrize("to", ["apple", "trtllm"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
         ({"recurrence": "gated"}, "recurrence='gated'"),
         ({"target_layers": (0,)}, "target_layers=[0]"),
         ({"head_rank": 8}, "head_rank=8"),
         ({"draft_vocab_size": 40}, "draft_vocab_size=40"),
-    ):
-        drafter = tmp_path / says
-        tiny_drafter(**change).save_pretrained(drafter)
-        for to in ("apple", "trtllm"):
-            base = ["--base-model-checkpoint-dir", str(bases / "llama")] if to == "trtllm" else []
-            words = [*base, "--drafter-model-dir", str(drafter), "--to", to, "--output-dir", str(tmp_path / "out")]
-            assert main(words) == 2
-            assert f"cannot hold {says}" in capsys.readouterr().err
+    ],
+)
+def test_what_a_format_cannot_hold_is_named(bases, tmp_path, capsys, change, says, to):
+    tiny_drafter(**change).save_pretrained(tmp_path / "drafter")
+    base = ["--base-model-checkpoint-dir", bases / "llama"] if to == "trtllm" else []
+    words = [*base, "--drafter-model-dir", tmp_path / "drafter", "--to", to, "--output-dir", tmp_path / "out"]
+    assert f"cannot hold {says}" in refused(capsys, *words)
     assert not (tmp_path / "out").exists()
 
 
@@ -398,32 +409,44 @@ def test_what_a_format_cannot_hold_is_named(bases, tmp_path, capsys):
 
 
 def refused(capsys, *argv: object) -> str:
+    """Run a conversion that must fail, and return its one line on stderr."""
     assert main([str(piece) for piece in argv]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("redrafter: error: ") and err.count("\n") == 1, err
+    assert out == ""
+    assert err.startswith("redrafter: error: "), err
+    assert err.count("\n") == 1, err
     return err
 
 
-def test_tensors_that_do_not_fit_their_config_are_named(tmp_path, capsys):
-    for number, (change, says) in enumerate(
+def updated(tensors: dict[str, Tensor], change: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return tensors with some replaced or added, and without those that are None in `change`."""
+    return {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
         (
-            (
-                {"lm_head.2.weight": None, "lm_head.9.weight": torch.ones(2)},
-                ("no tensor lm_head.2.weight", "lm_head.9.weight"),
-            ),
-            ({"extra.weight": torch.ones(2)}, ("has a tensor extra.weight",)),
-            ({"rnn_u.weight": torch.ones(3, HIDDEN)}, ("rnn_u.weight of shape (3, 32) instead of (32, 32)",)),
-            ({"lm_heads.2.weight": torch.ones(VOCAB, 64)}, ("lm_head.2.weight and lm_heads.2.weight",)),
-        )
-    ):
-        tensors = {name: each for name, each in (apple_tensors() | change).items() if each is not None}
-        apple = apple_dir(tmp_path / f"apple{number}", tensors)
-        err = refused(capsys, "--drafter-model-dir", apple, "--to", "drafter", "--output-dir", tmp_path / "out")
-        assert all(text in err for text in says), err
+            {"lm_head.2.weight": None, "lm_head.9.weight": torch.ones(2)},
+            ["no tensor lm_head.2.weight", "lm_head.9.weight"],
+        ),
+        ({"extra.weight": torch.ones(2)}, ["has a tensor extra.weight"]),
+        ({"rnn_u.weight": torch.ones(3, HIDDEN)}, ["rnn_u.weight of shape (3, 32) instead of (32, 32)"]),
+        ({"lm_heads.2.weight": torch.ones(VOCAB, 64)}, ["lm_head.2.weight and lm_heads.2.weight"]),
+    ],
+    ids=["missing", "extra", "shape", "twice"],
+)
+def test_tensors_that_do_not_fit_their_config_are_named(tmp_path, capsys, change, says):
+    apple = apple_dir(tmp_path / "apple", updated(apple_tensors(), change))
+    err = refused(capsys, "--drafter-model-dir", apple, "--to", "drafter", "--output-dir", tmp_path / "out")
+    for text in says:
+        assert text in err
     assert not (tmp_path / "out").exists()
 
 
 class _Code:
+    """An object whose pickle runs code when it is loaded."""
+
     def __reduce__(self) -> tuple:
         return print, ("this was run",)
 
@@ -474,13 +497,13 @@ def test_numbers_that_are_too_large_are_refused_and_nothing_is_left(tmp_path, ca
         capsys, "--drafter-model-dir", apple, "--to", "drafter", "--dtype", "float16", "--output-dir", tmp_path / "out"
     )
     assert "rnn_u.bias holds 1e+06, too much for float16" in err
-    assert [each.name for each in tmp_path.iterdir()] == ["apple"]
+    assert [path.name for path in tmp_path.iterdir()] == ["apple"]
 
 
 def test_a_full_disk_is_seen_before(bases, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 70_000_000})())
     apple = apple_dir(tmp_path / "apple")
-    monkeypatch.setattr("redrafter.convert.plan.Plan.bytes", lambda self, output: 10_000_000_000)
+    monkeypatch.setattr("redrafter.convert.plan.ConversionPlan.bytes_to_write", lambda self, output: 10_000_000_000)
     err = refused(
         capsys,
         "--drafter-model-dir",
@@ -490,7 +513,8 @@ def test_a_full_disk_is_seen_before(bases, tmp_path, capsys, monkeypatch):
         "--output-dir",
         tmp_path / "o",
     )
-    assert "will take 10.0 GB" in err and "0.1 GB free" in err
+    assert "will take 10.0 GB" in err
+    assert "0.1 GB free" in err
 
 
 def test_a_dry_run_shows_the_map_and_writes_nothing(bases, tmp_path, capsys):
@@ -507,9 +531,9 @@ def test_a_dry_run_shows_the_map_and_writes_nothing(bases, tmp_path, capsys):
 
 
 def changed(place: Path, **changes: object) -> None:
-    """Edit a config.json; `...` takes a key away."""
-    said = config(place) | changes
-    (place / "config.json").write_text(json.dumps({key: value for key, value in said.items() if value is not ...}))
+    """Edit the config.json of a directory; a value of `...` removes the key."""
+    values = config(place) | changes
+    (place / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
 
 
 @pytest.mark.parametrize(
@@ -536,7 +560,7 @@ def test_a_drafters_config_that_cannot_be_is_refused(change, tmp_path, capsys):
     changed(tmp_path / "ours", **change)
     err = refused(capsys, "--drafter-model-dir", tmp_path / "ours", "--to", "apple", "--output-dir", tmp_path / "out")
     assert str(tmp_path / "ours") in err
-    assert [each.name for each in tmp_path.iterdir()] == ["ours"]
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 @pytest.mark.parametrize(
@@ -585,8 +609,7 @@ def test_tensors_that_ranks_do_not_share_are_named(bases, tmp_path, capsys):
         ({"transformer.vocab_embedding.weight": torch.ones(VOCAB - 1, HIDDEN)}, "instead of (97, 32)"),
         ({"transformer.layers.0.attention.dense.weight": torch.ones(9)}, "cannot be put together"),
     ):
-        tensors = {name: each for name, each in (whole | change).items() if each is not None}
-        save_file(tensors, trtllm / "rank0.safetensors")
+        save_file(updated(whole, change), trtllm / "rank0.safetensors")
         capsys.readouterr()
         assert says in refused(capsys, "--base-model-checkpoint-dir", trtllm, "--output-dir", tmp_path / "out")
     save_file(whole, trtllm / "rank2.safetensors")
@@ -605,8 +628,7 @@ def test_a_base_that_is_not_whole_is_refused(bases, tmp_path, capsys):
         ({"model.layers.0.self_attn.o_proj.weight": torch.ones(9)}, "instead of (32, 32)"),
         ({"model.layers.7.mlp.up_proj.weight": torch.ones(9)}, "which its config does not ask for"),
     ):
-        tensors = {name: each for name, each in (whole | change).items() if each is not None}
-        save_file(tensors, base / "model.safetensors")
+        save_file(updated(whole, change), base / "model.safetensors")
         assert says in refused(capsys, *pair, "--to", "trtllm", "--output-dir", tmp_path / "out")
     for index in ({}, {"weight_map": None}, {"weight_map": {"a": "../b.safetensors"}}, {"weight_map": {"a": 1}}):
         (base / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -615,11 +637,14 @@ def test_a_base_that_is_not_whole_is_refused(bases, tmp_path, capsys):
     assert "is not JSON" in refused(capsys, *pair, "--output-dir", tmp_path / "out")
 
 
-def test_a_drafter_in_numbers_that_nothing_computes_in_is_refused(tmp_path, capsys):
-    for number, dtype in enumerate((torch.int64, torch.bool, torch.float8_e4m3fn)):
-        tensors = apple_tensors() | {"lm_head.2.weight": torch.ones(VOCAB, 64).to(dtype)}
-        apple = apple_dir(tmp_path / f"apple{number}", tensors)
-        assert "lm_head.2.weight as" in refused(capsys, "--drafter-model-dir", apple, "--to", "drafter", "--dry-run")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_a_drafter_in_numbers_that_nothing_computes_in_is_refused(tmp_path, capsys, dtype):
+    tensors = apple_tensors() | {"lm_head.2.weight": torch.ones(VOCAB, 64).to(dtype)}
+    apple = apple_dir(tmp_path / "apple", tensors)
+    assert "lm_head.2.weight as" in refused(capsys, "--drafter-model-dir", apple, "--to", "drafter", "--dry-run")
+
+
+def test_draft_ids_outside_of_the_vocabulary_are_refused(tmp_path, capsys):
     ours = tmp_path / "ours"
     tiny_drafter(draft_vocab_size=20).save_pretrained(ours)
     tensors = load_file(ours / "model.safetensors") | {"draft_ids": torch.arange(20) + VOCAB - 10}
@@ -685,7 +710,8 @@ def test_a_link_is_followed(tmp_path):
     for more in ({}, {"overwrite": True}, {"overwrite": True}):
         convert(tmp_path / "link", drafter_model_dir=apple, to="drafter", **more)
         RecurrentDrafter.from_pretrained(tmp_path / "real")
-    assert (tmp_path / "link").is_symlink() and len(list(tmp_path.iterdir())) == 3
+    assert (tmp_path / "link").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 # Large ones
@@ -693,7 +719,7 @@ def test_a_link_is_followed(tmp_path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
-    """A base of 300 MB, mostly zeros that take no room on the disk, and a drafter for it."""
+    """Return a folder with a base of 300 MB, mostly zeros in sparse files, and a drafter for it."""
     folder = tmp_path_factory.mktemp("large")
     tiny_model("llama", intermediate_size=200_000).config.save_pretrained(folder / "base")
     size, width = {}, {"gate_proj": (200_000, 32), "up_proj": (200_000, 32), "down_proj": (32, 200_000)}
@@ -712,13 +738,14 @@ def large(tmp_path_factory) -> Path:
 
 
 def words(large: Path, output: Path, *more: str) -> list[str]:
+    """Return the words of a command line that converts the pair of the fixture `large`."""
     pair = ["--base-model-checkpoint-dir", str(large / "base"), "--drafter-model-dir", str(large / "apple")]
     return ["convert", *pair, "--output-dir", str(output), *more]
 
 
 @pytest.mark.parametrize("to", ["redrafter", "trtllm"])
 def test_a_killed_conversion_leaves_nothing_that_loads(to, large, tmp_path):
-    """Unless all of it was written, and only its name is not yet its own. And the next one removes what it left."""
+    """Unless all of it was written and it was only not renamed yet. The next conversion removes what it left."""
     more = ("--to", to, *(["--copy"] if to == "redrafter" else ["--tp-size", "2"]))
     sizes = lambda place: {str(f.relative_to(place)): f.stat().st_size for f in place.rglob("*") if f.is_file()}  # noqa: E731
     process = start(words(large, tmp_path / "whole", *more), tmp_path / "said")
@@ -741,12 +768,13 @@ def test_a_killed_conversion_leaves_nothing_that_loads(to, large, tmp_path):
     assert outlived < 5
     process = start(words(large, tmp_path / "out", *more), tmp_path / "said")
     process.join()
-    assert process.exitcode == 0 and sizes(tmp_path / "out") == sizes(tmp_path / "whole")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "said", "whole"]
+    assert process.exitcode == 0
+    assert sizes(tmp_path / "out") == sizes(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "said", "whole"]
 
 
 def test_converting_takes_little_memory(large, tmp_path):
-    """Of what is converted, blocks of a few megabytes at a time."""
+    """Only blocks of a few megabytes are in memory at a time."""
     for number, more in enumerate((["--copy"], ["--to", "trtllm", "--tp-size", "4"])):
         script = (
             "import resource, sys; from redrafter.cli import main; from redrafter.convert import convert_checkpoint\n"

@@ -1,4 +1,4 @@
-"""A byte tokenizer and a text for tests of the commands, and a check that a command fails on one line."""
+"""Tiny tokenizers and checkpoints for tests of the commands, and a check that a command fails with one line."""
 
 import re
 from pathlib import Path
@@ -13,18 +13,14 @@ from redrafter.cli import main
 from redrafter.convert.convert_checkpoint import merge
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
-
-
 TEXT = "Zürich: 10 € für 日本 🙂, ja! "
-
-
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per byte, so that every character but ASCII is split over tokens; a text begins with `<bos>`."""
+    """Return a tokenizer with one token per byte, so that non-ASCII characters are split; texts begin with `<bos>`."""
     vocabulary = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({piece: index for index, piece in enumerate(vocabulary)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -37,7 +33,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def fails(capsys, *args: str) -> str:
-    """Runs a command that must end with one line on stderr and exit code 2."""
+    """Run a command that must end with one line on stderr and exit code 2; return that line."""
     try:
         code = main(list(args))
     except SystemExit as end:  # argparse
@@ -49,11 +45,11 @@ def fails(capsys, *args: str) -> str:
     return err
 
 
-CONTEXT, NEW = 160, 48
+CONTEXT, NEW = 160, 48  # the model's context, and new tokens of a run
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerBase:
-    """As sentencepiece models are: words carry their leading space, unknown characters are bytes."""
+    """Return a tokenizer like sentencepiece's: words have their leading space, unknown characters are bytes."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = [*SPECIAL, *bytes_, "▁Hello", "▁world", "▁", "!"]
     backend = Tokenizer(models.BPE({piece: index for index, piece in enumerate(vocabulary)}, merges=[]))
@@ -64,17 +60,20 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def make_pair(folder: Path) -> Path:
-    """Write `base`, which knows TEXT by heart, `drafter`, which guesses among its bytes, `merged`, the two, `small`, a
-    draft model that knows TEXT less well, and `foreign`, the same with another tokenizer."""
+    """Write a tiny base, drafters for it and draft models into a folder, and return the folder.
+
+    `base` was trained on TEXT; `drafter` is untrained and drafts only bytes of TEXT; `merged` is the two. `small` is a
+    draft model that was trained less; `foreign` is the same with another tokenizer.
+    """
     tokenizer = byte_tokenizer()
     text = tokenizer(TEXT * 3, return_tensors="pt").input_ids
-    model = _taught(text, 40, vocab_size=len(tokenizer), num_hidden_layers=1)
+    model = _trained(text, 40, vocab_size=len(tokenizer), num_hidden_layers=1)
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    small = _taught(text, 30, vocab_size=len(tokenizer) + 5, num_hidden_layers=1, hidden_size=16)
-    for name, own in (("small", tokenizer), ("foreign", byte_fallback_tokenizer())):
+    small = _trained(text, 30, vocab_size=len(tokenizer) + 5, num_hidden_layers=1, hidden_size=16)
+    for name, small_tokenizer in (("small", tokenizer), ("foreign", byte_fallback_tokenizer())):
         small.save_pretrained(folder / name)
-        own.save_pretrained(folder / name)
+        small_tokenizer.save_pretrained(folder / name)
 
     ids = text.unique()
     torch.manual_seed(0)
@@ -86,8 +85,8 @@ def make_pair(folder: Path) -> Path:
     return folder
 
 
-def _taught(text: torch.Tensor, steps: int, **changes: int) -> PreTrainedModel:
-    """A tiny model that has read `text` so often."""
+def _trained(text: torch.Tensor, steps: int, **changes: int) -> PreTrainedModel:
+    """Return a tiny model that was trained on a text for so many steps."""
     model = tiny_model("llama", max_position_embeddings=CONTEXT, **changes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
