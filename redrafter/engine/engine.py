@@ -253,8 +253,8 @@ class Engine:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
             check_shapes(input_ids, inputs.get("attention_mask"))
-            settings: dict[str, Any] = {"streamer": streamer, "seed": seed, "speculate": speculate}
-            return self._decode(input_ids, *args, **inputs, **settings, temperature=temperature)
+            settings = {"streamer": streamer, "seed": seed, "speculate": speculate, "temperature": temperature}
+            return self._decode(input_ids, *args, **(inputs | settings))
 
         return decode_for
 

@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 
 from redrafter.app.flags import read_options
 from redrafter.app.options import LoadOptions
-from redrafter.serve.command import _parser
+from redrafter.serve.command import build_parser
 from redrafter.serve.config import ServeOptions, read_config
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ UNIT = (SERVER / "redrafter.service").read_text()
 def test_the_unit_starts_a_server_that_ends_before_it_is_killed():
     [command] = re.findall(r"^ExecStart=(.*)$", UNIT, re.MULTILINE)
     program, serve, *words = shlex.split(command)
-    options = read_options(ServeOptions, _parser().parse_args(words))
+    options = read_options(ServeOptions, build_parser().parse_args(words))
     assert (program.rsplit("/", 1)[1], serve) == ("redrafter", "serve")
     assert options.api_key_file == "%d/keys" and options.log_format == "json"
     [seconds] = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
@@ -44,7 +44,7 @@ def test_the_dockerfile_copies_what_there_is():
     needed = re.findall(r'= "(convert|train)[/"]', (ROOT / "pyproject.toml").read_text())
     assert set(needed) <= set(sources)
     [entry] = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
-    assert read_options(ServeOptions, _parser().parse_args(json.loads(entry)[2:])).host == "0.0.0.0"
+    assert read_options(ServeOptions, build_parser().parse_args(json.loads(entry)[2:])).host == "0.0.0.0"
 
 
 def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path):
