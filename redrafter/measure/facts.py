@@ -1,4 +1,4 @@
-"""What was measured, on what, with what: the head of every report."""
+"""The conditions of a measurement (pair, hardware, versions, prompts), as every report states them first."""
 
 import platform
 import shlex
@@ -18,8 +18,13 @@ __all__ = ["facts", "hardware", "head", "versions"]
 
 
 def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """names: of the model, the drafter, the prompts, and the sentence of a padded model. options: as typed, or their
-    defaults."""
+    """Return the conditions of a benchmark, as its JSON document begins.
+
+    Args:
+        work: The workload to be measured.
+        names: `model`, `drafter` and `prompts` by name, and under `padded` the sentence on a padded model, or None.
+        options: Every option of the command, as typed or its default.
+    """
     engine, target = work.engine, work.engine.target
     lengths = [len(prompt) for prompt in work.prompts]
     return {
@@ -36,13 +41,14 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
         "captured_steps": target.varlen.ok,
         "why_not_captured": target.varlen.reason,
         "tuned": engine.tuning is not None,
-        "bytes": _sizes(engine),
+        "bytes": _bytes(engine),
         "prefix_reuse": "none: every run reads its prompts from the first token on",
         "options": options,
     }
 
 
-def _sizes(engine: ReDrafter) -> dict[str, int]:
+def _bytes(engine: ReDrafter) -> dict[str, int]:
+    """Return the bytes that a step reads: weights by forward and by draft, keys and values by token."""
     return {
         "weights_per_forward": forward_bytes(engine.model),
         "drafter_weights_per_step": draft_bytes(engine.drafter, engine.proposer.depth),
@@ -51,7 +57,7 @@ def _sizes(engine: ReDrafter) -> dict[str, int]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that a number may depend on."""
+    """Return the version of everything that a number may depend on; None under `cuda` without CUDA."""
     return {
         "redrafter": __version__,
         "torch": torch.__version__,
@@ -62,7 +68,7 @@ def versions() -> dict[str, str | None]:
 
 
 def hardware(device: torch.device) -> str:
-    """In words."""
+    """Describe a device, e.g. `NVIDIA H200, 140 GiB` or `x86_64 CPU, 2 threads`."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)}, {memory / 2**30:.0f} GiB"
@@ -70,7 +76,7 @@ def hardware(device: torch.device) -> str:
 
 
 def head(document: dict[str, Any]) -> list[str]:
-    """The same as lines of text."""
+    """Return the lines of text that state what `facts` returned, for the top of a printed report."""
     used = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
     prompts, size = document["prompt_tokens"], document["bytes"]
     padded = [document["padded"]] if document["padded"] else []

@@ -1,4 +1,4 @@
-"""Bytes that a step cannot do without. Divided by the copy bandwidth they are the time that nothing can beat."""
+"""The bytes that a step must read: divided by the copy bandwidth, they are the least time that it can take."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +12,11 @@ __all__ = ["draft_bytes", "forward_bytes", "resident_bytes", "slot_bytes"]
 
 
 def forward_bytes(model: Any) -> int:
-    """Weights that one forward reads: all but the embedding table, of which it reads a few rows, unless that is the
-    head too. Of a mixture of experts it reads fewer."""
+    """Return the bytes of the weights that one forward of `model` reads.
+
+    These are all weights but the embedding table, of which a forward reads a few rows, unless the table is also the
+    head. For a mixture of experts it is an upper bound, as a forward reads the experts that it chooses.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     skipped = set() if tied else set(map(id, embedding.parameters()))
@@ -21,8 +24,11 @@ def forward_bytes(model: Any) -> int:
 
 
 def draft_bytes(drafter: RecurrentDrafter, depth: int) -> int:
-    """Weights that `depth` search steps read. What fuses the target's layers is read once. At the first step the
-    published recurrence has no state to multiply `rnn_u` with."""
+    """Return the bytes of the weights that a draft of `depth` search steps reads.
+
+    The layer that fuses the target's hidden states is read once. The published recurrence does not read `rnn_u` at the
+    first step, where it has no state to multiply with.
+    """
     fused = 0 if drafter.fuse is None else sum(weight.nbytes for weight in drafter.fuse.parameters())
     whole = sum(weight.nbytes for weight in drafter.parameters()) - fused
     saved = -fused
@@ -33,12 +39,12 @@ def draft_bytes(drafter: RecurrentDrafter, depth: int) -> int:
 
 
 def slot_bytes(shapes: Sequence[LayerShape]) -> int:
-    """Keys and values of one token."""
+    """Return the bytes of the keys and values of one token in all layers."""
     return sum(shape.heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize for shape in shapes)
 
 
 def resident_bytes(*modules: nn.Module) -> int:
-    """Memory behind parameters and buffers, what several share counted once."""
+    """Return the bytes of memory behind parameters and buffers; a storage that several share counts once."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

@@ -1,7 +1,7 @@
-"""The one reader of `--prompts`: rows of a file or a dataset, or sixteen that ship with the package.
+"""The reader of `--prompts` for every command: rows of a file or a dataset, or sixteen that ship with the package.
 
-Those are pieces of public-domain and CC0 sources (books published before 1923, PEPs, EIPs) that the boxed pair was not
-trained on. What a row means is in docs/prompts.md.
+The rows that ship are pieces of public-domain and CC0 sources (books published before 1923, PEPs, EIPs) that the boxed
+pair was not trained on. What a row means is in docs/prompts.md.
 """
 
 import os
@@ -17,24 +17,28 @@ from redrafter.errors import ArgumentError
 
 __all__ = ["encode", "read_prompts"]
 
-ROWS = (".jsonl", ".json", ".gz", ".xz")
+ROW_SUFFIXES = (".jsonl", ".json", ".gz", ".xz")
 
 
 def read_prompts(name: str | None) -> list[Row]:
     """Read the rows of `name` that are not of the split "train", or those that ship when it is None.
 
-    name: a file of rows or a dataset, as `read_rows` takes it; any other file is text with one prompt a line, blank
-    lines left out. Raises `ArgumentError` where that leaves no row, or `CheckpointError` naming the row that cannot be
-    read.
+    Args:
+        name: A file of rows or a dataset, as `read_rows` takes it, or a text file with one prompt a line, of which
+            blank lines are left out.
+
+    Raises:
+        ArgumentError: No row is left.
+        CheckpointError: A row cannot be read; the message names it.
     """
     source = str(resources.files("redrafter.measure") / "prompts.jsonl") if name is None else name
     suffix = Path(source).suffix
-    text = suffix == ".txt" or (os.path.isfile(source) and suffix not in ROWS)
+    text = suffix == ".txt" or (os.path.isfile(source) and suffix not in ROW_SUFFIXES)
     rows = list(_lines(Path(source)) if text else read_rows([source]))
-    found = [row for row in rows if row.split != "train"]
-    if not found:
+    held_out = [row for row in rows if row.split != "train"]
+    if not held_out:
         raise ArgumentError(f"{source} holds no prompts" + (": rows of the split train are left out" if rows else ""))
-    return found
+    return held_out
 
 
 def _lines(path: Path) -> Iterator[Row]:
@@ -51,12 +55,19 @@ def _lines(path: Path) -> Iterator[Row]:
 def encode(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, share: float = 1.0, most: int | None = None
 ) -> list[list[int]]:
-    """Return the token ids of each row's prompt. share, most: of a text, how much is a prompt; see `encode_prompt`.
+    """Return the token ids of each row's prompt.
 
-    Raises `ArgumentError` naming the row that has no prompt.
+    Args:
+        rows: What `read_prompts` returned.
+        tokenizer: The model's tokenizer.
+        share: Of the tokens of a row of text, the share that is its prompt; see `encode_prompt`.
+        most: Of a row of text, the most tokens that are its prompt; None for no limit.
+
+    Raises:
+        ArgumentError: A row has no prompt; the message names it.
     """
-    found = [encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most) for row in rows]
-    for row, ids in zip(rows, found, strict=True):
+    encoded = [encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most) for row in rows]
+    for row, ids in zip(rows, encoded, strict=True):
         if not ids:
             raise ArgumentError(f"{row.where} has no tokens to write on from")
-    return found
+    return encoded

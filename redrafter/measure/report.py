@@ -1,4 +1,4 @@
-"""What a benchmark says: tables on stdout as they are done, progress on stderr, one JSON document at last."""
+"""A benchmark's report: tables on stdout as they are measured, progress on stderr, one JSON document at the end."""
 
 import json
 import math
@@ -18,13 +18,30 @@ __all__ = ["Report", "Table", "plain_data"]
 
 
 class Report:
-    """document: what the JSON will hold; `errors` lists the sections that failed. path: a file that holds the document
-    as far as it has come, whenever the run is cut short, and what it held before until there is something to say; flag:
-    what named it. note: a sentence for every table."""
+    """A report that is printed as it grows and saved after every addition.
+
+    Attributes:
+        document: What the JSON document will hold; `errors` lists the sections that failed, and `complete` is true once
+            the run has ended.
+        path: A file that is replaced by the document at each addition, so that a run that is cut short leaves what it
+            has measured; None for no file.
+        note: A sentence printed with every table, or None.
+    """
 
     def __init__(
         self, facts: dict[str, Any], *, path: Path | None = None, flag: str = "--json", note: str | None = None
     ):
+        """Begin a report.
+
+        Args:
+            facts: The conditions of the measurement, with which the document begins.
+            path: The file for the document.
+            flag: The option that named the file, for messages.
+            note: A sentence for every table.
+
+        Raises:
+            ArgumentError: The file cannot be written.
+        """
         self.document: dict[str, Any] = facts | {"complete": False, "errors": []}
         self.path, self.note = path, note
         self._start = time.perf_counter()
@@ -32,22 +49,25 @@ class Report:
             check_writable(path, flag)
 
     def progress(self, text: str) -> None:
+        """Print a line on stderr, behind the seconds since the report began."""
         print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def line(self, text: str = "") -> None:
+        """Print a line on stdout."""
         print(text, flush=True)
 
     def table(self, title: str, columns: Sequence[tuple[str, int]]) -> "Table":
+        """Return a new table with `(name, width)` of each column; nothing is printed before its first row."""
         return Table(self, title, columns)
 
-    def add(self, name: str, found: Any) -> None:
-        """Append to a list of the document."""
-        self.document.setdefault(name, []).append(plain_data(found))
+    def add(self, name: str, item: Any) -> None:
+        """Append `item` to the list `name` of the document, and save."""
+        self.document.setdefault(name, []).append(plain_data(item))
         self.save()
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """A failure in here is written down, and costs nothing else."""
+        """Run the body; an exception in it is added to the document's `errors` and printed, and the run goes on."""
         self.progress(name)
         try:
             yield
@@ -60,12 +80,12 @@ class Report:
             self.save()
 
     def save(self) -> None:
-        """To the file; a reader finds the old document or the new one, never a half."""
+        """Replace the file by the document as it is; a reader finds the old document or the new one, never a half."""
         if self.path is not None:
             write_atomically(self.path, self._json() + "\n")
 
     def finish(self) -> int:
-        """Print the document. Returns an exit code: 1 when a section failed."""
+        """Print the document as the last line of stdout, and return the exit code: 1 when a section failed."""
         self.document["complete"] = True
         self.save()
         print(self._json(), flush=True)
@@ -76,21 +96,21 @@ class Report:
 
 
 class Table:
-    """Printed row by row; its head, before the first."""
+    """A table that is printed row by row, its title and column names before the first row."""
 
     def __init__(self, report: Report, title: str, columns: Sequence[tuple[str, int]]):
         self._report, self._title, self._columns = report, title, columns
         self._begun = False
 
     def row(self, *values: Any) -> None:
-        """Right-aligned, but for the first column."""
+        """Print a row, one value a column; all but the first are aligned right."""
         if not self._begun:
             self._begun = True
             self._report.line(f"\n{self._title}")
             if self._report.note is not None:
                 self._report.line(self._report.note)
             self._print([name for name, _ in self._columns])
-        self._print([_shown(value) for value in values])
+        self._print([_cell(value) for value in values])
 
     def _print(self, cells: Sequence[str]) -> None:
         widths = [width for _, width in self._columns]
@@ -99,7 +119,7 @@ class Table:
         self._report.line(line.rstrip())
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -110,13 +130,13 @@ def _shown(value: Any) -> str:
 
 
 def plain_data(value: Any) -> Any:
-    """As JSON can hold it: dataclasses as objects, numbers that are none as null."""
+    """Return `value` as JSON can hold it: dataclasses as objects, infinity and NaN as null, other objects as text."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain_data(asdict(value))
     if isinstance(value, dict):
-        return {str(key): plain_data(each) for key, each in value.items()}
+        return {str(key): plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_data(each) for each in value]
+        return [plain_data(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -1,4 +1,4 @@
-"""What is decoded, and one timed call of `generate` on it."""
+"""The workload of a benchmark: an engine, the prompts that it continues, and how many tokens it writes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +20,16 @@ __all__ = ["Workload", "padded"]
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts as token ids, and how they are written on from. Every row writes `max_new_tokens`: no token ends a text.
+    """Prompts, and how an engine continues them. Every row writes `max_new_tokens` tokens: none ends a text.
 
-    num_prompts: rows that a batch size is measured on, at least; row i starts from prompt i, over and over.
+    Attributes:
+        engine: The engine to measure.
+        prompts: Token ids of each prompt.
+        pad_token: Id that pads prompts of a batch to one length.
+        num_prompts: Fewest rows that a batch size is measured on; row i continues prompt i, modulo their number.
+        max_new_tokens: Tokens that each row writes.
+        temperature: 0 for greedy decoding.
+        seed: Seed of the first row's draws.
     """
 
     engine: ReDrafter
@@ -35,9 +42,18 @@ class Workload:
 
     @classmethod
     def of(cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, **rest: Any) -> "Workload":
-        """From now on the model has no end of text and no sampling habits of its own, however it is asked to write."""
-        known = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-        work = cls(engine, pad_token=next(known), **rest)
+        """Return a workload, after replacing the model's generation config by one without end tokens or sampling.
+
+        Args:
+            engine: The engine to measure.
+            tokenizer: Its tokenizer, whose padding or end token pads prompts.
+            rest: The other attributes of a workload.
+
+        Raises:
+            ArgumentError: The longest prompt with its new tokens exceeds the context or a limit of the engine.
+        """
+        pad_tokens = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+        work = cls(engine, pad_token=next(pad_tokens), **rest)
         engine.model.generation_config = GenerationConfig(pad_token_id=work.pad_token)
         longest = max(map(len, work.prompts)) + work.max_new_tokens
         limit, prompt = engine.options.max_input_len, max(map(len, work.prompts))
@@ -53,24 +69,31 @@ class Workload:
 
     @property
     def device(self) -> torch.device:
+        """The target's device."""
         return self.engine.target.device
 
     def proposer(self, rows: int, speculate: bool) -> Proposer:
-        """What the engine decodes so many rows with."""
+        """Return the proposer that the engine decodes a batch of `rows` rows with."""
         return self.engine.proposer_for(rows) if speculate else self.engine.plain
 
     def batches(self, rows: int) -> list[list[Sequence[int]]]:
-        """Prompts in batches of `rows`."""
+        """Return the prompts in batches of `rows` rows, repeated until there are `num_prompts` rows."""
         count = -(-max(self.num_prompts, rows) // rows)
         return [[self.prompts[(i * rows + j) % len(self.prompts)] for j in range(rows)] for i in range(count)]
 
     def arguments(self) -> dict[str, Any]:
-        """Hugging Face's names."""
+        """Return the keyword arguments for `generate`, under Hugging Face's names."""
         sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0}  # transformers would cut to 50
         return {"max_new_tokens": self.max_new_tokens} | (sampling if self.temperature else {"do_sample": False})
 
     def run(self, batch: Sequence[Sequence[int]], speculate: bool, *, seed: int = 0) -> StreamedRun:
-        """Decode a batch from nothing: keys and values of earlier runs are not reused. seed: added to our own."""
+        """Decode a batch once, timed, without reusing keys and values of earlier runs.
+
+        Args:
+            batch: Token ids of each row's prompt.
+            speculate: Whether to draft; else it is plain decoding.
+            seed: A number added to the workload's seed.
+        """
         ids, mask = padded(batch, self.pad_token)
         self.engine.forget_prefixes()
         watch = Stopwatch(self.device)
@@ -91,7 +114,7 @@ class Workload:
 
 
 def padded(batch: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tensor]:
-    """Ids and mask `[B, P]`, padded on the left."""
+    """Return the ids and the attention mask of prompts, `[B, P]` int64 each, padded on the left with `pad_token`."""
     rows = [torch.tensor(row, dtype=torch.long) for row in batch]
     ids = pad_sequence(rows, batch_first=True, padding_value=pad_token, padding_side="left")
     ones = [torch.ones_like(row) for row in rows]
