@@ -2,8 +2,8 @@
 
 A trained pair writes real text but is too small to measure a GPU with; an untrained large model has the cost but writes
 noise that no drafter can guess. Padding has both. The residual stream gets dims that stay zero, attention gets heads
-and the MLP neurons that nobody reads, the stack gets layers that add nothing, and the head gets rows whose logits are
-masked. Every kernel runs at the large shape; the real numbers come out as they were, up to rounding.
+and the MLP neurons that nothing reads, the stack gets layers that add nothing, and the head gets rows whose logits are
+masked. Every kernel runs at the large shape, and the logits are the small model's, up to rounding.
 
 The mean square of a vector that zeros were added to is d/D of what it was, D of d dims. So a norm's weights are scaled
 by the root of d/D and its epsilon by d/D, and so are the drafter's weights that read the outputs of layers, which it
@@ -30,12 +30,12 @@ from redrafter.errors import ArgumentError
 
 __all__ = ["SHAPES", "PadShape", "PaddedHead", "describe", "pad_drafter", "pad_model", "unmasked"]
 
-STD = 0.02  # of added weights: what Llama models are initialised with
+ADDED_WEIGHT_STD = 0.02  # what Llama models are initialised with
 
 
 @dataclass(frozen=True)
 class PadShape:
-    """What sets a Llama's cost, under the names that `LlamaConfig` has for it."""
+    """The sizes that set a Llama's cost, under the names of `LlamaConfig`."""
 
     hidden_size: int
     intermediate_size: int
@@ -63,7 +63,7 @@ SHAPES = {
 
 
 def describe(shape_name: str, base_name: str) -> str:
-    """The sentence that every table of a padded model carries."""
+    """Return the sentence that every table of a padded model carries."""
     return (
         f"This is {base_name}'s text at {shape_name}'s cost: {base_name} zero-padded to that shape, "
         f"not a {shape_name} model."
@@ -71,13 +71,18 @@ def describe(shape_name: str, base_name: str) -> str:
 
 
 class PaddedHead(nn.Linear):
-    """A head `[V, D]` whose rows from `real` on are computed like the others, and can never be drawn."""
+    """A head `[V, D]` that computes all logits and then masks those of the added ids, so that none is ever drawn.
+
+    Attributes:
+        real: Ids of the small model; logits from this one on are -inf.
+    """
 
     def __init__(self, hidden_size: int, vocab_size: int, real: int):
         super().__init__(hidden_size, vocab_size, bias=False)
         self.real = real
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits `[..., V]` of hidden states `[..., D]`."""
         logits = super().forward(hidden)  # [..., V]
         logits[..., self.real :].fill_(float("-inf"))
         return logits
@@ -85,7 +90,10 @@ class PaddedHead(nn.Linear):
 
 @contextmanager
 def unmasked(model: PreTrainedModel) -> Iterator[None]:
-    """Bind a padded model under this: a `Target` compares logits, and the difference of two -inf is not a number."""
+    """Switch a padded model's mask off while a `Target` binds it.
+
+    The target's self-test subtracts logits, and the difference of two that are -inf is not a number.
+    """
     head: Any = model.get_output_embeddings()
     assert isinstance(head, PaddedHead)
     real, head.real = head.real, head.out_features
@@ -99,11 +107,18 @@ def unmasked(model: PreTrainedModel) -> Iterator[None]:
 def pad_model(
     model: LlamaForCausalLM, shape: PadShape, *, device: str | torch.device, seed: int = 0
 ) -> PreTrainedModel:
-    """The same function in another shape: equal logits for the model's V ids, -inf for the added ones.
+    """Pad a Llama to a larger shape: its logits are equal for the model's own ids, and -inf for the added ones.
 
-    The result is in the model's dtype, built on `device` and held there once; it is for inference and is not to be
-    saved, as a checkpoint does not know its head. seed: of the added weights.
-    Raises `ArgumentError` when the model is no plain Llama or does not fit into the shape.
+    The result is in the model's dtype, for inference, and not to be saved, as a checkpoint does not know its head.
+
+    Args:
+        model: A Llama without biases.
+        shape: The shape to pad to.
+        device: The device that the result is built on.
+        seed: Seed of the added weights.
+
+    Raises:
+        ArgumentError: The model is not a plain Llama, or does not fit into the shape.
     """
     _check_fits(model.config, shape)
     config = copy.deepcopy(model.config)
@@ -112,10 +127,10 @@ def pad_model(
     small, large = model.config.hidden_size, shape.hidden_size
     config.rms_norm_eps = model.config.rms_norm_eps * small / large
     config.tie_word_embeddings = False
-    with torch.device("meta"):  # costs nothing; `_on` allocates
+    with torch.device("meta"):  # costs nothing; `_random_on` allocates
         padded: Any = LlamaForCausalLM(config)
         padded.lm_head = PaddedHead(large, shape.vocab_size, model.config.vocab_size)
-    padded = _on(padded, device, model.dtype, seed)
+    padded = _random_on(padded, device, model.dtype, seed)
     padded.model.rotary_emb = copy.deepcopy(model.model.rotary_emb).to(device)  # its buffers are not weights
     padded.generation_config = copy.deepcopy(model.generation_config)
 
@@ -126,16 +141,16 @@ def pad_model(
     for layer in padded.model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    for big, own in zip(padded.model.layers, model.model.layers, strict=False):  # further layers add nothing
-        _scale_norm(big.input_layernorm.weight, own.input_layernorm.weight)
-        _scale_norm(big.post_attention_layernorm.weight, own.post_attention_layernorm.weight)
+    for big, small_layer in zip(padded.model.layers, model.model.layers, strict=False):  # further layers add nothing
+        _scale_norm(big.input_layernorm.weight, small_layer.input_layernorm.weight)
+        _scale_norm(big.post_attention_layernorm.weight, small_layer.post_attention_layernorm.weight)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             _corner(
                 _by_head(getattr(big.self_attn, name).weight, name, shape),
-                _by_head(getattr(own.self_attn, name).weight, name, model.config),
+                _by_head(getattr(small_layer.self_attn, name).weight, name, model.config),
             )
         for name in ("gate_proj", "up_proj", "down_proj"):
-            _corner(getattr(big.mlp, name).weight, getattr(own.mlp, name).weight)
+            _corner(getattr(big.mlp, name).weight, getattr(small_layer.mlp, name).weight)
     return padded
 
 
@@ -149,13 +164,21 @@ def pad_drafter(
     device: str | torch.device,
     seed: int = 0,
 ) -> RecurrentDrafter:
-    """The drafter of a padded model, with the same logits over the same ids.
+    """Pad a drafter for a padded model: its logits are the same, over the same ids.
 
-    hidden_size, vocab_size: of the padded model. The exit dim, the gate and what fuses the target's layers grow with
-    the hidden size; the layers that are read keep their numbers. The head keeps its rows, as a drafter learns the ids
-    that a target writes. head_rank: of the padded head, where the drafter's has one; None: it grows with the hidden
-    size. seed: of the added weights.
-    Raises `ArgumentError` when the drafter is larger, or its head has no rank to pad.
+    The exit dim, the gate and the layer that fuses the target's hidden states grow with the hidden size; the target's
+    layers that are read keep their numbers. The head keeps its rows, as a drafter learns the ids that a target writes.
+
+    Args:
+        drafter: The small model's drafter.
+        hidden_size: Hidden size of the padded model.
+        vocab_size: Vocabulary of the padded model.
+        head_rank: Rank of the padded head, where the drafter's has one; None lets it grow with the hidden size.
+        device: The device that the result is built on.
+        seed: Seed of the added weights.
+
+    Raises:
+        ArgumentError: The drafter is larger than the padded model, or `head_rank` is given and its head has no rank.
     """
     d, e, r = drafter.config.hidden_size, drafter.config.exit_dim, drafter.config.head_rank
     if r is None and head_rank is not None:
@@ -171,7 +194,7 @@ def pad_drafter(
     config.base_embedding_norms = None  # added ids moved the rows that a base is told by
     with torch.device("meta"):
         module: Any = RecurrentDrafter(config)
-    padded: RecurrentDrafter = _on(module, device, drafter.dtype, seed)
+    padded: RecurrentDrafter = _random_on(module, device, drafter.dtype, seed)
     assert padded.draft_ids is not None
     padded.draft_ids.copy_(torch.arange(config.draft_vocab_size) if drafter.draft_ids is None else drafter.draft_ids)
 
@@ -192,13 +215,14 @@ def pad_drafter(
     if drafter.input_proj is not None:
         assert padded.input_proj is not None
         _connect(padded.input_proj, drafter.input_proj, exit_parts, (2, d), silent=(0,) if h_silent else ())
-    for index, (big, own) in enumerate(zip(padded.layers, drafter.layers, strict=True)):
+    for index, (big, layer) in enumerate(zip(padded.layers, drafter.layers, strict=True)):
         reads_h = index == 0 and drafter.input_proj is None  # what a layer puts there is not zero
         silent = (0,) if reads_h and h_silent else ()
-        _connect(big.linear, own.linear, exit_parts, exit_parts, silent)  # type: ignore[arg-type]
+        _connect(big.linear, layer.linear, exit_parts, exit_parts, silent)  # type: ignore[arg-type]
     head_parts = exit_parts
     if drafter.head_proj is not None:
-        assert padded.head_proj is not None and r is not None
+        assert padded.head_proj is not None
+        assert r is not None
         head_parts = (1, r)
         _connect(padded.head_proj, drafter.head_proj, head_parts, exit_parts)
     _connect(padded.lm_head, drafter.lm_head, (1, drafter.lm_head.out_features), head_parts)
@@ -215,24 +239,25 @@ def _check_fits(config: Any, shape: PadShape) -> None:
         raise ArgumentError(f"head_dim cannot be padded: the model has {config.head_dim}, the shape {shape.head_dim}")
     for name, value in asdict(shape).items():
         _check_grows(name, getattr(config, name), value)
-    own, large = (x.num_attention_heads // x.num_key_value_heads for x in (config, shape))
-    if own > large:
+    group, large_group = (x.num_attention_heads // x.num_key_value_heads for x in (config, shape))
+    if group > large_group:
         raise ArgumentError(
-            f"heads cannot be placed: {own} of the model's read one key-value head, but only {large} of the shape's do"
+            f"heads cannot be placed: {group} of the model's read one key-value head, but only {large_group} of the "
+            "shape's do"
         )
 
 
-def _check_grows(name: str, own: int, asked: int) -> None:
-    if asked < own:
-        raise ArgumentError(f"cannot pad {name}={own} to {asked}; choose a shape that is at least as large")
+def _check_grows(name: str, size: int, asked: int) -> None:
+    if asked < size:
+        raise ArgumentError(f"cannot pad {name}={size} to {asked}; choose a shape that is at least as large")
 
 
-def _on(module: Any, device: str | torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """A module from the meta device, for inference, all its weights random."""
+def _random_on(module: Any, device: str | torch.device, dtype: torch.dtype, seed: int) -> Any:
+    """Move a module from the meta device to `device`, for inference, with random weights."""
     module = module.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in module.parameters():
-        parameter.normal_(std=STD, generator=generator)
+        parameter.normal_(std=ADDED_WEIGHT_STD, generator=generator)
     return module
 
 
@@ -242,12 +267,12 @@ def _corner(big: Tensor, small: Tensor) -> None:
 
 
 def _scale_norm(big: Tensor, small: Tensor) -> None:
-    """An RMSNorm divides by the root of the mean square, which zeros dilute: d/D of it is left in D dims."""
+    """Write a norm's weights times the root of d/D, which undoes that added zeros make the mean square d/D of it."""
     _corner(big, small * (len(small) / len(big)) ** 0.5)
 
 
 def _by_head(weight: Tensor, name: str, shape: Any) -> Tensor:
-    """The heads' axis as its own axes, so that a head's place in the corner says which key-value head it reads."""
+    """Split the axis of heads by key-value head, so that a corner keeps each head with the key-value head it reads."""
     groups, head_dim = shape.num_key_value_heads, shape.head_dim
     if name in ("k_proj", "v_proj"):
         return weight.unflatten(0, (groups, head_dim))  # [kv, head_dim, D]
@@ -258,10 +283,14 @@ def _by_head(weight: Tensor, name: str, shape: Any) -> Tensor:
 def _connect(
     big: nn.Linear, small: nn.Linear, outs: tuple[int, int], ins: tuple[int, int], silent: Collection[int] = ()
 ) -> None:
-    """Let real outputs read real inputs only.
+    """Write a small layer's weights into a padded one, so that the small layer's outputs read its inputs only.
 
-    outs, ins: `(parts, size)` of the small side: an axis of `parts` vectors one after the other, each padded by itself.
-    silent: the input parts that are zero where they were padded; what reads those stays random.
+    Args:
+        big: The padded layer, with random weights.
+        small: The layer to write.
+        outs: `(parts, size)` of the small output: `parts` vectors one after the other, each padded by itself.
+        ins: The same of the small input.
+        silent: Input parts that are zero where they were padded; the weights that read those stay random.
     """
     shape = (outs[0], big.out_features // outs[0], ins[0], big.in_features // ins[0])
     weight = big.weight.view(shape)  # [parts, M, parts, N]

@@ -1,4 +1,4 @@
-"""What Hugging Face's own `generate` does on the same prompts, in the same process."""
+"""Baselines: Hugging Face's own `generate` on the same prompts, in the same process."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,15 +14,24 @@ from redrafter.measure.workload import Workload, padded
 __all__ = ["RIVALS", "Rival", "check_names", "measure_rivals"]
 
 RIVALS = ("eager", "static", "assisted")
-PROMPTS = 4  # that rivals write on from, one at a time
-LOOKUP = 10  # tokens that prompt lookup proposes
+MAX_RIVAL_PROMPTS = 4  # prompts that rivals continue, one at a time
+LOOKUP_TOKENS = 10  # drafts per step of Hugging Face's prompt lookup
 
 
 @dataclass(frozen=True)
 class Rival:
-    """One rival at batch 1. speedup: our speculative tokens/s over its, on the same prompts. same_texts: of `prompts`
-    texts, those that plain decoding wrote too; None when sampling, which draws other noise. error: why there are no
-    numbers."""
+    """One baseline at batch 1.
+
+    Attributes:
+        name: One of `RIVALS`.
+        what: Description of the baseline.
+        prompts: Prompts that it continued.
+        tokens_per_second: New tokens per second; None where it failed, like all numbers below.
+        speedup: This library's speculative tokens per second over the baseline's, on the same prompts.
+        first_request_s: Seconds of its first call, which compiles.
+        same_texts: How many of its texts plain decoding wrote too; None when sampling, which draws other noise.
+        error: Why there are no numbers; None where there are.
+    """
 
     name: str
     what: str
@@ -35,14 +44,21 @@ class Rival:
 
 
 def check_names(names: Sequence[str]) -> None:
+    """Raise `ArgumentError` for a name in `--against` that is not one of `RIVALS`."""
     for name in names:
         if name not in RIVALS:
             raise ArgumentError(f"--against takes any of {', '.join(RIVALS)}, got {name!r}")
 
 
 def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) -> Iterator[Rival]:
-    """One after the other; one that fails says why."""
-    prompts = [work.prompts[i % len(work.prompts)] for i in range(min(PROMPTS, work.num_prompts))]
+    """Measure baselines one after the other; one that raises yields a `Rival` with its error.
+
+    Args:
+        work: The workload, of which the first `MAX_RIVAL_PROMPTS` prompts are continued.
+        names: Which of `RIVALS` to measure.
+        assistant: Hub id or directory of the assistant model for `assisted`; None for prompt lookup.
+    """
+    prompts = [work.prompts[i % len(work.prompts)] for i in range(min(MAX_RIVAL_PROMPTS, work.num_prompts))]
     work.run(prompts[:1], True)
     ours = [work.run([prompt], True) for prompt in prompts]
     plain = [work.run([prompt], False).tokens[0] for prompt in prompts]
@@ -59,14 +75,17 @@ def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) 
 
 
 def _arguments(work: Workload, name: str, assistant: str | None) -> tuple[str, dict[str, Any]]:
-    attention = work.engine.model.config._attn_implementation
+    """Return a baseline's description and its arguments for `model.generate`."""
+    attention = getattr(work.engine.model.config, "_attn_implementation", "eager")
     if name == "eager":
         return f"model.generate, not compiled, {attention}, growing cache", {}
     if name == "static":
         compiled = "compiled" if work.device.type == "cuda" else "not compiled on a CPU"
         return f"model.generate, static cache, {compiled}", {"cache_implementation": "static"}
     if assistant is None:
-        return f"assisted generation, prompt lookup of {LOOKUP} tokens", {"prompt_lookup_num_tokens": LOOKUP}
+        return f"assisted generation, prompt lookup of {LOOKUP_TOKENS} tokens", {
+            "prompt_lookup_num_tokens": LOOKUP_TOKENS
+        }
     model: Any = AutoModelForCausalLM.from_pretrained(assistant, dtype=work.engine.target.dtype)
     model = model.to(work.device).eval()
     model.generation_config.eos_token_id = None
@@ -82,18 +101,32 @@ def _measure(
     plain: list[list[int]],
     ours: float,
 ) -> Rival:
-    """A static cache is as long as its prompt needs: padding them to one length spares it a compilation for each."""
+    """Time a baseline on each prompt alone, after a first call that is timed apart because it compiles.
+
+    Args:
+        work: The workload.
+        name: The baseline's name.
+        what: Its description.
+        prompts: Token ids of the prompts.
+        arguments: Its arguments for `model.generate`.
+        plain: Texts of plain decoding, to compare with.
+        ours: This library's speculative tokens per second on the prompts.
+
+    Raises:
+        RuntimeError: A text has not `max_new_tokens` tokens.
+    """
     ids, mask = padded(prompts, work.pad_token)
     seconds: list[float] = []
     texts: list[list[int]] = []
-    for index in (0, *range(len(prompts))):  # the first once more, apart: it compiles
+    for index in (0, *range(len(prompts))):
+        # A static cache is compiled for its length: with prompts padded to one length, it is compiled once.
         begin = 0 if name == "static" else int(mask.shape[1] - mask[index].sum())
-        mine, seen = (x[index : index + 1, begin:].to(work.device) for x in (ids, mask))
+        prompt_ids, prompt_mask = (x[index : index + 1, begin:].to(work.device) for x in (ids, mask))
         torch.manual_seed(work.seed)
         with Stopwatch(work.device) as watch:
-            out = work.engine.model.generate(mine, attention_mask=seen, **work.arguments(), **arguments)
+            out = work.engine.model.generate(prompt_ids, attention_mask=prompt_mask, **work.arguments(), **arguments)
         seconds.append(watch.seconds)
-        texts.append(out[0, mine.shape[1] :].tolist())
+        texts.append(out[0, prompt_ids.shape[1] :].tolist())
         if len(texts[-1]) != work.max_new_tokens:
             raise RuntimeError(f"it wrote {len(texts[-1])} tokens, not {work.max_new_tokens}")
     speed = len(prompts) * work.max_new_tokens / sum(seconds[1:])

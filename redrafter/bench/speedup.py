@@ -1,4 +1,4 @@
-"""Plain decoding and speculation in turn, on the same prompts."""
+"""Plain and speculative decoding in turn on the same prompts: speed, acceptance, equality of texts, memory."""
 
 import statistics
 from dataclasses import dataclass
@@ -11,13 +11,21 @@ from redrafter.measure.floors import resident_bytes
 from redrafter.measure.run import StreamedRun
 from redrafter.measure.workload import Workload
 
-__all__ = ["Memory", "Throughput", "Way", "measure", "peak_memory"]
+__all__ = ["DecodingSpeed", "Memory", "Throughput", "measure_speedup", "peak_memory"]
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way of decoding; medians over repeats. first_request_s: the first call of all, which compiles and captures.
-    ttft_ms: to the first token of a batch. tpot_ms: per token after it, of a row. step_wall_ms: per step of a batch."""
+class DecodingSpeed:
+    """The speed of plain or speculative decoding; medians over repeats.
+
+    Attributes:
+        first_request_s: Seconds of the first call at this batch size, which captures and may compile.
+        tokens_per_second: New tokens of all rows per second, prefill included.
+        ttft_ms: Milliseconds from the call to the first token of a batch.
+        tpot_ms: Milliseconds per token of a row after its first.
+        steps: Steps of all batches of one repeat.
+        step_wall_ms: Milliseconds per step of a batch, prefill excluded.
+    """
 
     first_request_s: float
     tokens_per_second: float
@@ -29,8 +37,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the GPU, at most, in bytes. beyond: allocated beside weights and pools of keys and values. reserved: by torch,
-    beside the same two; it holds the captured graphs' memory too."""
+    """Peak GPU memory, in bytes.
+
+    Attributes:
+        weights: Weights and buffers of model and drafter.
+        pools: Paged pools of keys and values.
+        beyond: Allocated beside weights and pools.
+        reserved: Reserved by torch beside weights and pools; it includes the memory of captured graphs.
+    """
 
     weights: int
     pools: int
@@ -40,18 +54,28 @@ class Memory:
 
 @dataclass(frozen=True)
 class Throughput:
-    """One batch size. tokens: written per repeat and way. shape: of the tree; None where speculation is off.
+    """Plain and speculative decoding at one batch size.
 
-    speedup: the median of the repeats' own ratios. accepted_by_depth: entry d is the share of steps in which at least
-    d + 1 drafts became output.
+    Attributes:
+        batch_size: Rows in a batch.
+        batches: Batches of one repeat.
+        tokens: New tokens of one repeat, either way.
+        shape: Beams, draft length and nodes of the tree; None where speculation is off.
+        plain: Speed of plain decoding.
+        speculative: Speed of speculative decoding.
+        speedup: Time of plain decoding over that of speculative decoding, the median of the repeats' own ratios.
+        tokens_per_step: New tokens of a row per step.
+        accepted_by_depth: Entry d is the share of steps in which at least d + 1 drafts became output.
+        equality: Whether both wrote the same texts.
+        memory: Peak GPU memory; None on a CPU.
     """
 
     batch_size: int
     batches: int
     tokens: int
     shape: dict[str, int] | None
-    plain: Way
-    speculative: Way
+    plain: DecodingSpeed
+    speculative: DecodingSpeed
     speedup: float
     tokens_per_step: float
     accepted_by_depth: list[float]
@@ -59,8 +83,8 @@ class Throughput:
     memory: Memory | None
 
 
-def measure(work: Workload, rows: int, repeats: int) -> Throughput:
-    """Every batch both ways, one after the other; which goes first changes with each repeat."""
+def measure_speedup(work: Workload, rows: int, repeats: int) -> Throughput:
+    """Decode every batch of `rows` rows both ways, one after the other; which goes first alternates by repeat."""
     batches = work.batches(rows)
     ways = (False, True)  # speculate
     first = {way: work.run(batches[0], way).seconds for way in ways}
@@ -74,7 +98,7 @@ def measure(work: Workload, rows: int, repeats: int) -> Throughput:
             for way in ways if repeat % 2 == 0 else ways[::-1]:
                 runs[way][-1].append(work.run(batch, way, seed=index * rows))
     memory = peak_memory(work)
-    plain, speculative = (_way(work, runs[way], first[way]) for way in ways)
+    plain, speculative = (_decoding_speed(work, runs[way], first[way]) for way in ways)
     ratios = [_seconds(a) / _seconds(b) for a, b in zip(runs[False], runs[True], strict=True)]
     stats = [run.stats for run in runs[True][0]]
     steps, emitted = sum(s.steps for s in stats), sum(s.emitted for s in stats)
@@ -95,10 +119,10 @@ def measure(work: Workload, rows: int, repeats: int) -> Throughput:
     )
 
 
-def _way(work: Workload, repeats: list[list[StreamedRun]], first: float) -> Way:
+def _decoding_speed(work: Workload, repeats: list[list[StreamedRun]], first: float) -> DecodingSpeed:
     rest = [sum(run.seconds - run.first_token for run in runs) for runs in repeats]
     steps = [sum(run.steps for run in runs) for runs in repeats]
-    return Way(
+    return DecodingSpeed(
         first_request_s=first,
         tokens_per_second=statistics.median(sum(run.count for run in runs) / _seconds(runs) for runs in repeats),
         ttft_ms=1e3 * statistics.median(run.first_token for runs in repeats for run in runs),
@@ -120,12 +144,11 @@ def _shape(work: Workload, rows: int) -> dict[str, int] | None:
 
 
 def peak_memory(work: Workload) -> Memory | None:
-    """Since the peak was last reset; None on a CPU."""
+    """Return the peak GPU memory since torch's statistics were last reset; None on a CPU."""
     if work.device.type != "cuda":
         return None
     weights = resident_bytes(work.engine.model, work.engine.drafter)
-    graphs = work.engine.graphs
-    pools = 0 if graphs is None else sum(pool.nbytes for pool in graphs.store.pools)
+    pools = work.engine.kv_pool_bytes
     return Memory(
         weights=weights,
         pools=pools,

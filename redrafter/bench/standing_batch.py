@@ -1,4 +1,4 @@
-"""A batch that stands still in the middle of its texts, so that one step can be taken over and over."""
+"""A batch held at one position in the middle of its texts, so that the same step can be timed over and over."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,15 +19,21 @@ from redrafter.measure.stopwatch import median_ms
 from redrafter.measure.workload import Workload
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["Checks", "Stage", "long_texts", "staged"]
+__all__ = ["StandingBatch", "StepChecks", "long_texts", "open_standing_batch"]
 
-STEPS = 20  # steps that allocations are counted over
+ALLOCATION_STEPS = 20  # steps that allocations are counted over
 
 
 @dataclass(frozen=True)
-class Checks:
-    """What a captured step does beside its work. no_wait: its launch never waits for the GPU (waited: what did).
-    allocations: new pieces of GPU memory in `steps` steps, their reads included."""
+class StepChecks:
+    """Whether a captured step waits for the GPU or allocates memory.
+
+    Attributes:
+        no_wait: Whether launching the step never waits for the GPU.
+        waited: First line of torch's message about what waited; None where nothing did.
+        allocations: Allocations of GPU memory in `steps` steps, the reading of their results included.
+        steps: Steps that allocations were counted over.
+    """
 
     no_wait: bool
     waited: str | None
@@ -35,10 +41,22 @@ class Checks:
     steps: int
 
 
-class Stage:
-    """batch: an open one, past its prefill, of rows that hold `lengths` committed tokens."""
+class StandingBatch:
+    """An open batch past its prefill, whose state is put back after each step.
+
+    Attributes:
+        batch: The open batch.
+        device: The target's device.
+        longest: Committed tokens of the longest row.
+        tokens: Committed tokens of all rows.
+        captured: The captured step; None where steps are not captured.
+        state: State of the rows before the step.
+        cache: Cache of the target's keys and values.
+        sampler: Sampler of the rows.
+    """
 
     def __init__(self, batch: Batch, device: torch.device, lengths: Sequence[int]):
+        """Hold `batch`, whose rows have `lengths` committed tokens, where it is."""
         self.batch, self.device, self.longest, self.tokens = batch, device, max(lengths), sum(lengths)
         self.captured = batch.captured if isinstance(batch, PagedBatch) else None
         if self.captured is not None:
@@ -49,7 +67,7 @@ class Stage:
         self._length, self._hidden = self.state.length.clone(), self.state.hidden.clone()
 
     def restore(self) -> None:
-        """Back to where it stood before any step. What a step wrote past that point is scratch."""
+        """Put the state back to where it was before any step. What steps wrote past that point is overwritten later."""
         if isinstance(self.batch, DenseBatch):
             self.batch.state = self.state
         else:
@@ -57,31 +75,32 @@ class Stage:
             self.state.hidden.copy_(self._hidden)
 
     def step(self) -> None:
-        """One step as a request takes it, up to where its result is read."""
+        """Take one step as a request does, up to where its result is read."""
         if self.captured is not None:
             self.captured.replay()
         else:
             self.batch.step(self.longest)
 
     def step_ms(self) -> float:
+        """Return the median time of the step in milliseconds."""
         ms = median_ms(self.step, self.device, before=self.restore)
         self.restore()
         return ms
 
     def part_ms(self, part: Callable[[], Any]) -> float:
-        """Of something that moves no state; captured, where the step is."""
+        """Return the median time of `part`, which must change no state, in milliseconds; captured where the step is."""
         run = part
         if self.captured is not None and self.captured.graph is not None:
             run = capture(part).replay
         return median_ms(run, self.device)
 
     def propose(self, proposer: Proposer) -> Callable[[], Tree]:
-        """The proposer's part of a step; the noise is the same for all that share it, and drawn before."""
+        """Return a function that proposes a tree for the step; its noise is drawn here, outside of what is timed."""
         noise = self.sampler.noise(self.state.length + 1, proposer.depth + 1)
         return lambda: proposer.propose(self.state, self.sampler, noise, None)
 
-    def check(self) -> Checks | None:
-        """None where steps are not captured."""
+    def check(self) -> StepChecks | None:
+        """Check whether the step waits or allocates; None where steps are not captured."""
         if self.captured is None:
             return None
         self.restore()
@@ -96,19 +115,28 @@ class Stage:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         before = self._allocations()
-        for _ in range(STEPS):
+        for _ in range(ALLOCATION_STEPS):
             self.restore()
             self.captured.replay()
             self.captured.read()
-        return Checks(waited is None, waited, self._allocations() - before, STEPS)
+        return StepChecks(waited is None, waited, self._allocations() - before, ALLOCATION_STEPS)
 
     def _allocations(self) -> int:
         return torch.cuda.memory_stats(self.device)["allocation.all.allocated"]
 
 
 @contextmanager
-def staged(work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer, *, advance: int) -> Iterator[Stage]:
-    """Read the texts and write on until a row has `advance` new tokens. For use in inference mode."""
+def open_standing_batch(
+    work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer, *, advance: int
+) -> Iterator[StandingBatch]:
+    """Open a batch that stands still, and close it when the context is left. For use in inference mode.
+
+    Args:
+        work: The workload, for its engine and its sampling.
+        texts: Token ids that the rows begin with.
+        proposer: The proposer of the steps.
+        advance: New tokens that some row has when the batch stands still; 0 for none beyond the prefill's.
+    """
     work.engine.forget_prefixes()
     batch = work.engine.open_batch(_request(work, texts, proposer), proposer)
     try:
@@ -118,14 +146,14 @@ def staged(work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer, *
             _, report = batch.step(max(n + new - 1 for n, new in zip(lengths, written, strict=True)))
             written = [new + row[-1] + 1 for new, row in zip(written, report, strict=True)]
         lengths = [n + new - 1 for n, new in zip(lengths, written, strict=True)]
-        yield Stage(batch, work.device, lengths)
+        yield StandingBatch(batch, work.device, lengths)
     finally:
         batch.close([[] for _ in texts])
         work.engine.forget_prefixes()
 
 
 def _request(work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer) -> Request:
-    """As `generate` makes it, but for the check that texts fit the context: longer ones are timed here too."""
+    """Make a request as `generate` does, without its check that texts fit the context: longer ones are timed too."""
     rows, device = len(texts), work.device
     processors = LogitsProcessorList([TemperatureLogitsWarper(work.temperature)] if work.temperature else [])
     config = GenerationConfig(max_length=2, do_sample=work.temperature > 0, pad_token_id=work.pad_token)
@@ -144,7 +172,7 @@ def _request(work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer)
     )
     lengths = [len(text) for text in texts]
     limits = [n + work.max_new_tokens + proposer.depth + 1 for n in lengths]
-    length, limit = (torch.tensor(each, device=device) for each in (lengths, limits))
+    length, limit = (torch.tensor(counts, device=device) for counts in (lengths, limits))
     prompts = torch.zeros(rows, max(lengths), dtype=torch.long, device=device)
     for row, text in enumerate(texts):
         prompts[row, : len(text)] = torch.tensor(text, device=device)
@@ -153,7 +181,14 @@ def _request(work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer)
 
 
 def long_texts(prompts: Sequence[Sequence[int]], rows: int, length: int) -> list[list[int]]:
-    """Texts of `length` tokens: the prompts one after the other, over and over, each row from another token on, so that
-    no two rows begin alike and share keys and values."""
+    """Return texts of `length` tokens, cut from the prompts joined and repeated.
+
+    Each row begins at another token of the joined prompts, so that no two rows share a prefix and so keys and values.
+
+    Args:
+        prompts: Token ids of the prompts.
+        rows: Texts to return.
+        length: Tokens of each text.
+    """
     stream = [token for prompt in prompts for token in prompt]
     return [[stream[(row + i) % len(stream)] for i in range(length)] for row in range(rows)]

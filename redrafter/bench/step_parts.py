@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and what of it the bytes alone would take."""
+"""The time of a step by its parts (draft, verify, the rest), beside the time that its bytes alone would take."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -6,22 +6,35 @@ from typing import Any
 
 import torch
 
-from redrafter.bench.standing_batch import Checks, long_texts, staged
+from redrafter.bench.standing_batch import StepChecks, long_texts, open_standing_batch
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.measure.bandwidth import Bandwidth
 from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.workload import Workload
 
-__all__ = ["Head", "Parts", "measure_head", "measure_parts", "random_drafter"]
+__all__ = ["HeadTiming", "StepParts", "measure_head", "measure_parts", "random_drafter"]
 
 
 @dataclass(frozen=True)
-class Parts:
-    """One step. asked: tokens that `--context` asked for; None where the prompts' own are timed, half way through what
-    they write. context: committed tokens of the longest row; beyond: whether that is past the model's context, so that
-    nothing but times means anything. draft: None in plain decoding. rest: drawing, accepting, committing, and the copy
-    to the host. A floor is bytes over copy bandwidth.
+class StepParts:
+    """The times of one step, in milliseconds. A floor is bytes over copy bandwidth.
+
+    Attributes:
+        batch_size: Rows in the batch.
+        asked: Tokens that `--context` asked for; None where the prompts are timed, half way through their new tokens.
+        context: Committed tokens of the longest row.
+        beyond: Whether the context is longer than the model's, so that times are right and tokens mean nothing.
+        speculative: Whether the step drafts.
+        nodes: Nodes of the tree.
+        step_ms: The whole step.
+        draft_ms: Proposing the tree; None in plain decoding.
+        draft_floor_ms: Floor of proposing; None in plain decoding.
+        verify_ms: The target's forward over the tree.
+        verify_floor_ms: Floor of that forward.
+        rest_ms: The step without draft and verify: drawing, accepting, committing, the copy to the host.
+        kv_bytes: Bytes of the keys and values of all committed tokens.
+        checks: Whether the step waits or allocates; None where steps are not captured.
     """
 
     batch_size: int
@@ -37,12 +50,19 @@ class Parts:
     verify_floor_ms: float
     rest_ms: float
     kv_bytes: int
-    checks: Checks | None
+    checks: StepChecks | None
 
 
 @dataclass(frozen=True)
-class Head:
-    """A drafter with random weights, whose head knows `ids` ids."""
+class HeadTiming:
+    """The time to draft with a random drafter of a given vocabulary.
+
+    Attributes:
+        batch_size: Rows in the batch.
+        ids: Ids that the drafter's head covers.
+        draft_ms: Milliseconds to propose the tree.
+        floor_ms: Bytes of the drafter's weights over copy bandwidth, in milliseconds.
+    """
 
     batch_size: int
     ids: int
@@ -51,23 +71,32 @@ class Head:
 
 
 @torch.inference_mode()
-def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool) -> Parts:
+def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool) -> StepParts:
+    """Time one step and its parts.
+
+    Args:
+        work: The workload.
+        bandwidth: The device's copy bandwidth, for the floors.
+        rows: Rows in the batch.
+        asked: Committed tokens of each row; None for the prompts, half way through their new tokens.
+        speculate: Whether to draft.
+    """
     proposer, target = work.proposer(rows, speculate), work.engine.target
-    with _stage(work, rows, asked, proposer) as stage:
-        step = stage.step_ms()
-        propose = stage.propose(proposer)
+    with _open(work, rows, asked, proposer) as batch:
+        step = batch.step_ms()
+        propose = batch.propose(proposer)
         tree = propose()
-        verify = stage.part_ms(lambda: target.verify(tree, stage.state.length, stage.cache))
+        verify = batch.part_ms(lambda: target.verify(tree, batch.state.length, batch.cache))
         draft = floor = None
         if isinstance(proposer, RecurrentProposer):
-            draft = stage.part_ms(propose)
+            draft = batch.part_ms(propose)
             floor = bandwidth.ms(draft_bytes(proposer.drafter, proposer.depth))
-        kv = stage.tokens * slot_bytes(target.shapes)
-        return Parts(
+        kv = batch.tokens * slot_bytes(target.shapes)
+        return StepParts(
             batch_size=rows,
             asked=asked,
-            context=stage.longest,
-            beyond=target.context is not None and stage.longest + proposer.depth >= target.context,
+            context=batch.longest,
+            beyond=target.context is not None and batch.longest + proposer.depth >= target.context,
             speculative=draft is not None,
             nodes=proposer.nodes,
             step_ms=step,
@@ -77,29 +106,29 @@ def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | 
             verify_floor_ms=bandwidth.ms(forward_bytes(target.model) + kv),
             rest_ms=step - (draft or 0.0) - verify,
             kv_bytes=kv,
-            checks=stage.check(),
+            checks=batch.check(),
         )
 
 
 @torch.inference_mode()
-def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: RecurrentDrafter) -> Head | None:
-    """Drafting with another drafter than the engine's. None where speculation is off."""
+def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: RecurrentDrafter) -> HeadTiming | None:
+    """Time drafting with `drafter` in place of the engine's; None where speculation is off at `rows` rows."""
     proposer = work.proposer(rows, speculate=True)
     if not isinstance(proposer, RecurrentProposer):
         return None
-    with _stage(work, rows, None, proposer) as stage:
-        ms = stage.part_ms(stage.propose(replace(proposer, drafter=drafter)))
-    return Head(rows, drafter.lm_head.out_features, ms, bandwidth.ms(draft_bytes(drafter, proposer.depth)))
+    with _open(work, rows, None, proposer) as batch:
+        ms = batch.part_ms(batch.propose(replace(proposer, drafter=drafter)))
+    return HeadTiming(rows, drafter.lm_head.out_features, ms, bandwidth.ms(draft_bytes(drafter, proposer.depth)))
 
 
-def _stage(work: Workload, rows: int, asked: int | None, proposer: Any) -> Any:
+def _open(work: Workload, rows: int, asked: int | None, proposer: Any) -> Any:
     if asked is None:
-        return staged(work, work.batches(rows)[0], proposer, advance=work.max_new_tokens // 2)
-    return staged(work, long_texts(work.prompts, rows, asked), proposer, advance=0)
+        return open_standing_batch(work, work.batches(rows)[0], proposer, advance=work.max_new_tokens // 2)
+    return open_standing_batch(work, long_texts(work.prompts, rows, asked), proposer, advance=0)
 
 
 def random_drafter(drafter: RecurrentDrafter, ids: int) -> RecurrentDrafter:
-    """One of the same shape with random weights, whose head knows `ids` ids; good for nothing but its time."""
+    """Return a drafter of the same shape with random weights and a head of `ids` ids, good for timing only."""
     config = copy.deepcopy(drafter.config)
     config.draft_vocab_size = None if ids == config.vocab_size else ids
     with torch.device("meta"):

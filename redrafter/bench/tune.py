@@ -1,7 +1,7 @@
-"""What `redrafter tune` measures: which tree is fastest at which batch size.
+"""Measurements of `redrafter tune`: which tree is fastest at which batch size.
 
 Tokens per step do not depend on the batch size, and the time of a step does not depend on which tokens it writes. So
-each tree writes on from the prompts once, and a handful of its steps are timed at each batch size.
+each tree continues the prompts once, and a few of its steps are timed at each batch size.
 """
 
 import statistics
@@ -28,18 +28,27 @@ from redrafter.sampling.sampler import Sampler
 
 __all__ = ["Timing", "Tuner", "candidates", "choose", "table"]
 
-BUDGETS = (4, 8, 16)  # and all nodes of the lattice
-MOST_NODES = 1024  # of a batch in one forward: past it a GPU is bound by arithmetic whatever it is
-WARM_UP, STEPS = 2, 10  # of a timing
-WRITING_PROMPTS, WRITING_ROWS = 32, 16  # most prompts that each tree writes on from, and how many at once
-WORTH = 1.03  # times plain decoding, at least: less is noise
+NODE_BUDGETS = (4, 8, 16)  # tried beside all nodes of the lattice
+MAX_BATCH_NODES = 1024  # nodes of a batch in one forward; past it any GPU is bound by arithmetic
+WARM_UP_STEPS, TIMED_STEPS = 2, 10
+MAX_WRITING_PROMPTS = 32  # prompts that each tree continues
+MAX_WRITING_ROWS = 16  # of them, at once
+MIN_RATIO = 1.03  # times plain decoding's speed, for a tree to be chosen; less is noise
+HOPELESS_RATIO = 1.05  # a tree that a smaller one beats by this will not catch up in a larger batch
 NO_MEMORY = (CacheFullError, torch.OutOfMemoryError)
-BEHIND = 1.05  # a tree that a smaller one beats by this will not catch up in a larger batch
+UNLIMITED_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One tree at one batch size; shape None is plain decoding."""
+    """One tree, or plain decoding, at one batch size.
+
+    Attributes:
+        batch: Rows in the batch.
+        shape: The tree; None for plain decoding.
+        tokens_per_step: New tokens of a row per step.
+        step_ms: Median time of a step in milliseconds.
+    """
 
     batch: int
     shape: TreeShape | None
@@ -48,33 +57,46 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float:
+        """New tokens of all rows per second, prefill excluded."""
         return 1000 * self.batch * self.tokens_per_step / self.step_ms
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the timing as JSON holds it, with its tokens per second."""
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
 def candidates(own: RecurrentProposer, beams: Sequence[int], lengths: Sequence[int]) -> list[RecurrentProposer]:
-    """Every lattice at several node budgets: first what the pair is used with now, then from small to large."""
+    """Return the trees to try: every lattice at several node budgets, the pair's own first, then from small to large.
+
+    Args:
+        own: The proposer that the pair uses now.
+        beams: Numbers of beams to try; those above the drafter's vocabulary are left out.
+        lengths: Draft lengths per beam to try.
+    """
     vocabulary = own.drafter.config.draft_vocab_size or own.drafter.config.vocab_size
-    found = []
+    ordered = []
     for width in (width for width in beams if width <= vocabulary):
         for depth in lengths:
-            mine, lattice = (width, depth) == (own.beams, own.depth), 1 + width * depth
-            budgets = {*BUDGETS, lattice} | ({own.nodes} if mine else set())
+            is_own, lattice = (width, depth) == (own.beams, own.depth), 1 + width * depth
+            budgets = {*NODE_BUDGETS, lattice} | ({own.nodes} if is_own else set())
             nodes = [n for n in sorted(budgets) if n <= lattice]
-            found += [(not mine, n, replace(own, beams=width, depth=depth, nodes=n)) for n in nodes]
-    return [proposer for *_, proposer in sorted(found, key=lambda each: each[:2])]
+            ordered += [(not is_own, n, replace(own, beams=width, depth=depth, nodes=n)) for n in nodes]
+    return [proposer for *_, proposer in sorted(ordered, key=lambda candidate: candidate[:2])]
 
 
 def choose(timings: Sequence[Timing], open_sizes: set[int]) -> dict[int, TreeShape | None]:
-    """The fastest tree by batch size; None where none is worth it. open_sizes: where trees were left out for want of
-    time, so that only what was measured there can be said."""
+    """Return the fastest tree by batch size; None where none is `MIN_RATIO` times as fast as plain decoding.
+
+    Args:
+        timings: What was measured, plain decoding included.
+        open_sizes: Batch sizes at which trees were left out for want of time. One of them at which no tree was measured
+            is left out of the result.
+    """
     shapes = {}
     for plain in (timing for timing in timings if timing.shape is None):
         best = _best(timings, plain.batch)
         if best is not None or plain.batch not in open_sizes:
-            worth = best is not None and best.tokens_per_second >= WORTH * plain.tokens_per_second
+            worth = best is not None and best.tokens_per_second >= MIN_RATIO * plain.tokens_per_second
             shapes[plain.batch] = best.shape if best is not None and worth else None
     return shapes
 
@@ -85,7 +107,7 @@ def _best(timings: Sequence[Timing], batch: int) -> Timing | None:
 
 
 def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> list[dict[str, Any]]:
-    """One row per batch size: the shape chosen, what it did, and plain decoding beside it."""
+    """Return a row per batch size: the timing of the tree chosen, plain decoding's speed, and their ratio."""
     by_key = {(timing.batch, timing.shape): timing for timing in timings}
     rows = []
     for batch, shape in sorted(shapes.items()):
@@ -96,10 +118,11 @@ def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> lis
 
 
 class Tuner:
-    """Measures, until all is measured or `seconds` are over; plain decoding and one tree are timed in any case.
+    """Measures trees until all are measured or the time is over; plain decoding and one tree are measured in any case.
 
-    prompts: token ids. report: gets a line of progress now and then. timings: what was measured. open_sizes: batch
-    sizes at which something was left out for want of time.
+    Attributes:
+        timings: What was measured.
+        open_sizes: Batch sizes at which something was left out for want of time.
     """
 
     def __init__(
@@ -114,24 +137,36 @@ class Tuner:
         seconds: float,
         report: Callable[[str], None],
     ):
+        """Set up a tuner.
+
+        Args:
+            engine: The engine to tune.
+            prompts: Token ids of the prompts.
+            batch_sizes: Batch sizes to measure at.
+            max_new_tokens: Tokens that each tree writes after a prompt, to count tokens per step.
+            temperature: 0 for greedy decoding.
+            seed: Seed of the first row's draws.
+            seconds: Time to measure for, counted from behind the first step.
+            report: Called with each line of progress.
+        """
         self.engine, self.prompts, self.report = engine, prompts, report
         self.sizes = sorted(set(batch_sizes))
         self.max_new_tokens, self.temperature, self.seed, self.seconds = max_new_tokens, temperature, seed, seconds
-        known = (engine.target.context, engine.options.max_seq_len)
-        self._longest = min((limit for limit in known if limit is not None), default=1 << 30)
-        self._most_input = engine.options.max_input_len or self._longest
+        limits = (engine.target.context, engine.options.max_seq_len)
+        self._longest = min((limit for limit in limits if limit is not None), default=UNLIMITED_TOKENS)
+        self._max_input = engine.options.max_input_len or self._longest
         self.timings: list[Timing] = []
         self.open_sizes: set[int] = set()
-        self._rows, self._deadline = WRITING_ROWS, float("inf")
+        self._rows, self._deadline = MAX_WRITING_ROWS, float("inf")
 
     def run(self, trees: Sequence[RecurrentProposer]) -> None:
-        """Measure trees, in their order."""
+        """Measure `trees` in their order, and add to `timings`."""
         with _many_shapes(self.engine.target.device):
             self._run(trees)
 
     def _run(self, trees: Sequence[RecurrentProposer]) -> None:
         plainly = self.engine.plain
-        self._step_ms(plainly, 1)  # pays for what only a first request pays for: compiling may take minutes
+        self.step_ms(plainly, 1)  # pays for what only a first request pays for: compiling may take minutes
         began = time.monotonic()
         self._deadline = began + self.seconds
         for plain in self._timed(plainly, None, 1.0, self.sizes, first=True):
@@ -144,9 +179,9 @@ class Tuner:
             shape = TreeShape(tree.beams, tree.depth, tree.nodes)
             name = f"{index + 1}/{len(trees)}, {tree.beams} x {tree.depth}, {tree.nodes} nodes"
             if index and self._late():
-                self.open_sizes |= {size for size in self.sizes if size * tree.nodes <= MOST_NODES}
+                self.open_sizes |= {size for size in self.sizes if size * tree.nodes <= MAX_BATCH_NODES}
                 continue
-            rate = self._tokens_per_step(tree)
+            rate = self.tokens_per_step(tree)
             timed = self._timed(tree, shape, rate, self._sizes_of(tree), first=not index)
             times = ", ".join(f"{timing.step_ms:.2f} at {timing.batch}" for timing in timed)
             done = time.monotonic() - began
@@ -156,9 +191,9 @@ class Tuner:
             self.report(f"{self.seconds:g} seconds are over; not all was measured (--seconds gives more)")
 
     def _sizes_of(self, tree: RecurrentProposer) -> Iterator[int]:
-        """Batch sizes to time a tree at, from small to large, for as long as nothing cheaper has left it behind."""
+        """Yield batch sizes to time a tree at, from small to large, until a smaller tree is far ahead."""
         for size in self.sizes:
-            if size * tree.nodes > MOST_NODES:
+            if size * tree.nodes > MAX_BATCH_NODES:
                 return
             yield size
             if any(self._left_behind(self.timings[-1], other) for other in self.timings):
@@ -166,9 +201,9 @@ class Tuner:
 
     @staticmethod
     def _left_behind(timing: Timing, other: Timing) -> bool:
-        mine, theirs = (_extents(each.shape) for each in (timing, other))
-        smaller = all(a <= b for a, b in zip(theirs, mine, strict=True))
-        faster = other.tokens_per_second > BEHIND * timing.tokens_per_second
+        extents, other_extents = _extents(timing.shape), _extents(other.shape)
+        smaller = all(a <= b for a, b in zip(other_extents, extents, strict=True))
+        faster = other.tokens_per_second > HOPELESS_RATIO * timing.tokens_per_second
         return timing.batch == other.batch and smaller and faster
 
     def _timed(
@@ -180,74 +215,93 @@ class Tuner:
         *,
         first: bool,
     ) -> list[Timing]:
-        """Time a proposer at batch sizes that rise, until memory or the time is over. first: at one of them anyhow."""
-        found: list[Timing] = []
+        """Time a proposer's steps at rising batch sizes, until memory or the time is over.
+
+        Args:
+            proposer: The proposer.
+            shape: Its tree; None for plain decoding.
+            tokens_per_step: What `tokens_per_step` returned for it.
+            sizes: Batch sizes, from small to large.
+            first: Whether to time it at the first size even when the time is over.
+        """
+        timed: list[Timing] = []
         for size in sizes:
-            if self._late() and (found or not first):
-                self.open_sizes |= {each for each in self.sizes if each >= size}
+            if self._late() and (timed or not first):
+                self.open_sizes |= {later for later in self.sizes if later >= size}
                 break
             try:
-                step_ms = self._step_ms(proposer, size)
+                step_ms = self.step_ms(proposer, size)
             except NO_MEMORY:
                 self.report(f"a batch of {size} does not fit into memory")
                 break
-            found.append(Timing(size, shape, tokens_per_step, step_ms))
-            self.timings.append(found[-1])
-        return found
+            timed.append(Timing(size, shape, tokens_per_step, step_ms))
+            self.timings.append(timed[-1])
+        return timed
 
-    def _tokens_per_step(self, proposer: Proposer) -> float:
-        """Of texts of `max_new_tokens` after each prompt."""
+    def tokens_per_step(self, proposer: Proposer) -> float:
+        """Return tokens per step over texts of `max_new_tokens` after each prompt, in batches that fit into memory."""
         while True:
             try:
-                return self._write(proposer)
+                return self._count_tokens_per_step(proposer)
             except NO_MEMORY:
                 if self._rows == 1:
                     raise
             self._rows //= 2
 
     @torch.inference_mode()
-    def _write(self, proposer: Proposer) -> float:
+    def _count_tokens_per_step(self, proposer: Proposer) -> float:
         emitted = steps = 0
         eos = self.engine.model.generation_config.eos_token_id
         ends = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        prompts = self.prompts[:WRITING_PROMPTS]
+        prompts = self.prompts[:MAX_WRITING_PROMPTS]
         for start in range(0, len(prompts), self._rows):
-            request = self._request(prompts[start : start + self._rows], self.max_new_tokens, ends)
+            request = self.request(prompts[start : start + self._rows], self.max_new_tokens, ends)
             out = decode(self.engine.open_batch(request, proposer), request, request.prompts, None)
-            assert isinstance(out, GenerateOutput) and out.stats is not None
+            assert isinstance(out, GenerateOutput)
+            assert out.stats is not None
             emitted, steps = emitted + out.stats.emitted, steps + out.stats.steps
         return emitted / steps if steps else 1.0
 
     @torch.inference_mode()
-    def _step_ms(self, proposer: Proposer, size: int) -> float:
-        """Median time of a step, between two moments at which the device stands still."""
+    def step_ms(self, proposer: Proposer, size: int) -> float:
+        """Return the median time of a step of `size` rows in milliseconds.
+
+        Raises:
+            ArgumentError: The context has no room for a single step.
+        """
         rows = [self.prompts[row % len(self.prompts)] for row in range(size)]
-        request = self._request(rows, (WARM_UP + STEPS) * (proposer.depth + 1) + 1, frozenset())
+        request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1, frozenset())
         batch = self.engine.open_batch(request, proposer)
         committed, times = list(request.lengths), []
         try:
             batch.prefill()
-            for _ in range(WARM_UP + STEPS):
+            for _ in range(WARM_UP_STEPS + TIMED_STEPS):
                 if any(n + proposer.depth >= limit for n, limit in zip(committed, request.limits, strict=True)):
                     break  # a context of few tokens
                 with Stopwatch(self.engine.target.device) as watch:
-                    _, found = batch.step(max(committed))
+                    _, report = batch.step(max(committed))
                 times.append(watch.seconds)
-                committed = [n + row[-1] + 1 for n, row in zip(committed, found, strict=True)]
+                committed = [n + row[-1] + 1 for n, row in zip(committed, report, strict=True)]
         finally:
             batch.close([[]] * size)
         if not times:
             raise ArgumentError(
                 f"the context of {self._longest} tokens has no room for a tree of depth {proposer.depth}"
             )
-        return 1000 * statistics.median(times[WARM_UP:] or times)
+        return 1000 * statistics.median(times[WARM_UP_STEPS:] or times)
 
-    def _request(self, rows: Sequence[Sequence[int]], new: int, eos: frozenset[int]) -> Request:
-        """`new` tokens after the last of each prompt that fits beside them."""
+    def request(self, rows: Sequence[Sequence[int]], new: int, eos: frozenset[int]) -> Request:
+        """Make a request for `new` tokens after each prompt, whose beginning is cut off where the context is short.
+
+        Args:
+            rows: Token ids of each row's prompt.
+            new: New tokens of each row; fewer where the context is shorter.
+            eos: Ids that end a text.
+        """
         device = self.engine.target.device
         new = max(min(new, self._longest - 1), 1)
-        most = max(min(self._longest - new, self._most_input), 1)
-        texts = [torch.tensor(row[-most:]) for row in rows]
+        max_prompt = max(min(self._longest - new, self._max_input), 1)
+        texts = [torch.tensor(row[-max_prompt:]) for row in rows]
         lengths = [len(text) for text in texts]
         length = torch.tensor(lengths, device=device)
         limits = [n + new for n in lengths]
@@ -282,7 +336,7 @@ class Tuner:
         return time.monotonic() > self._deadline
 
     def _forget(self) -> None:
-        """Give back what the steps of a tree that is done with hold."""
+        """Free the captured steps of a tree that is done with, and their memory."""
         self.engine.drop_graphs()
         if self.engine.target.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -290,19 +344,21 @@ class Tuner:
 
 @contextmanager
 def _many_shapes(device: torch.device) -> Iterator[None]:
-    """Past eight shapes torch.compile gives up on a function, and what is timed after that is not what will run."""
+    """Let torch.compile compile for more than its eight shapes, after which steps would be timed uncompiled."""
     if device.type != "cuda":
         yield
         return
-    import torch._dynamo
+    import torch._dynamo.config as dynamo_config
 
-    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+    with dynamo_config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
         yield
 
 
 def _extents(shape: TreeShape | None) -> tuple[int, int, int]:
-    """What a step's work grows with."""
+    """Return beams, draft length and nodes of a tree, with which the work of a step grows."""
     if shape is None:
         return 0, 0, 1
-    assert shape.num_beams and shape.draft_len_per_beam and shape.node_budget
+    assert shape.num_beams
+    assert shape.draft_len_per_beam
+    assert shape.node_budget
     return shape.num_beams, shape.draft_len_per_beam, shape.node_budget

@@ -128,6 +128,11 @@ class Engine:
             return f"the draft model is on {self.draft_model.device} and the target on {self.target.device}"
         return self.draft_model.varlen.reason and f"the draft model: {self.draft_model.varlen.reason}"
 
+    @property
+    def kv_pool_bytes(self) -> int:
+        """Bytes of the paged pools of keys and values; 0 before the first request and on the dense cache."""
+        return 0 if self._graphs is None else sum(pool.nbytes for pool in self._graphs.store.pools)
+
     def drop_graphs(self) -> None:
         """Forget the captured steps and so free what they hold; the next batch captures again. No batch may be open."""
         if self.graphs is not None:

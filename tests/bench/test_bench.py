@@ -13,7 +13,7 @@ from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, wit
 from redrafter import ArgumentError, CheckpointError, ReDrafterError, UnsupportedError
 from redrafter.bench.padded_model import SHAPES, PadShape
 from redrafter.bench.rivals import measure_rivals
-from redrafter.bench.standing_batch import long_texts, staged
+from redrafter.bench.standing_batch import long_texts, open_standing_batch
 from redrafter.bench.step_parts import measure_parts, random_drafter
 from redrafter.bench.suite import Plan, run_suite
 from redrafter.cli import bench as bench_module
@@ -79,8 +79,10 @@ def test_a_run_ends_with_one_json_document_which_the_file_holds_too(ran):
     assert code == 0, err
     document = json.loads(out.splitlines()[-1])
     assert document == json.loads((folder / "bench.json").read_text())
-    assert document["complete"] and document["errors"] == []
-    assert document["dtype"] == "float32" and document["options"]["max_new_tokens"] == 12
+    assert document["complete"]
+    assert document["errors"] == []
+    assert document["dtype"] == "float32"
+    assert document["options"]["max_new_tokens"] == 12
     assert [file.name for file in folder.iterdir() if file.is_file()] == ["bench.json"]
 
 
@@ -99,7 +101,8 @@ def test_both_ways_write_the_same_tokens_and_are_timed(ran):
             "equal": True,
         }
         assert one["shape"] == {"num_beams": 5, "draft_len_per_beam": 5, "nodes": 12}
-        assert 1 < one["tokens_per_step"] < 6 and one["accepted_by_depth"][0] <= 1
+        assert 1 < one["tokens_per_step"] < 6
+        assert one["accepted_by_depth"][0] <= 1
         assert one["plain"]["steps"] == 11 * one["batches"] > one["speculative"]["steps"]
         for way in ("plain", "speculative"):
             assert all(value > 0 for value in one[way].values())
@@ -145,8 +148,10 @@ def test_plots_are_written(ran):
 def test_sampling_is_compared_by_tokens_too():
     code, out, _ = bench(*QUICK, "--temperature", "0.8", "--seed", "3")
     document = json.loads(out.splitlines()[-1])
-    assert code == 0 and document["batches"][0]["equality"]["divergent"] == 0
-    assert "rivals" not in document and "plots" not in document
+    assert code == 0
+    assert document["batches"][0]["equality"]["divergent"] == 0
+    assert "rivals" not in document
+    assert "plots" not in document
 
 
 @pytest.mark.parametrize(
@@ -168,14 +173,17 @@ def test_sampling_is_compared_by_tokens_too():
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(args, message):
     code, out, err = bench(*args)
-    assert code == 2 and message in err and err.count("\n") == 1
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
     assert out == ""
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     code, _, err = bench("--plots", str(tmp_path))
-    assert code == 2 and "pip install 'redrafter[bench]'" in err
+    assert code == 2
+    assert "pip install 'redrafter[bench]'" in err
 
 
 def test_a_padded_pair_is_measured_and_every_table_says_what_it_is(monkeypatch):
@@ -183,7 +191,8 @@ def test_a_padded_pair_is_measured_and_every_table_says_what_it_is(monkeypatch):
     code, out, err = bench(*QUICK, "--pad-to", "twice", "--batch-sizes", "2", "--draft-len-per-beam", "3")
     document = json.loads(out.splitlines()[-1])
     assert code == 0, err
-    assert out.count(document["padded"]) == 4 and "boxed's text at twice's cost" in document["padded"]
+    assert out.count(document["padded"]) == 4
+    assert "boxed's text at twice's cost" in document["padded"]
     assert document["batches"][0]["equality"]["equal"] is True
     assert document["batches"][0]["shape"] == {"num_beams": 5, "draft_len_per_beam": 3, "nodes": 12}
     assert document["bytes"]["weights_per_forward"] > 4 * 18e6 / 2
@@ -207,12 +216,16 @@ def test_a_padded_pair_accepts_what_the_small_one_does_whatever_its_drafters_for
         found.append(json.loads(out.splitlines()[-1])["batches"][0])
     for name in ("tokens_per_step", "accepted_by_depth"):
         assert found[0][name] == found[1][name]
-    assert found[0]["tokens_per_step"] > 1 and found[0]["equality"]["equal"] and found[1]["equality"]["equal"]
+    assert found[0]["tokens_per_step"] > 1
+    assert found[0]["equality"]["equal"]
+    assert found[1]["equality"]["equal"]
 
 
 def test_help_has_an_example():
     code, out, _ = bench("--help")
-    assert code == 0 and "redrafter bench --max-new-tokens 64" in out and "(default: 128)" in out
+    assert code == 0
+    assert "redrafter bench --max-new-tokens 64" in out
+    assert "(default: 128)" in out
 
 
 def test_prompts_of_all_forms(tmp_path):
@@ -329,8 +342,10 @@ def test_the_first_search_step_reads_no_recurrent_weight():
 def test_a_random_drafter_has_the_shape_but_for_its_head():
     drafter = tiny_drafter()
     small, full = random_drafter(drafter, 20), random_drafter(drafter, VOCAB)
-    assert small.lm_head.weight.shape == (20, 2 * HIDDEN) and len(small.draft_ids.unique()) == 20
-    assert full.lm_head.weight.shape == (VOCAB, 2 * HIDDEN) and full.draft_ids is None
+    assert small.lm_head.weight.shape == (20, 2 * HIDDEN)
+    assert len(small.draft_ids.unique()) == 20
+    assert full.lm_head.weight.shape == (VOCAB, 2 * HIDDEN)
+    assert full.draft_ids is None
     assert draft_bytes(full, 3) == draft_bytes(drafter, 3)
     with pytest.raises(ArgumentError, match="draft_vocab_size"):
         random_drafter(drafter, VOCAB + 1)
@@ -338,7 +353,8 @@ def test_a_random_drafter_has_the_shape_but_for_its_head():
 
 def test_copies_count_what_is_read_and_what_is_written():
     found = copy_bandwidth(torch.device("cpu"))
-    assert found.buffer_bytes == 2**28 and 1e8 < found.bytes_per_second < 1e12
+    assert found.buffer_bytes == 2**28
+    assert 1e8 < found.bytes_per_second < 1e12
     assert Bandwidth(2e9, 1).ms(10**6) == 0.5
 
 
@@ -365,7 +381,9 @@ def test_a_divergence_is_found_with_its_margin():
     assert found.first.margin == found.largest_margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
     assert found.first.top_two == (other[1][5] == int(best.indices[1]))
     sampled = compare(workload(temperature=1.0), plain, other)
-    assert sampled.divergent == 1 and sampled.first.margin is None and sampled.largest_margin is None
+    assert sampled.divergent == 1
+    assert sampled.first.margin is None
+    assert sampled.largest_margin is None
 
 
 def test_batches_take_prompts_in_turn_and_every_row_is_one():
@@ -379,31 +397,37 @@ def test_no_token_ends_a_text_and_the_models_habits_are_gone():
     engine, tokenizer = workload().engine, type("T", (), {"pad_token_id": None, "eos_token_id": 4})
     engine.model.generation_config.update(eos_token_id=list(range(VOCAB)), repetition_penalty=3.0)
     work = Workload.of(engine, tokenizer, prompts=PROMPTS, num_prompts=1, max_new_tokens=8, temperature=0.0, seed=0)
-    assert work.pad_token == 4 and engine.model.generation_config.eos_token_id is None
+    assert work.pad_token == 4
+    assert engine.model.generation_config.eos_token_id is None
     run = work.run(PROMPTS, True)
-    assert [len(row) for row in run.tokens] == [8, 8, 8] and run.tokens == work.run(PROMPTS, False).tokens
-    assert 0 < run.first_token < run.seconds and run.steps <= 7
+    assert [len(row) for row in run.tokens] == [8, 8, 8]
+    assert run.tokens == work.run(PROMPTS, False).tokens
+    assert 0 < run.first_token < run.seconds
+    assert run.steps <= 7
     with pytest.raises(ArgumentError, match=f"context is {CONTEXT}"):
         Workload.of(engine, tokenizer, prompts=PROMPTS, num_prompts=1, max_new_tokens=90, temperature=0.0, seed=0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_staged_step_is_the_same_step_over_and_over(temperature):
+def test_the_step_of_a_standing_batch_is_the_same_step_over_and_over(temperature):
     work = workload(temperature=temperature, max_new_tokens=12)
-    with torch.inference_mode(), staged(work, PROMPTS, work.proposer(3, True), advance=6) as stage:
+    proposer = work.proposer(3, True)
+    with torch.inference_mode(), open_standing_batch(work, PROMPTS, proposer, advance=6) as batch:
         expected = [list(text) + row for text, row in zip(PROMPTS, work_texts(work), strict=True)]
-        before = stage.state.length.tolist()
-        assert stage.tokens == sum(before) and stage.longest == max(before)
+        before = batch.state.length.tolist()
+        assert batch.tokens == sum(before)
+        assert batch.longest == max(before)
         for row, length in enumerate(before):
-            assert stage.state.tokens[row, : length + 1].tolist() == expected[row][: length + 1]
+            assert batch.state.tokens[row, : length + 1].tolist() == expected[row][: length + 1]
         reports = []
         for _ in range(3):
-            stage.restore()
-            reports.append(stage.batch.step(stage.longest)[1])
+            batch.restore()
+            reports.append(batch.batch.step(batch.longest)[1])
         assert reports[0] == reports[1] == reports[2]
-        stage.restore()
-        assert stage.state.length.tolist() == before
-        assert stage.step_ms() > 0 and stage.check() is None
+        batch.restore()
+        assert batch.state.length.tolist() == before
+        assert batch.step_ms() > 0
+        assert batch.check() is None
 
 
 def work_texts(work: Workload) -> list[list[int]]:
@@ -413,7 +437,8 @@ def work_texts(work: Workload) -> list[list[int]]:
 def test_contexts_past_the_models_own_are_timed_and_marked():
     work = workload()
     found = measure_parts(work, Bandwidth(1e9, 1), 2, CONTEXT + 30, speculate=True)
-    assert found.context == CONTEXT + 30 and found.beyond
+    assert found.context == CONTEXT + 30
+    assert found.beyond
     assert found.kv_bytes == 2 * found.context * slot_bytes(work.engine.target.shapes)
     assert not measure_parts(work, Bandwidth(1e9, 1), 2, 20, speculate=False).beyond
 
@@ -435,7 +460,8 @@ def test_a_section_that_fails_costs_only_itself(tmp_path, capsys):
     out, err = capsys.readouterr()
     document = json.loads(out.splitlines()[-1])
     assert document["errors"] == [{"section": "one", "error": "UnsupportedError: no"}]
-    assert document["speed"] is None and "Traceback" not in err
+    assert document["speed"] is None
+    assert "Traceback" not in err
     assert json.loads((tmp_path / "r.json").read_text()) == document
 
 
@@ -465,8 +491,10 @@ def test_a_rival_that_fails_is_reported(monkeypatch):
 
     monkeypatch.setattr(work.engine.model, "generate", generate)
     static, eager = measure_rivals(work, ["static", "eager"], None)
-    assert static.error == "RuntimeError: out of luck" and static.tokens_per_second is None
-    assert eager.error is None and eager.same_texts == eager.prompts == 2
+    assert static.error == "RuntimeError: out of luck"
+    assert static.tokens_per_second is None
+    assert eager.error is None
+    assert eager.same_texts == eager.prompts == 2
 
 
 def test_where_speculation_is_off_the_table_says_so(monkeypatch, capsys):
@@ -477,7 +505,8 @@ def test_where_speculation_is_off_the_table_says_so(monkeypatch, capsys):
     assert report.finish() == 0
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])
-    assert " off " in out and document["batches"][0]["shape"] is None
+    assert " off " in out
+    assert document["batches"][0]["shape"] is None
     assert [one["speculative"] for one in document["parts"]] == [False]
     assert "heads" not in document
 
@@ -500,4 +529,5 @@ def test_only_a_line_feed_ends_a_prompt(tmp_path):
 
 def test_a_number_given_twice_is_measured_once():
     options = BenchOptions(batch_sizes=(2, 2, 1), context=(5, 5))
-    assert options.batch_sizes == (2, 1) and options.context == (5,)
+    assert options.batch_sizes == (2, 1)
+    assert options.context == (5,)

@@ -57,12 +57,14 @@ def pair():
 def test_logits_are_the_small_models_and_added_ids_are_out(base, shape, dtype):
     model = small_model(**base).to(dtype)
     padded = pad(model, shape)
-    assert padded.dtype == dtype and not padded.training
+    assert padded.dtype == dtype
+    assert not padded.training
     with torch.no_grad():
         expected, found = (x(IDS, attention_mask=MASK).logits for x in (model, padded))
     kept = MASK.bool()
     assert_close_by_scale(found[..., :VOCAB][kept], expected[kept], 2e-5 if dtype == torch.float32 else 5e-6)
-    assert found.shape[-1] == shape.vocab_size and (found[..., VOCAB:] == float("-inf")).all()
+    assert found.shape[-1] == shape.vocab_size
+    assert (found[..., VOCAB:] == float("-inf")).all()
 
 
 def test_the_model_has_the_shape_and_else_the_bases_config(pair):
@@ -77,7 +79,8 @@ def test_the_model_has_the_shape_and_else_the_bases_config(pair):
         assert getattr(padded.config, name) == getattr(model.config, name)
     assert not pad(small_model(tie_word_embeddings=True)).config.tie_word_embeddings
     assert padded.generation_config.max_length == 31
-    assert model.config.hidden_size == HIDDEN and model.config.rms_norm_eps == 0.05  # left as it was
+    assert model.config.hidden_size == HIDDEN
+    assert model.config.rms_norm_eps == 0.05
 
 
 def test_only_the_named_weights_are_zero(pair):
@@ -110,7 +113,8 @@ def test_the_seed_sets_the_added_weights_only(pair):
 
 def test_plain_generation_is_the_same(pair):
     texts = [x.generate(IDS, attention_mask=MASK, max_new_tokens=40, do_sample=False) for x in pair]
-    assert torch.equal(*texts) and texts[0].shape[1] > IDS.shape[1] + 20
+    assert torch.equal(*texts)
+    assert texts[0].shape[1] > IDS.shape[1] + 20
 
 
 def test_the_head_compiles_to_one_graph():
@@ -147,7 +151,8 @@ def test_a_padded_drafter_drafts_the_same(pair, changes, dtype):
     if drafter.draft_ids is not None:
         drafter.draft_ids.copy_(torch.arange(20) * 4)
     padded = pad_drafter(drafter, wide := 3 * HIDDEN, 160, device="cpu")  # the scale is irrational
-    assert padded.dtype == dtype and padded.config.vocab_size == 160
+    assert padded.dtype == dtype
+    assert padded.config.vocab_size == 160
     assert padded.config.exit_dim == 3 * drafter.config.exit_dim
     assert padded.config.target_layers == drafter.config.target_layers
     rank = drafter.config.head_rank
@@ -187,13 +192,15 @@ def test_a_drafters_added_weights_are_zero_only_where_a_real_output_would_read_t
         assert (first.weight[:, : 4 * HIDDEN] != 0).all() == h_is_read_whole
     if small.config.recurrence == "gated" and small.config.rnn:
         embedding, _, hidden = padded.rnn_gate.weight.chunk(3, dim=1)
-        assert (embedding != 0).all() and (hidden != 0).all() == (small.fuse is None)
+        assert (embedding != 0).all()
+        assert (hidden != 0).all() == (small.fuse is None)
 
 
 def test_a_head_can_be_padded_to_a_rank_of_its_own():
     small = small_drafter(head_rank=12, recurrence="gated")
     padded = pad_drafter(small, 4 * HIDDEN, 160, head_rank=20, device="cpu")
-    assert padded.config.head_rank == 20 and padded.lm_head.weight.shape == (VOCAB, 20)
+    assert padded.config.head_rank == 20
+    assert padded.lm_head.weight.shape == (VOCAB, 20)
     hidden = torch.randn(3, HIDDEN)
     wide = torch.nn.functional.pad(hidden, (0, 3 * HIDDEN))
     found, expected = padded.step(wide, None, wide)[0], small.step(hidden, None, hidden)[0]
@@ -236,7 +243,8 @@ def test_a_padded_pair_writes_and_speculates_the_same(pair, changes, arguments):
     ]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     assert outs[0].stats == outs[1].stats
-    assert outs[0].stats.tokens_per_step > 1 and outs[0].stats.accepted > 3
+    assert outs[0].stats.tokens_per_step > 1
+    assert outs[0].stats.accepted > 3
 
 
 def test_a_drafter_that_knows_its_base_forgets_its_norms(pair):
@@ -311,4 +319,5 @@ def test_named_shapes_have_the_published_number_of_parameters(name, tied, size):
 def test_the_sentence_names_both():
     sentence = describe("llama-3.1-8b", "base-25m")
     assert "base-25m's text at llama-3.1-8b's cost" in sentence
-    assert "zero-padded" in sentence and "not a llama-3.1-8b model" in sentence
+    assert "zero-padded" in sentence
+    assert "not a llama-3.1-8b model" in sentence
