@@ -1,4 +1,4 @@
-"""OpenAI's client against `redrafter serve` (pip install openai): a text, and how speculation went.
+"""Ask `redrafter serve` for a text with OpenAI's client (pip install openai), and print tokens per step.
 
 python examples/server/completion.py http://127.0.0.1:8000
 """
@@ -9,7 +9,7 @@ from openai import OpenAI
 
 client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
 [model] = client.models.list().data
-found = client.completions.create(model=model.id, prompt="It was a dark night, and", max_tokens=40, seed=1)
-speculation = found.model_extra["metrics"]["speculative_decoding"]
-print(found.choices[0].text)
+completion = client.completions.create(model=model.id, prompt="It was a dark night, and", max_tokens=40, seed=1)
+speculation = completion.model_extra["metrics"]["speculative_decoding"]
+print(completion.choices[0].text)
 print(f"{speculation['mean_acceptance_length']:.2f} tokens per step")

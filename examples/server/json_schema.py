@@ -1,4 +1,4 @@
-"""An answer that must fit a JSON schema, and one that must match a regular expression.
+"""Ask for an answer that fits a JSON schema, and for one that matches a regular expression.
 
 python examples/server/json_schema.py http://127.0.0.1:8000
 """

@@ -1,4 +1,4 @@
-"""What a server writes per second, and how soon a text begins, with so many requests at once.
+"""Measure a server: tokens per second and time to the first token, by the number of concurrent requests.
 
 python examples/server/load.py http://127.0.0.1:8000 --concurrency 1,8,32 --prompts prompts.jsonl
 """
@@ -15,34 +15,36 @@ from redrafter.measure.prompts import read_prompts
 
 
 async def ask(client: httpx.AsyncClient, body: dict) -> tuple[float, int, dict]:
-    """Seconds to the first token, tokens, and what the answer says of speculation."""
-    began, first, tail = time.perf_counter(), 0.0, {}
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        if answer.status_code != 200:
-            raise SystemExit((await answer.aread()).decode())
-        async for line in answer.aiter_lines():
+    """Stream a completion; return seconds to its first token, its tokens, and its speculation metrics."""
+    start, first, last_event = time.perf_counter(), 0.0, ""
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise SystemExit((await response.aread()).decode())
+        async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                first = first or time.perf_counter() - began
-                tail = line
-    said = json.loads(tail.removeprefix("data: "))
-    return first, said["usage"]["completion_tokens"], said["metrics"]["speculative_decoding"]
+                first = first or time.perf_counter() - start
+                last_event = line
+    answer = json.loads(last_event.removeprefix("data: "))
+    return first, answer["usage"]["completion_tokens"], answer["metrics"]["speculative_decoding"]
 
 
-async def load(client: httpx.AsyncClient, bodies: list[dict], at_once: int) -> dict[str, float]:
-    gate = asyncio.Semaphore(at_once)
+async def measure(client: httpx.AsyncClient, bodies: list[dict], concurrency: int) -> dict[str, float]:
+    """Send all requests, at most `concurrency` at once, and return the row of numbers to print."""
+    gate = asyncio.Semaphore(concurrency)
 
-    async def one(body: dict) -> tuple[float, int, dict]:
+    async def ask_in_turn(body: dict) -> tuple[float, int, dict]:
         async with gate:
             return await ask(client, body)
 
-    began = time.perf_counter()
-    found = await asyncio.gather(*map(one, bodies))
-    seconds = time.perf_counter() - began
-    first = sorted(each[0] for each in found)
-    steps, accepted = (sum(each[2][name] for each in found) for name in ("num_spec_steps", "num_accepted_draft_tokens"))
+    start = time.perf_counter()
+    answers = await asyncio.gather(*map(ask_in_turn, bodies))
+    seconds = time.perf_counter() - start
+    first = sorted(seconds_to_first for seconds_to_first, _, _ in answers)
+    steps = sum(metrics["num_spec_steps"] for _, _, metrics in answers)
+    accepted = sum(metrics["num_accepted_draft_tokens"] for _, _, metrics in answers)
     return {
-        "concurrency": at_once,
-        "tokens/s": sum(each[1] for each in found) / seconds,
+        "concurrency": concurrency,
+        "tokens/s": sum(tokens for _, tokens, _ in answers) / seconds,
         "first token p50, ms": statistics.median(first) * 1e3,
         "p99": first[min(len(first) - 1, int(len(first) * 0.99))] * 1e3,
         "tokens/step": 1 + accepted / steps if steps else 1.0,
@@ -50,6 +52,7 @@ async def load(client: httpx.AsyncClient, bodies: list[dict], at_once: int) -> d
 
 
 async def main() -> None:
+    """Read the arguments, and print a row for each number of concurrent requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--concurrency", default="1,8,32")
@@ -65,12 +68,12 @@ async def main() -> None:
             raise SystemExit(f"{args.prompts}: this asks for completions of text, and some rows are no plain text")
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=args.url, timeout=None, limits=limits) as client:
-        for at_once in map(int, args.concurrency.split(",")):
-            for count in (2 * at_once, args.requests):  # the first round, which makes the steps of this size, is unseen
-                same = {"max_tokens": args.max_tokens, "temperature": args.temperature, "ignore_eos": True}
-                same |= {"stream": True, "stream_options": {"include_usage": True}}
-                bodies = [{"prompt": texts[i % len(texts)], "seed": i, **same} for i in range(count)]
-                row = await load(client, bodies, at_once)
+        for concurrency in map(int, args.concurrency.split(",")):
+            for count in (2 * concurrency, args.requests):  # the first round, which makes steps of this size, is unseen
+                options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "ignore_eos": True}
+                options |= {"stream": True, "stream_options": {"include_usage": True}}
+                bodies = [{"prompt": texts[i % len(texts)], "seed": i, **options} for i in range(count)]
+                row = await measure(client, bodies, concurrency)
             print("  ".join(f"{name} {value:.5g}" for name, value in row.items()), flush=True)
 
 

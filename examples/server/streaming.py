@@ -1,4 +1,4 @@
-"""A chat, streamed, with log-probabilities and the seed that makes it come out the same again.
+"""Stream a chat with log-probabilities, under a seed that gives the same text each time.
 
 python examples/server/streaming.py http://127.0.0.1:8000
 """
@@ -9,9 +9,9 @@ from openai import OpenAI
 
 client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
 [model] = client.models.list().data
-talk = [{"role": "user", "content": "How do I list the files of a folder?"}]
+messages = [{"role": "user", "content": "How do I list the files of a folder?"}]
 stream = client.chat.completions.create(
-    model=model.id, messages=talk, max_tokens=40, seed=7, temperature=0.7, stream=True, logprobs=True
+    model=model.id, messages=messages, max_tokens=40, seed=7, temperature=0.7, stream=True, logprobs=True
 )
 for part in stream:
     for choice in part.choices:

@@ -1,4 +1,4 @@
-"""A tool that the model must call, and an answer to what the call gave.
+"""Make the model call a tool, and ask for an answer to the tool's result.
 
 python examples/server/tools.py http://127.0.0.1:8000
 """
@@ -26,12 +26,12 @@ tool = {
         },
     },
 }
-talk = [{"role": "user", "content": "How high is the sea at Dover at noon?"}]
-same = {"model": model.id, "tools": [tool], "max_tokens": 60, "temperature": 0}
-called = client.chat.completions.create(messages=talk, tool_choice="required", **same).choices[0].message
-for call in called.tool_calls:
+messages = [{"role": "user", "content": "How high is the sea at Dover at noon?"}]
+options = {"model": model.id, "tools": [tool], "max_tokens": 60, "temperature": 0}
+reply = client.chat.completions.create(messages=messages, tool_choice="required", **options).choices[0].message
+for call in reply.tool_calls:
     arguments = json.loads(call.function.arguments)
     print(f"{call.function.name}({arguments})")
     height = 6.1 if arguments["place"] == "Dover" else 7.2
-    talk += [called, {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"metres": height})}]
-print(client.chat.completions.create(messages=talk, tool_choice="none", **same).choices[0].message.content)
+    messages += [reply, {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"metres": height})}]
+print(client.chat.completions.create(messages=messages, tool_choice="none", **options).choices[0].message.content)
