@@ -13,13 +13,13 @@ import torch
 
 from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.cache.dense import LayerShape
+from redrafter.cache.paged import KVCache
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.target.aux_hidden import decoder_stack
 from redrafter.target.float32 import in_float32
 from redrafter.target.quantization import is_quantized
 from redrafter.target.self_test_trials import (
     MODEL_ERRORS,
-    KVCache,
     TargetUnderTest,
     Trial,
     far_lengths,
