@@ -1,12 +1,12 @@
 """Two turns of a conversation through the tokenizer's chat template."""
 
 import torch
+from transformers import AutoTokenizer
 
 from redrafter import ReDrafter, boxed_pair
-from redrafter.checkpoints.tokenizers import load_tokenizer
 
 engine = ReDrafter.from_pretrained(boxed_pair())
-tokenizer = load_tokenizer(boxed_pair())
+tokenizer = AutoTokenizer.from_pretrained(boxed_pair(), padding_side="left")
 
 conversation = []
 for question in ("Show me common uses of the command `tar`.", "And of `grep`?"):

@@ -1,12 +1,12 @@
 """Speculation inside `model.generate`, for programs that already call it."""
 
 import torch
+from transformers import AutoTokenizer
 
 from redrafter import ReDrafter, boxed_pair
-from redrafter.checkpoints.tokenizers import load_tokenizer
 
 engine = ReDrafter.from_pretrained(boxed_pair())
-tokenizer = load_tokenizer(boxed_pair())
+tokenizer = AutoTokenizer.from_pretrained(boxed_pair(), padding_side="left")
 batch = tokenizer("The committee decided that", return_tensors="pt")
 
 plain = engine.model.generate(**batch, max_new_tokens=40, do_sample=False)

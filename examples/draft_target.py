@@ -3,38 +3,44 @@
 python examples/draft_target.py                    # a stand-in for a large model, made here
 python examples/draft_target.py my-70b my-1b       # yours: hub ids or directories, of one vocabulary
 
-The stand-in is the model in the box zero-padded to 30 times its parameters: it costs what such a model costs and writes
-what the small one writes, so every draft is kept. A pair of real models keeps fewer.
+The stand-in is the model in the box with 160 layers more that add nothing: it costs five times as much and writes what
+the small one writes, so every draft is kept. A pair of real models keeps fewer.
 """
 
+import copy
 import sys
 import time
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from redrafter import DraftTarget, boxed_pair
-from redrafter.bench.padded_model import PadShape, pad_model
+
+
+def deepen(small: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """Return a Llama that computes what `small` does, with so many layers more, whose output is zero."""
+    config = copy.deepcopy(small.config)
+    config.num_hidden_layers += layers
+    large = AutoModelForCausalLM.from_config(config).eval()
+    large.load_state_dict(small.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in large.model.layers[small.config.num_hidden_layers :]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return large
+
 
 if sys.argv[1:]:
     model, draft_model = sys.argv[1:]
 else:
     draft_model = str(boxed_pair())
-    shape = PadShape(
-        hidden_size=384,
-        intermediate_size=1152,
-        num_hidden_layers=40,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=32,
-        vocab_size=2048,
-    )
-    model = pad_model(AutoModelForCausalLM.from_pretrained(draft_model), shape, device="cpu")
-    print("the large model is the small one, zero-padded: every draft is kept, by construction")
+    model = deepen(AutoModelForCausalLM.from_pretrained(draft_model), layers=160)
+    print("the large model is the small one with more layers, which add nothing: every draft is kept, by construction")
 
 engine = DraftTarget.from_pretrained(model, draft_model, draft_len=6)
 tokenizer = AutoTokenizer.from_pretrained(draft_model, padding_side="left")
 batch = tokenizer(["The old man looked at the sea and", "def fibonacci(n):"], return_tensors="pt", padding=True)
-found = {}
+texts = {}
 for speculate in (False, True):
     start = time.perf_counter()
     out = engine.generate(
@@ -47,11 +53,11 @@ for speculate in (False, True):
         speculate=speculate,
         return_dict_in_generate=True,
     )
-    found[speculate] = out.sequences
+    texts[speculate] = out.sequences
     print(
         f"{'with the small model' if speculate else 'alone':<22}{time.perf_counter() - start:6.2f} s, "
         f"{out.stats.tokens_per_step:.2f} tokens per step"
     )
-for text in tokenizer.decode(found[True], skip_special_tokens=True):
+for text in tokenizer.decode(texts[True], skip_special_tokens=True):
     print(repr(text))
-print("the same tokens" if found[True].equal(found[False]) else "OTHER TOKENS")
+print("the same tokens" if texts[True].equal(texts[False]) else "OTHER TOKENS")

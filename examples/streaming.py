@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from transformers import TextStreamer
+from transformers import AutoTokenizer, TextStreamer
 
 from redrafter import ReDrafter, boxed_pair
-from redrafter.checkpoints.tokenizers import load_tokenizer
 
 engine = ReDrafter.from_pretrained(boxed_pair())
-tokenizer = load_tokenizer(boxed_pair())
+tokenizer = AutoTokenizer.from_pretrained(boxed_pair(), padding_side="left")
 ids = tokenizer("It was a dark night, and", return_tensors="pt").input_ids
 
 engine.generate(ids, max_new_tokens=32, do_sample=False, streamer=TextStreamer(tokenizer))

@@ -1,11 +1,14 @@
 """Every example runs as a reader would run it."""
 
+import ast
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import redrafter
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = {
@@ -24,6 +27,17 @@ def test_the_example_runs(script, tmp_path):
     )
     assert found.returncode == 0, found.stderr
     assert SCRIPTS[script] in found.stdout
+
+
+def test_examples_import_public_names_alone():
+    for script in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("server/*.py")):
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("redrafter.") for alias in node.names), script
+            elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "redrafter":
+                assert node.module == "redrafter" and {alias.name for alias in node.names} <= {*redrafter.__all__}, (
+                    script
+                )
 
 
 def test_no_example_is_left_out():

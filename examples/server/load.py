@@ -8,10 +8,9 @@ import asyncio
 import json
 import statistics
 import time
+from pathlib import Path
 
 import httpx
-
-from redrafter.measure.prompts import read_prompts
 
 
 async def ask(client: httpx.AsyncClient, body: dict) -> tuple[float, int, dict]:
@@ -59,11 +58,12 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--prompts", help="a file of texts and prompts, read as by every --prompts")
+    parser.add_argument("--prompts", help="a file of JSON lines, each with a text under prompt or text")
     args = parser.parse_args()
     texts = ["Once upon a time", "def main():", "The sea was", "How do I list the files of a folder?"]
     if args.prompts is not None:
-        texts = [row.prompt or row.text for row in read_prompts(args.prompts)]
+        rows = map(json.loads, Path(args.prompts).read_text(encoding="utf-8").splitlines())
+        texts = [row.get("prompt") or row.get("text") for row in rows]
         if None in texts:
             raise SystemExit(f"{args.prompts}: this asks for completions of text, and some rows are no plain text")
     limits = httpx.Limits(max_connections=None)

@@ -163,7 +163,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
     names = [name for name in ("draft_len", "ngram", "acceptance") if name in _METHOD_OPTIONS[method]]
     chosen = {name: value for name in names if (value := getattr(draft, name)) is not None}
     if method == PROMPT_LOOKUP:
-        return PromptLookup.from_pretrained(model, options=EngineOptions(**use), **chosen, **load)
+        return PromptLookup.from_pretrained(model, **chosen, **load, **use)
     if method == DRAFT_MODEL:
         assert draft.draft_model is not None
         return DraftTarget.from_pretrained(

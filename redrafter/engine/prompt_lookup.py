@@ -16,7 +16,7 @@ __all__ = ["PromptLookup"]
 
 
 class PromptLookup(Engine):
-    """A target that drafts for itself from its own text: no second model, and nothing gained but on text that repeats.
+    """A target that drafts for itself from its own text: no second model, and no gain but on text that repeats.
 
     engine = PromptLookup.from_pretrained("my-base", ngram=2, draft_len=4)
     """
@@ -31,15 +31,33 @@ class PromptLookup(Engine):
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
-        options: EngineOptions | None = None,
+        kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
+        max_input_len: int | None = EngineOptions.max_input_len,
+        max_seq_len: int | None = EngineOptions.max_seq_len,
+        compile: bool = EngineOptions.compile,
         **model_kwargs: Any,
     ) -> "PromptLookup":
-        """model: a hub id, a directory, or a model that is loaded or bound. ngram: tokens that must have stood together
-        before, at most; draft_len: tokens drafted per step. options, model_kwargs: as `ReDrafter.from_pretrained` takes
-        them.
+        """Load a target.
 
-        Raises `CheckpointError`, `UnsupportedError` or `ArgumentError`.
+        Args:
+            model: A hub id, a directory, or a model that is loaded or bound.
+            ngram: Last tokens of the text that are looked for earlier in it, at most.
+            draft_len: Tokens drafted per step.
+            dtype: As in `ReDrafter.from_pretrained`.
+            device: As in `ReDrafter.from_pretrained`.
+            trust_remote_code: As in `ReDrafter.from_pretrained`.
+            kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
+            max_input_len: See `EngineOptions`.
+            max_seq_len: See `EngineOptions`.
+            compile: See `EngineOptions`.
+            model_kwargs: For `AutoModelForCausalLM`.
+
+        Raises:
+            CheckpointError: When the model cannot be loaded.
+            UnsupportedError: When the model cannot be decoded here.
+            ArgumentError: For an argument that is unknown or out of range.
         """
+        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
         proposer = PromptLookupProposer(ngram, draft_len)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
         return cls(bind(model, device=device, **load, **model_kwargs), proposer, options)
