@@ -14,16 +14,12 @@ from redrafter.engine.stopping import end_tokens
 from redrafter.grammar.grammar import Grammar
 from redrafter.scheduler.sequence import SamplingParams
 from redrafter.serve.answers.chat import ChatFormat
-from redrafter.serve.answers.openai_format import (
-    Choice,
-    CompletionFormat,
-    collect_answer,
-    raise_cuts_as_errors,
-    stream_answer,
-    summarize,
-)
+from redrafter.serve.answers.choice import Choice
+from redrafter.serve.answers.completion import CompletionFormat
+from redrafter.serve.answers.openai_format import collect_answer, raise_cuts_as_errors, stream_answer
 from redrafter.serve.answers.prompt_logprobs import check_scores, prompt_logprobs
 from redrafter.serve.answers.text import StopStrings, decode_tokens
+from redrafter.serve.answers.usage import summarize
 from redrafter.serve.chat.tool_schema import call_schema
 from redrafter.serve.grammars import Grammars
 from redrafter.serve.metrics import Metrics

@@ -15,7 +15,7 @@ pytest.importorskip("openai")  # test_serve needs it
 
 from helpers.serving import PROMPTS, Program
 from redrafter.engine.outputs import Stats
-from redrafter.serve.answers.openai_format import speculation_metrics
+from redrafter.serve.answers.usage import speculation_metrics
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
 

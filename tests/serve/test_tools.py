@@ -18,7 +18,7 @@ from redrafter.grammar.compiled import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.chat import ChatFormat
-from redrafter.serve.answers.openai_format import Choice
+from redrafter.serve.answers.choice import Choice
 from redrafter.serve.chat.reader import Call, ChatReader, Fragment, Span
 from redrafter.serve.chat.tool_schema import call_schema
 from redrafter.serve.protocol.requests import ChatRequest

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.serve.answers.openai_format import Choice, TokenLine
+from redrafter.serve.answers.choice import Choice, TokenLine
 from redrafter.serve.answers.text import decode_tokens
 from redrafter.serve.chat.reader import Call, ChatReader, Event, Span
 from redrafter.serve.chat.tools import collect_calls

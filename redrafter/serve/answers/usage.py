@@ -1,0 +1,73 @@
+"""Tokens of an answer, and how speculation went."""
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from redrafter.engine.outputs import Stats
+from redrafter.scheduler.sequence import TokenSequence
+from redrafter.serve.answers.choice import Choice
+
+__all__ = ["count_usage", "speculation_metrics", "summarize", "usage_and_metrics"]
+
+
+def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return usage and metrics of an answer. A prompt counts once, however many texts follow it."""
+    jobs = [choice.job for choice in choices if choice.job is not None]
+    usage = count_usage(choices, {tuple(job.prompt): job for job in jobs}.values())
+    return {"usage": usage, "metrics": {"speculative_decoding": speculation_metrics([job.stats for job in jobs])}}
+
+
+def summarize(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the facts that the log has of an answer, or of as much of it as was written before the client left."""
+    jobs = [choice.job for choice in choices if choice.job is not None]
+    if not jobs:
+        return {}
+    usage = count_usage(choices, {tuple(job.prompt): job for job in jobs}.values())
+    waits = [job.first - job.came for job in jobs if job.first is not None]
+    return {
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "first_token_seconds": round(min(waits), 4) if waits else None,
+        "tokens_per_step": round(speculation_metrics([job.stats for job in jobs])["mean_acceptance_length"], 3),
+        "finish": ",".join(choice.finish or "left" for choice in choices),
+    }
+
+
+def count_usage(choices: Iterable[Choice], prompts: Collection[TokenSequence]) -> dict[str, Any]:
+    """Return the usage so far. The tokens of `prompts` count as read, those of `choices` as written."""
+    read, written = sum(len(job.prompt) for job in prompts), sum(choice.token_count for choice in choices)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": sum(job.reused for job in prompts)},
+    }
+
+
+def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any]:
+    """Return how speculation went, under vLLM's names (vllm-project/vllm#48915).
+
+    Steps without drafts do not count. `mean_acceptance_length` counts the token that follows the accepted drafts too;
+    entry j of `acceptance_histogram` counts the steps that accepted exactly j drafts; entry d of `acceptance_by_depth`,
+    which vLLM lacks, is the share of the steps with d accepted drafts or more that accepted one more.
+
+    Args:
+        stats: Counts of each sequence.
+    """
+    steps, drafted, accepted = (
+        sum(getattr(entry, name) for entry in stats) for name in ("steps", "drafted", "accepted")
+    )
+    depth = max((len(entry.accepted_by_depth) for entry in stats), default=0)
+    reached = [steps, *(sum(entry.accepted_by_depth[d] for entry in stats) for d in range(depth))]
+    return {
+        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": [a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": depth,
+        "acceptance_by_depth": [b / a if a else None for a, b in pairwise(reached)],
+    }
