@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.documents import encode_prompt
+from redrafter.data.prompts import encode_prompt
 from redrafter.data.rows import Row, read_rows
 from redrafter.errors import ArgumentError
 

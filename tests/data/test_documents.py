@@ -12,7 +12,8 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from helpers.chats import CHAT, FORGETFUL, LLAMA_LIKE, tiny_tokenizer, write
-from redrafter.data.documents import encode_documents, format_sample, sample_prompts
+from redrafter.data.documents import encode_documents, format_sample
+from redrafter.data.prompts import sample_prompts
 from redrafter.data.rows import Row, fingerprint, read_rows
 from redrafter.data.windows import Batch, Document, Windows, assign_rows
 from redrafter.errors import CheckpointError, MismatchError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.documents import sample_prompts
+from redrafter.data.prompts import sample_prompts
 from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError
 from redrafter.measure.prompts import read_prompts

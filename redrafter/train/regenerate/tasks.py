@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.documents import encode_prompt
+from redrafter.data.prompts import encode_prompt
 from redrafter.data.rows import Row, fingerprint
 from redrafter.errors import CheckpointError, MismatchError, first_line
 
