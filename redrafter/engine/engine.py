@@ -131,7 +131,7 @@ class Engine:
     @property
     def kv_pool_bytes(self) -> int:
         """Bytes of the paged pools of keys and values; 0 before the first request and on the dense cache."""
-        return 0 if self._graphs is None else sum(pool.nbytes for pool in self._graphs.store.pools)
+        return 0 if self.graphs is None else sum(pool.nbytes for pool in self.graphs.store.pools)
 
     def drop_graphs(self) -> None:
         """Forget the captured steps and so free what they hold; the next batch captures again. No batch may be open."""

@@ -1,1 +1,1 @@
-"""Serving: requests of every kind side by side in one engine."""
+"""The OpenAI-compatible server: requests of every kind share the steps of one engine."""

@@ -20,8 +20,8 @@ from redrafter.app.templates import read_template
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.options import MOST_ROWS
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.serve.config import LIMITS, ServeOptions, config_beside, read_config
-from redrafter.serve.network.api_keys import ENVIRONMENT, ApiKeys, collect_keys
+from redrafter.serve.config import LIMIT_OPTIONS, ServeOptions, config_beside, read_config
+from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys, collect_keys
 
 __all__ = ["Server", "build_parser", "main"]
 
@@ -30,7 +30,17 @@ _LOG = logging.getLogger("redrafter.serve")
 
 @dataclass
 class Server:
-    """A loaded pair, what writes its texts, and the application that clients ask for them."""
+    """A loaded model and its proposer, with the worker and the application that serve them.
+
+    Attributes:
+        pair: Model, tokenizer and engine.
+        options: How the server listens, and how much it serves at once.
+        load: How the model was loaded.
+        keys: API keys that clients must send.
+        name: Name of the model that clients use.
+        worker: Runs the scheduler.
+        app: The ASGI application.
+    """
 
     pair: Pair
     options: ServeOptions
@@ -41,7 +51,7 @@ class Server:
         from redrafter.engine.cuda_graphs import CUDAGraphRunner
         from redrafter.scheduler.scheduler import Scheduler
         from redrafter.serve.metrics import Metrics
-        from redrafter.serve.network.guard import Admission
+        from redrafter.serve.network.access import AccessPolicy
         from redrafter.serve.routes.app import create_app
         from redrafter.serve.service import Service
         from redrafter.serve.worker import Worker
@@ -51,26 +61,28 @@ class Server:
             raise ArgumentError("a server drafts at one length: leave out --adaptive")
         self.name = self.options.served_model_name or short_name(self.pair.name)
         limits = self.options.limits(self.load.max_seq_len)
-        least = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes beside them
-        rows = max(limits.max_batch_size, least)
+        min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes too
+        rows = max(limits.max_batch_size, min_rows)
         graphs = CUDAGraphRunner.on(engine.target, engine.options, engine.draft_model, rows)
         scheduler = Scheduler(engine, graphs, limits, self.options.speculate)
         metrics = Metrics(scheduler, self.name)
-        self.worker = Worker(scheduler, metrics.told)
-        own = self.options
+        self.worker = Worker(scheduler, metrics.observe)
+        options = self.options
         service = Service(
             self.worker,
             self.pair.tokenizer,
             self.name,
             metrics,
-            special_tokens_in_content=own.special_tokens_in_content,
-            reasoning=own.reasoning_format == "auto",
+            special_tokens_in_content=options.special_tokens_in_content,
+            reasoning=options.reasoning_format == "auto",
         )
-        admission = Admission.of(self.keys, own.host, own.allowed_hosts, own.allowed_origins, own.open_metrics)
-        self.app = create_app(service, admission, own.max_body_size)
+        policy = AccessPolicy.of(
+            self.keys, options.host, options.allowed_hosts, options.allowed_origins, options.open_metrics
+        )
+        self.app = create_app(service, policy, options.max_body_size)
 
     def warm_up(self) -> None:
-        """Pay on a GPU for what only first requests would pay for."""
+        """Compile kernels and capture steps on a GPU, which the first requests would else wait for."""
         if self.options.warm_up and self.pair.engine.target.device.type == "cuda":
             from redrafter.serve.warm_up import warm_up
 
@@ -78,14 +90,14 @@ class Server:
             warm_up(self.worker.scheduler)
 
     def summary(self, listening: socket.socket) -> list[str]:
-        """What is served, and a line to try it with."""
+        """Return log lines that say what is served, with a command to try it."""
         url = address(self.options, listening)
         target, scheduler = self.pair.engine.target, self.worker.scheduler
         proposer = self.pair.engine.proposer_for(1) if self.options.speculate else None
         drafts = "no drafts"
         if proposer is not None and self.pair.method != PLAIN:
             drafts = f"{self.pair.method}, {draft_shape(proposer) or 'no drafts at one row'}"
-        key = f' -H "Authorization: Bearer ${ENVIRONMENT}"' if self.keys else ""
+        key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if self.keys else ""
         body = f'{{"model": "{self.name}", "prompt": "Once upon a time", "max_tokens": 40}}'
         return [
             f"{self.name}: {target.name}, {str(target.dtype).removeprefix('torch.')} on {target.device}; {drafts}",
@@ -103,21 +115,25 @@ def address(options: ServeOptions, listening: socket.socket) -> str:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """A bound socket. Raises `ArgumentError` naming the option that is to blame."""
+    """Return a bound socket.
+
+    Raises:
+        ArgumentError: Host or port cannot be used; the message names the option.
+    """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # asyncio sends small packets at once only on a socket that says it is TCP; else a first token may wait 40 ms.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # asyncio sends small packets at once only on a socket of protocol TCP; else a first token may wait 40 ms.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((options.host, options.port))
-        found.listen(2048)
+        listening.bind((options.host, options.port))
+        listening.listen(2048)
     except OSError as error:
-        found.close()
+        listening.close()
         flag = "--port" if error.errno in (13, 98, 48) else "--host"
         raise ArgumentError(
             f"cannot listen on {options.host}:{options.port}: {error.strerror}; choose another {flag}"
         ) from error
-    return found
+    return listening
 
 
 def build_parser() -> Parser:
@@ -149,7 +165,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns its exit code."""
+    """Run `redrafter serve`, and return its exit code."""
 
     def run() -> int:
         args = _with_config(build_parser().parse_args(argv))
@@ -158,24 +174,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.print_config:
             print(json.dumps(_shown(options) | asdict(load) | asdict(draft), indent=2))
             return 0
-        _needs_extra()
+        _check_dependencies()
         return _serve(options, load, draft)
 
     return run_command(run)
 
 
 def _with_config(args: argparse.Namespace) -> argparse.Namespace:
-    """Add what files say: those beside the model first, over them those of `--config`, over them what was typed."""
+    """Add the options of configuration files: flags win over `--config`, and these over files beside the model."""
     kinds = (ServeOptions, LoadOptions, DraftOptions)
-    said = read_config(args.config, kinds)
+    configured = read_config(args.config, kinds)
     given = {name: value for name, value in vars(args).items() if not (name == "model" and value is None)}
-    model = (said | given).get("model")
-    beside = {} if model is None else read_config(config_beside(model), kinds, only=LIMITS)
-    return argparse.Namespace(**beside | said | given)
+    model = (configured | given).get("model")
+    beside = {} if model is None else read_config(config_beside(model), kinds, only=LIMIT_OPTIONS)
+    return argparse.Namespace(**beside | configured | given)
 
 
 def _load(options: ServeOptions, load: LoadOptions, draft: DraftOptions, template: str | None) -> Pair:
-    """Load what is served; where nothing drafts, say once what could. template: in place of the model's own."""
+    """Load the model and its proposer, and warn if there is none. template: chat template instead of the model's."""
     speculate = options.speculate and can_draft(load, draft)
     if options.speculate and not speculate:
         _LOG.warning(
@@ -191,7 +207,7 @@ def _load(options: ServeOptions, load: LoadOptions, draft: DraftOptions, templat
 
 def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int:
     from redrafter.serve.log import start_logging
-    from redrafter.serve.network.front import Front
+    from redrafter.serve.network.server_process import ServerProcess
 
     start_logging(options.log_format, options.log_level)
 
@@ -211,9 +227,9 @@ def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int
         keys = collect_keys(options.api_key, options.api_key_file)
         template = read_template(options.chat_template) if options.chat_template else None
         with listen(options) as listening:
-            front = Front(options, listening)
+            process = ServerProcess(options, listening)
             _LOG.info("on %s; loading %s", address(options, listening), load.model or "the pair in the box")
-            front.run(start, ready)
+            process.run(start, ready)
     except ReDrafterError as error:
         _LOG.error("%s", " ".join(str(error).split()))
         return 2
@@ -221,14 +237,14 @@ def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int
 
 
 def _shown(options: ServeOptions) -> dict[str, Any]:
-    """Return the options as `--config` reads them, but for the keys."""
+    """Return the options as `--config` reads them, without API keys."""
     shown = asdict(options)
     if shown.pop("api_key"):
         print("redrafter: the API keys are not shown", file=sys.stderr)
     return shown
 
 
-def _needs_extra() -> None:
+def _check_dependencies() -> None:
     from importlib.util import find_spec
 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]

@@ -1,4 +1,4 @@
-"""The options of `redrafter serve`, and the keys of TensorRT-LLM's server that they stand for."""
+"""Options of `redrafter serve`, and the configuration files that set them, also those of TensorRT-LLM's server."""
 
 import json
 import types
@@ -12,12 +12,12 @@ from redrafter.app.flags import flag, names, option
 from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
 from redrafter.scheduler.limits import Limits
-from redrafter.serve.network.api_keys import ENVIRONMENT
+from redrafter.serve.network.api_keys import KEY_VARIABLE
 from redrafter.spelling import nearest
 
-__all__ = ["LIMITS", "ServeOptions", "config_beside", "read_config"]
+__all__ = ["LIMIT_OPTIONS", "ServeOptions", "config_beside", "read_config"]
 
-# Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, by the option that says the same here.
+# Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, and the options of the same meaning here.
 _RUNTIME = {
     "enable_chunked_context": "chunked_context",
     "enable_kv_cache_reuse": "kv_cache_reuse",
@@ -34,15 +34,15 @@ _NO_MEANING = frozenset(
         "secondary_offload_min_priority",
     }
 )
-# Parts of `llgtrt.json5` beside `runtime`, and what to do about what they say.
+# Parts of `llgtrt.json5` beside `runtime`, and why they are not read or what to use instead.
 _PARTS = {
     "llguidance": "the limits of grammars are this server's own",
     "py": "no Python scripts are run beside the server",
     "tokenizer": "the tokenizer is the one beside the model; its chat template is --chat-template FILE",
 }
-BESIDE = ("runtime.json", "llgtrt.json5")  # read where they stand beside a model, the second over the first
-# What such files may say: whoever made a model decides how much of it runs at once, not who may come in.
-LIMITS = frozenset(
+CONFIG_FILES = ("runtime.json", "llgtrt.json5")  # read beside a model; the second takes precedence
+# Options that these may set: who made a model may decide how much of it runs at once, but not who may use it.
+LIMIT_OPTIONS = frozenset(
     {
         "chunked_context",
         "guaranteed_no_evict",
@@ -57,7 +57,7 @@ LIMITS = frozenset(
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a server listens, and what it may take on."""
+    """How a server listens, and how much it serves at once."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = option(8000, "port to listen on; 0 for any that is free")
@@ -65,7 +65,7 @@ class ServeOptions:
     api_key: tuple[str, ...] = option(
         (),
         f"what clients must send as a bearer token (may be repeated); a command line is there for all to read: "
-        f"better in the environment as {ENVIRONMENT}, or in a file",
+        f"better in the environment as {KEY_VARIABLE}, or in a file",
         action="append",
         type=str,
         metavar="KEY",
@@ -138,6 +138,7 @@ class ServeOptions:
             raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
 
     def limits(self, max_seq_len: int | None) -> Limits:
+        """Return the limits of the scheduler. max_seq_len: most tokens of a sequence; None for the model's context."""
         return Limits(
             max_batch_size=self.max_batch_size,
             max_num_tokens=self.max_num_tokens,
@@ -150,32 +151,32 @@ class ServeOptions:
 
 
 def config_beside(model: str) -> list[str]:
-    """Return the files of `BESIDE` that a model's directory or repository holds."""
-    return [file for name in BESIDE if (file := find_model_file(model, name)) is not None]
+    """Return the paths of those `CONFIG_FILES` that a model's directory or repository holds."""
+    return [file for name in CONFIG_FILES if (file := find_model_file(model, name)) is not None]
 
 
 def read_config(files: Sequence[str], options: Sequence[type], only: Collection[str] | None = None) -> dict[str, Any]:
-    """Read options by name from JSON or JSON5 files, later ones over earlier ones.
+    """Read options by name from JSON or JSON5 files, of which later ones take precedence.
 
     Keys are the flags' names, with dashes or underscores, or those of `runtime.json`, at the top or under `runtime`.
-    Keys that mean nothing here are named in a warning each.
+    Each key without a meaning here causes a warning.
 
     Args:
-        files: paths.
-        options: the dataclasses that the options belong to.
-        only: options that these files may set; None for all. Others are named in a warning.
+        files: Paths.
+        options: Dataclasses of the options.
+        only: Options that these files may set; None for all. Each other one causes a warning.
 
     Raises:
-        ArgumentError: naming the file and the key.
+        ArgumentError: A file cannot be read, or a key is unknown or has a wrong value.
     """
-    known = {each.name: (each, get_type_hints(kind)[each.name]) for kind in options for each in fields(kind)}
-    found: dict[str, Any] = {}
+    known = {item.name: (item, get_type_hints(kind)[item.name]) for kind in options for item in fields(kind)}
+    values: dict[str, Any] = {}
     for file in files:
         for key, value in _entries(file):
             name = _RUNTIME.get(key, key)
             if key in _NO_MEANING or key in _PARTS:
-                why = f": {_PARTS[key]}" if key in _PARTS else ""
-                warnings.warn(f"{file}: {key} means nothing here{why}", stacklevel=2)
+                reason = f": {_PARTS[key]}" if key in _PARTS else ""
+                warnings.warn(f"{file}: {key} means nothing here{reason}", stacklevel=2)
             elif name not in known:
                 near = nearest(name, [*known, *_RUNTIME])
                 raise ArgumentError(f"{file}: {key} is not known" + (f"; did you mean {near}?" if near else ""))
@@ -185,23 +186,24 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
                     stacklevel=2,
                 )
             elif value is not None:
-                found[name] = _typed(file, key, value, *known[name])
-    return found
+                values[name] = _typed(file, key, value, *known[name])
+    return values
 
 
 def _entries(file: str) -> list[tuple[str, Any]]:
+    """Return the keys and values of a file, those of its `runtime` part among them."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
-        said = json.loads(text)
+        content = json.loads(text)
     except ValueError:
-        said = _json5(file, text)
-    if not isinstance(said, dict) or not isinstance(said.get("runtime", {}), dict):
+        content = _json5(file, text)
+    if not isinstance(content, dict) or not isinstance(content.get("runtime", {}), dict):
         raise ArgumentError(f"{file} must hold an object")
-    runtime = said.pop("runtime", {})
-    return [(key.replace("-", "_"), value) for key, value in (*said.items(), *runtime.items())]
+    runtime = content.pop("runtime", {})
+    return [(key.replace("-", "_"), value) for key, value in (*content.items(), *runtime.items())]
 
 
 def _json5(file: str, text: str) -> Any:
@@ -216,13 +218,14 @@ def _json5(file: str, text: str) -> Any:
 
 
 def _typed(file: str, key: str, value: Any, item: Field[Any], hint: Any) -> Any:
+    """Return a value as the type of its option, or raise `ArgumentError`."""
     arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = tuple(arm for arm in arms if arm in (bool, int, float, str))
     fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if get_origin(hint) is tuple:
-        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        if isinstance(value, list) and all(isinstance(text, str) for text in value):
             return tuple(value)
         raise ArgumentError(f"{file}: {key} must be a list of texts, got {json.dumps(value)}")
     choices = item.metadata.get("choices")

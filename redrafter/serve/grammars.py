@@ -1,4 +1,4 @@
-"""The grammars of a server: compiled once for all who ask, kept, and dropped when nobody waits for them any more."""
+"""Compiled grammars of a server: compiled once for all clients, kept for later requests, bounded in number."""
 
 import asyncio
 import time
@@ -17,27 +17,28 @@ from redrafter.scheduler.limits import QueueFullError
 
 __all__ = ["Grammars"]
 
-KEPT = 32  # grammars that no text follows
-KEPT_MEMORY = 1 << 30  # bytes that they may hold together
-LIVING = 256  # grammars that texts follow, those that are kept among them
-LIVING_MEMORY = 8 << 30  # bytes that they may hold together
-COMPILERS = 16  # grammars that are compiled at once; those of one client: fewer, and others' go on beside slow ones
-OF_ONE_CLIENT = 10
-REFUSED, REFUSAL = 64, 60.0  # grammars that are known to be refused, and seconds for which they are
+MAX_KEPT_GRAMMARS = 32  # grammars kept for later requests
+MAX_KEPT_BYTES = 1 << 30  # bytes that they may hold together
+MAX_LIVING_GRAMMARS = 256  # grammars in use by a sequence or kept
+MAX_LIVING_BYTES = 8 << 30  # bytes that they may hold together
+MAX_COMPILATIONS = 16  # grammars that are compiled at once
+MAX_COMPILATIONS_PER_CLIENT = 10  # fewer, so that those of others go on beside one client's slow ones
+MAX_REMEMBERED_REFUSALS = 64  # grammars whose refusal is remembered
+REFUSAL_SECONDS = 60.0  # for which it is
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class _Compilation:
-    """A grammar that is being compiled, and how many wait for it."""
+    """A grammar that is being compiled, and how many requests wait for it."""
 
     task: "asyncio.Task[Grammar]"
     waiting: int = 0
 
 
 class Grammars:
-    """Compiled grammars over one tokenizer's vocabulary; all methods are for the thread of one event loop."""
+    """Compiled grammars over the vocabulary of one tokenizer. All methods are for the thread of one event loop."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -46,24 +47,26 @@ class Grammars:
         self._begun: dict[GrammarSource, _Compilation] = {}
         self._living: WeakSet[Grammar] = WeakSet()
         self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._compilers = asyncio.Semaphore(COMPILERS)
-        self._threads = ThreadPoolExecutor(COMPILERS, "grammar")  # they wait for processes
+        self._compilers = asyncio.Semaphore(MAX_COMPILATIONS)
+        self._threads = ThreadPoolExecutor(MAX_COMPILATIONS, "grammar")  # they wait for processes
 
     async def get(self, spec: Any, client: str) -> Grammar:
-        """Return a compiled grammar. Whoever is the last to wait for it and leaves, stops its compilation.
+        """Return a compiled grammar, from an earlier request if it is kept.
+
+        The compilation is stopped when nobody waits for it any more.
 
         Args:
-            spec: what `Grammar.of` reads.
-            client: who asks; a client's grammars wait for each other where there are many of them.
+            spec: A specification that `Grammar.of` reads.
+            client: Who asks. Of one client, `MAX_COMPILATIONS_PER_CLIENT` grammars are compiled at once.
 
         Raises:
-            ArgumentError: for a grammar that is wrong, too large or too complex.
-            QueueFullError: where too many other grammars are in use.
+            ArgumentError: The grammar is wrong, too large or too complex.
+            QueueFullError: Too many other grammars are in use.
         """
         source = GrammarSource.of(spec)
         if source not in self._begun:
-            own = self._clients.setdefault(client, asyncio.Semaphore(OF_ONE_CLIENT))
-            async with own:  # not for a client that joins others
+            semaphore = self._clients.setdefault(client, asyncio.Semaphore(MAX_COMPILATIONS_PER_CLIENT))
+            async with semaphore:  # not for a client that joins a compilation
                 if (kept := self._kept_alive(source)) is not None:
                     return kept
                 if source not in self._begun:
@@ -73,6 +76,7 @@ class Grammars:
         return await self._wait(source)
 
     def _kept_alive(self, source: GrammarSource) -> Grammar | None:
+        """Return a kept grammar whose process still runs, or None."""
         kept = self._kept.get(source)
         if kept is None or not kept.process.alive:
             return None
@@ -80,18 +84,20 @@ class Grammars:
         return kept
 
     def _check(self, source: GrammarSource) -> None:
-        """Refuse at once what was refused a moment ago, and what there is no room for."""
+        """Raise for a grammar that was refused a moment ago, and if too many grammars are in use."""
         when, why = self._refused.get(source, (0.0, ""))
-        if why and time.monotonic() - when < REFUSAL:
+        if why and time.monotonic() - when < REFUSAL_SECONDS:
             raise ArgumentError(why)
-        if len(self._living) + len(self._begun) >= LIVING:
-            raise QueueFullError(f"{LIVING} other grammars are in use, and no more may be")
-        if sum(each.process.memory for each in self._living) > LIVING_MEMORY:
-            raise QueueFullError(f"other grammars that are in use hold {LIVING_MEMORY >> 30} GB, and no more may be")
+        if len(self._living) + len(self._begun) >= MAX_LIVING_GRAMMARS:
+            raise QueueFullError(f"{MAX_LIVING_GRAMMARS} other grammars are in use, and no more may be")
+        if sum(grammar.process.memory for grammar in self._living) > MAX_LIVING_BYTES:
+            raise QueueFullError(f"other grammars that are in use hold {MAX_LIVING_BYTES >> 30} GB, and no more may be")
 
     def _begin(self, source: GrammarSource) -> None:
         task = asyncio.ensure_future(self._compile(source))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to be told
+        task.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # marks an error as seen, even if nobody waits
         self._begun[source] = _Compilation(task)
 
     async def _wait(self, source: GrammarSource) -> Grammar:
@@ -126,13 +132,13 @@ class Grammars:
     def _refuse(self, source: GrammarSource, why: str) -> None:
         self._refused[source] = time.monotonic(), why
         self._refused.move_to_end(source)
-        while len(self._refused) > REFUSED:
+        while len(self._refused) > MAX_REMEMBERED_REFUSALS:
             self._refused.popitem(last=False)
 
     def _keep(self, source: GrammarSource, grammar: Grammar) -> None:
         self._living.add(grammar)
         self._kept[source] = grammar
         self._kept.move_to_end(source)
-        held = sum(each.process.memory for each in self._kept.values())
-        while len(self._kept) > KEPT or (held > KEPT_MEMORY and len(self._kept) > 1):
-            held -= self._kept.popitem(last=False)[1].process.memory
+        held_bytes = sum(grammar.process.memory for grammar in self._kept.values())
+        while len(self._kept) > MAX_KEPT_GRAMMARS or (held_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
+            held_bytes -= self._kept.popitem(last=False)[1].process.memory

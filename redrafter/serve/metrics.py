@@ -1,4 +1,4 @@
-"""What Prometheus is told, by vLLM's names where the meaning is the same."""
+"""Metrics for Prometheus, under vLLM's names where the meaning is the same."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -12,67 +12,92 @@ from redrafter.scheduler.sequence import Finish, SequenceDelta, TokenSequence
 
 __all__ = ["Metrics"]
 
-_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1)
-_WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+_FIRST_TOKEN_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_PER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1)
+_LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _Value = TypeVar("_Value", Finish, int)
 _REASONS: dict[Finish, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
 
 class Metrics:
-    """`told` of every delta, in the engine's thread; `text` for who asks."""
+    """Counters and histograms of one scheduler, updated in the engine's thread, and gauges read on demand."""
 
     def __init__(self, scheduler: Scheduler, model: str):
+        """Register the metrics of a scheduler. model: value of their label `model_name`."""
         self.registry, self._scheduler, self._model = CollectorRegistry(), scheduler, model
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, those found in the cache counted")
-        self._sought = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
+        self._queried = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
         self._reused = self._counter("prefix_cache_hits", "Prompt tokens that were found in the cache")
         self._written = self._counter("generation_tokens", "Tokens written")
         self._ended = self._counters("request_success", "Texts that ended, by why", "finished_reason", _REASONS)
         self._drafts = self._counter("spec_decode_num_drafts", "Steps that verified drafts")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
-        self._by_place = self._counters(
+        self._accepted_by_position = self._counters(
             "spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted, by place",
             "position",
-            {place: str(place) for place in range(scheduler.batch.depth)},
+            {position: str(position) for position in range(scheduler.batch.depth)},
         )
-        self._first = self._histogram("time_to_first_token_seconds", "From coming to the first token", _FIRST)
-        self._each = self._histogram(
-            "request_time_per_output_token_seconds", "Each text's mean, after its first", _EACH
+        self._first = self._histogram(
+            "time_to_first_token_seconds", "From coming to the first token", _FIRST_TOKEN_BUCKETS
         )
-        self._whole = self._histogram("e2e_request_latency_seconds", "From coming to the end", _WHOLE)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Each text's mean, after its first", _PER_TOKEN_BUCKETS
+        )
+        self._latency = self._histogram("e2e_request_latency_seconds", "From coming to the end", _LATENCY_BUCKETS)
         self.registry.register(self)
 
-    def told(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
+    def observe(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
+        """Count a delta of a sequence."""
         now = time.perf_counter()
         self._written.inc(len(delta.tokens))
         if sequence.first_token_at is None and (delta.tokens or delta.finish == "length"):
             sequence.first_token_at = now
             self._prompt.inc(len(sequence.prompt))
-            self._sought.inc(len(sequence.prompt) * self._scheduler.limits.reuse)
+            self._queried.inc(len(sequence.prompt) * self._scheduler.limits.reuse)
             self._reused.inc(sequence.reused)
             self._first.observe(now - sequence.arrived_at)
         if delta.drafted:
             self._drafts.inc()
             self._draft_tokens.inc(delta.drafted)
             self._accepted.inc(delta.accepted)
-            for place in range(delta.accepted):
-                self._by_place[place].inc()
+            for position in range(delta.accepted):
+                self._accepted_by_position[position].inc()
         if delta.finish is not None:
             self._ended[delta.finish].inc()
-            self._whole.observe(now - sequence.arrived_at)
+            self._latency.observe(now - sequence.arrived_at)
             if sequence.first_token_at is not None and sequence.written > 1:
-                self._each.observe((now - sequence.first_token_at) / (sequence.written - 1))
+                self._per_token.observe((now - sequence.first_token_at) / (sequence.written - 1))
 
     def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What is asked for when somebody looks."""
-        pool, scheduler = self._scheduler.graphs.blocks, self._scheduler
-        held = 1 - pool.num_free_blocks / pool.num_blocks
+        """Yield the metrics that are read from the scheduler only when somebody asks, as a registry calls it."""
+        scheduler, blocks = self._scheduler, self._scheduler.graphs.blocks
+        held = 1 - blocks.num_free_blocks / blocks.num_blocks
         for kind, name, help, value in (
             (GaugeMetricFamily, "num_requests_running", "Texts that are read or written", scheduler.running),
             (GaugeMetricFamily, "num_requests_waiting", "Texts that wait for a place", scheduler.waiting),
@@ -80,7 +105,7 @@ class Metrics:
             (
                 CounterMetricFamily,
                 "num_preemptions",
-                "RunningBatch put back, for want of blocks or for a client without any",
+                "Rows put back, for want of blocks or for a client without any",
                 scheduler.preempted,
             ),
         ):
@@ -92,10 +117,13 @@ class Metrics:
         return Counter(f"vllm:{name}", help, ["model_name"], registry=self.registry).labels(self._model)
 
     def _counters(self, name: str, help: str, label: str, values: Mapping[_Value, str]) -> dict[_Value, Counter]:
-        """One for each value. All are there from the beginning: what is first seen at 5 has not risen by 5 to a client
-        that takes differences."""
+        """Return a counter for each value of a label.
+
+        All exist from the beginning: a counter that is first seen at 5 has not risen by 5 to a client that takes
+        differences.
+        """
         counter = Counter(f"vllm:{name}", help, ["model_name", label], registry=self.registry)
-        return {value: counter.labels(self._model, called) for value, called in values.items()}
+        return {value: counter.labels(self._model, text) for value, text in values.items()}
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]):  # type: ignore[no-untyped-def]
         return Histogram(f"vllm:{name}", help, ["model_name"], registry=self.registry, buckets=buckets).labels(

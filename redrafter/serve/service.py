@@ -1,4 +1,4 @@
-"""From an OpenAI request to texts of the engine."""
+"""The service behind the routes: OpenAI's requests become sequences of the engine, and these become answers."""
 
 import asyncio
 import json
@@ -29,27 +29,27 @@ from redrafter.serve.worker import Worker
 
 __all__ = ["Service"]
 
-COLDEST = 1e-5  # a temperature below it divides logits to more than a number holds: it is greedy, as vLLM has it
-COMPLETION = 16  # tokens that a completion without max_tokens comes to, as OpenAI has it
+MIN_TEMPERATURE = 1e-5  # lower ones would overflow the logits: they mean greedy decoding, as in vLLM
+DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
 
 AnyRequest = CompletionRequest | ChatRequest
-Facts = dict[str, Any]  # what a log may say of a request
+Facts = dict[str, Any]  # what the log says of a request, by name
 
 
 @dataclass
 class Service:
-    """What the routes call.
+    """Answers requests for completions and chats.
 
-    Args:
-        worker: Writes the texts.
-        tokenizer: The tokenizer of the model.
-        model: The name that clients know.
-        metrics: What `/metrics` tells.
-        apart: Whether clients do not share the beginnings of texts that are in the cache, as they should not where each
-            has a key of its own.
-        special_tokens_in_content: Whether a control token that a message spells is one.
-        reasoning: Whether thoughts are told apart from the answer, where the chat template has marks for them.
-        created: When, in seconds since 1970.
+    Attributes:
+        worker: Decodes the sequences.
+        tokenizer: Tokenizer of the model.
+        model: Name of the model that clients use.
+        metrics: Metrics of the scheduler.
+        apart: Whether clients do not share prefixes in the cache, as they should not if each has a key of its own.
+        special_tokens_in_content: Whether a control token that is spelled out in a message counts as one.
+        reasoning: Whether thoughts are separated from the answer, if the chat template has marks for them.
+        created: When the service started, in seconds since 1970.
+        prompts: Reads the prompts of requests.
     """
 
     worker: Worker
@@ -64,54 +64,61 @@ class Service:
     def __post_init__(self) -> None:
         vocabulary = self.worker.scheduler.engine.target.vocab_size
         self._grammars = Grammars(self.tokenizer)
-        self._prompts = Prompts(self.tokenizer, self.model, vocabulary, self.context, self.special_tokens_in_content)
-
-    @property
-    def prompts(self) -> Prompts:
-        """What reads prompts, as the routes do."""
-        return self._prompts
+        self.prompts = Prompts(self.tokenizer, self.model, vocabulary, self.context, self.special_tokens_in_content)
 
     def model_entry(self) -> dict[str, Any]:
-        """What a list of models says of this one."""
+        """Return the entry of this model in a list of models."""
         entry = {"id": self.model, "object": "model", "created": self.created, "owned_by": "redrafter"}
         return entry | {"max_model_len": self.context}
 
     @property
     def context(self) -> int:
+        """Most tokens of a prompt and its answer together."""
         return self.worker.scheduler.longest
 
     def check_model(self, name: str | None) -> None:
+        """Raise `ApiError` for the name of another model; None is any model."""
         if name is not None and name != self.model:
             raise ApiError(404, f"the model {name!r} is not served here; {self.model!r} is", "model", "model_not_found")
 
     async def completion(
         self, request: CompletionRequest, facts: Facts
     ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+        """Answer a request for completions.
+
+        Args:
+            request: The request.
+            facts: What is logged of it; facts about the answer are added.
+
+        Returns:
+            The answer, or the parts of a stream.
+        """
         self.check_model(request.model)
-        prompts = await asyncio.to_thread(self._prompts.encode_prompts, request.prompt)
+        prompts = await asyncio.to_thread(self.prompts.encode_prompts, request.prompt)
         echo = [decode_tokens(self.tokenizer, ids, True) for ids in prompts] if request.echo else None
-        copies, told = request.copies, request.n or 1
+        copies, kept = request.copies, request.n or 1
         count = request.logprobs
-        if copies > told and count is None:
-            count = 0  # the best of more are known by their log-probabilities
-        params = self._sampling_params(request, count, await self._grammar(_spec(request), _client(facts)))
+        if copies > kept and count is None:
+            count = 0  # the best ones are chosen by their log-probabilities
+        params = self._sampling_params(request, count, await self._grammar(_grammar_spec(request), _client(facts)))
         params = replace(params, prompt_logprobs=request.prompt_count)
-        every = [ids for ids in prompts for _ in range(copies)]
-        before = None if echo is None else [text for text in echo for _ in range(told)]
+        copied = [ids for ids in prompts for _ in range(copies)]
+        before = None if echo is None else [text for text in echo for _ in range(kept)]
         form = CompletionFormat(before, request.logprobs, self.tokenizer, request.prompt_logprobs)
-        max_new_tokens = COMPLETION if request.max_tokens is None else request.max_tokens
-        return await self._serve(request, every, max_new_tokens, params, form, facts, (copies, told))
+        max_new_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        return await self._serve(request, copied, max_new_tokens, params, form, facts, (copies, kept))
 
     async def chat(self, request: ChatRequest, facts: Facts) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
+        """Answer a request for a chat, as `completion` does."""
         self.check_model(request.model)
-        prompt = await asyncio.to_thread(self._prompts.encode_chat, request)
+        prompt = await asyncio.to_thread(self.prompts.encode_chat, request)
         count = (request.top_logprobs or 0) if request.logprobs else None
-        grammar = await self._grammar(_spec(request), _client(facts))
+        grammar = await self._grammar(_grammar_spec(request), _client(facts))
         params = self._sampling_params(request, count, grammar)
         params = replace(params, prompt_logprobs=request.prompt_logprobs)
         max_new_tokens = request.max_completion_tokens or request.max_tokens or self.context
         # A grammar describes the whole text, so that there are no thoughts to split off.
-        thinks = self.reasoning and self._prompts.template.has_think_tags and grammar is None
+        thinks = self.reasoning and self.prompts.template.has_think_tags and grammar is None
         form = ChatFormat(
             count,
             self.tokenizer,
@@ -144,16 +151,20 @@ class Service:
             prompts, max_new_tokens, params, make, client, self._salt(client, request.cache_salt)
         )
         if not request.stream:
-            found = await collect_answer(deltas, choices, form, self.model, best)
-            if isinstance(request, ChatRequest) and request.prompt_logprobs is not None and choices[0].job is not None:
-                sequence, count = choices[0].job, request.prompt_logprobs
-                found["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, sequence, count, self.tokenizer)
+            body = await collect_answer(deltas, choices, form, self.model, best)
+            if (
+                isinstance(request, ChatRequest)
+                and request.prompt_logprobs is not None
+                and choices[0].sequence is not None
+            ):
+                sequence, count = choices[0].sequence, request.prompt_logprobs
+                body["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, sequence, count, self.tokenizer)
             facts |= summarize(choices)
-            return found
+            return body
         parts = stream_answer(deltas, choices, form, self.model, asked)
-        first = await anext(parts)  # what is refused is refused with a status, not within a stream
+        first = await anext(parts)  # so that a refusal is answered with a status, not within a stream
 
-        async def every() -> AsyncIterator[dict[str, Any]]:
+        async def all_parts() -> AsyncIterator[dict[str, Any]]:
             try:
                 yield first
                 async for part in raise_cuts_as_errors(parts):
@@ -163,30 +174,29 @@ class Service:
                 await deltas.aclose()  # type: ignore[attr-defined]
                 facts.update(summarize(choices))
 
-        return every()
+        return all_parts()
 
     def _salt(self, client: str, asked: str | None) -> str | None:
-        """Return what requests must have in common to share the beginnings of texts."""
-        own = client if self.apart else ""
-        return json.dumps([own, asked]) if own or asked else None
+        """Return the salt that requests must have in common to share prefixes in the cache."""
+        owner = client if self.apart else ""
+        return json.dumps([owner, asked]) if owner or asked else None
 
     def _sampling_params(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
-        """As asked for; else as the model's own generation config has it; else as OpenAI has it."""
+        """Return the parameters of a request; by default those of the model's generation config, else OpenAI's."""
         engine = self.worker.scheduler.engine
-        own = engine.model.generation_config
-
+        config = engine.model.generation_config
         ends = frozenset(end_tokens(engine.model, self.tokenizer))
 
         def pick(name: str, neutral: Any) -> Any:
-            asked, said = getattr(request, name), getattr(own, name, None)
-            return asked if asked is not None else neutral if said is None else said
+            asked, default = getattr(request, name), getattr(config, name, None)
+            return asked if asked is not None else neutral if default is None else default
 
         plain = 0.0 if engine.do_sample is False else 1.0
-        temperature = request.temperature if request.temperature is not None else own.temperature or plain
+        temperature = request.temperature if request.temperature is not None else config.temperature or plain
         if grammar is not None and request.ignore_eos:
             raise ApiError(400, "a text that follows a grammar ends with it: leave out ignore_eos", "ignore_eos")
         return SamplingParams(
-            temperature=temperature if temperature >= COLDEST else 0.0,
+            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
             top_k=max(pick("top_k", 0), 0),
             top_p=pick("top_p", 1.0),
             min_p=pick("min_p", 0.0),
@@ -203,38 +213,39 @@ class Service:
         )
 
     async def _grammar(self, spec: dict[str, Any] | None, client: str) -> Grammar | None:
-        """Compile a grammar, which may take a while, beside what is being served. client: who asks for it."""
+        """Return the compiled grammar of a specification for a client, or None for no specification."""
         return None if spec is None else await self._grammars.get(spec, client)
 
     def _bias(self, given: dict[str, float] | None) -> dict[int, float]:
+        """Return a bias by token id, or raise `ApiError` for what is no token id."""
         vocabulary = self.worker.scheduler.engine.target.vocab_size
-        found = {}
+        bias = {}
         for token, value in (given or {}).items():
             if not (token.isdecimal() and len(token) < 20 and int(token) < vocabulary):
                 raise ApiError(
                     400, f"logit_bias names {token!r}, which is no token id below {vocabulary}", "logit_bias"
                 )
-            found[int(token)] = value
-        return found
+            bias[int(token)] = value
+        return bias
 
 
 def _client(facts: Facts) -> str:
-    """Return who asks, as the routes know it."""
+    """Return the name of the client that sent a request."""
     return str(facts.get("client", ""))
 
 
-def _spec(request: AnyRequest) -> dict[str, Any] | None:
-    """What `Grammar.of` reads, where something asks for a grammar."""
+def _grammar_spec(request: AnyRequest) -> dict[str, Any] | None:
+    """Return the specification of the grammar that a request asks for, as `Grammar.of` reads it, or None."""
     if request.structured_outputs is not None:
-        [(kind, value)] = ((name, each) for name, each in request.structured_outputs if each is not None)
+        [(kind, value)] = ((name, spec) for name, spec in request.structured_outputs if spec is not None)
         return {"json_schema" if kind == "json_" else kind: value}
     if isinstance(request, CompletionRequest):
         return None
     if (schema := call_schema(request)) is not None:
         return {"json_schema": schema}
-    asked = request.response_format
-    if asked is None or asked.type == "text":
+    format = request.response_format
+    if format is None or format.type == "text":
         return None
-    if asked.json_schema is not None:
-        return {"json_schema": asked.json_schema.schema_}
-    return {"json_object": True} if asked.lark_grammar is None else {"lark": asked.lark_grammar}
+    if format.json_schema is not None:
+        return {"json_schema": format.json_schema.schema_}
+    return {"json_object": True} if format.lark_grammar is None else {"lark": format.lark_grammar}

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.documents import encode_documents, format_sample, sample_prompts
+from redrafter.data.documents import encode_documents, format_sample
+from redrafter.data.prompts import sample_prompts
 from redrafter.data.rows import Row, read_rows
 from redrafter.data.windows import Windows
 from redrafter.errors import ArgumentError, CheckpointError

@@ -1,4 +1,4 @@
-"""Sequences for a scheduler, and what each of them gives alone."""
+"""Sequences for a scheduler, and what `generate` writes for each of them alone."""
 
 import random
 from dataclasses import replace
@@ -27,7 +27,7 @@ KINDS = {
 
 
 class Sink:
-    """Remembers what it is told."""
+    """Keeps the deltas that it is called with."""
 
     def __init__(self) -> None:
         self.deltas: list[SequenceDelta] = []
@@ -52,7 +52,7 @@ def scheduler(engine: Engine, blocks: int = 200, speculate: bool = True, **limit
 
 
 def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
-    """What `generate` writes for it, plainly."""
+    """Return what `generate` writes for a sequence without drafts."""
     params = sequence.params
     kinds = {"do_sample": False}
     if not params.greedy:
@@ -70,7 +70,7 @@ def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
 
 
 def run(scheduler: Scheduler, sequences: list[TokenSequence], apart: int = 0) -> None:
-    """apart: rounds between the coming of one and the next."""
+    """Serve sequences until all have ended. apart: rounds between the arrival of one and the next."""
     for each in sequences:
         scheduler.submit(each)
         for _ in range(apart):

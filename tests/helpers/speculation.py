@@ -1,4 +1,4 @@
-"""Rows that keep drafts by rejection sampling or keep none."""
+"""Rows that verify drafts by rejection sampling, or none."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from redrafter.target.target import Target
 
 
 def without_drafts(sequences: list[TokenSequence]) -> list[TokenSequence]:
-    """Every other sequence, told not to speculate."""
+    """Let every other sequence verify no drafts, and return all of them."""
     for each in sequences[::2]:
         each.params = replace(each.params, speculate=False)
     return sequences
@@ -22,7 +22,7 @@ def rejection_sampling(target: Target, draft: Target) -> Engine:
 
 
 def rejection_sampled(engine: Engine, sequence: TokenSequence) -> list[int]:
-    """What `generate` writes for a sequence, with drafts where the sequence takes any."""
+    """Return what `generate` writes for a sequence, with drafts unless the sequence takes none."""
     params = sequence.params
     if params.greedy or not params.speculate:
         return alone(engine, sequence)

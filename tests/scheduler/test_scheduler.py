@@ -254,7 +254,7 @@ def test_an_error_ends_the_rows_that_were_in_it_and_no_others(engine, monkeypatc
 
 
 def test_ten_thousand_blocks_later_nothing_is_lost(engine):
-    """RunningBatch that come, end, are put back and are cancelled, again and again."""
+    """Rows come, end, are preempted and are cancelled, again and again."""
     served, made = scheduler(engine, blocks=20, max_batch_size=6, max_num_tokens=70), random.Random(1)
     for seed in range(20):
         sequences = random_sequences(12, seed=seed, longest=30, max_new_tokens=20)

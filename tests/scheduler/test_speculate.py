@@ -1,4 +1,4 @@
-"""RunningBatch that want no drafts beside rows that do, and drafts that are kept by their odds."""
+"""Rows without drafts beside rows with them, and drafts that rejection sampling accepts."""
 
 from dataclasses import replace
 
@@ -56,13 +56,13 @@ def test_what_a_draft_model_may_not_have_read_is_not_found_again(models):
     assert second.sink.tokens == alone(engine, second)
 
 
-def test_drafts_are_kept_by_their_odds_as_generate_keeps_them(models):
+def test_rejection_sampling_accepts_what_generate_does(models):
     engine = rejection_sampling(*models)
     sequences = without_drafts(random_sequences(16, seed=5))
     run(scheduler(engine, max_batch_size=5, max_num_tokens=60), sequences, 1)
     for each in sequences:
         assert each.sink.tokens == rejection_sampled(engine, each)
-    assert any(each.sink.tokens != alone(engine, each) for each in sequences)  # else the odds decided nothing
+    assert any(each.sink.tokens != alone(engine, each) for each in sequences)  # else rejection sampling decided nothing
 
 
 def test_a_base_is_served_alone(models):

@@ -28,10 +28,10 @@ from redrafter.serve.answers.openai_format import raise_cuts_as_errors
 from redrafter.serve.command import Server
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.network import bodies, connections
-from redrafter.serve.network.api_keys import ENVIRONMENT, ApiKeys, collect_keys
+from redrafter.serve.network.access import AccessPolicy, Refusal, host_of
+from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys, collect_keys
 from redrafter.serve.network.bodies import check_structure
-from redrafter.serve.network.connections import Connection, Crowd, room_for_connections
-from redrafter.serve.network.guard import Admission, Refusal, host_of
+from redrafter.serve.network.connections import Connection, OpenConnections, room_for_connections
 from redrafter.serve.routes.app import create_app
 from redrafter.serve.worker import SlowConsumerError, Stopped
 
@@ -75,7 +75,7 @@ def posted(app: Any, headers: dict[str, str] | None = None, **how: Any) -> httpx
 
 def test_a_key_opens_what_is_closed_and_names_its_client():
     service = Service()
-    app = create_app(service, Admission(ApiKeys(["first", "second", "first"])))
+    app = create_app(service, AccessPolicy(ApiKeys(["first", "second", "first"])))
     assert service.apart
     for path in ("/v1/models", "/v1/health/model", "/metrics", "/openapi.json", "/docs", "/tokenize", "/v1"):
         for key in (None, "Bearer wrong", "Bearer", "Basic second", "second"):
@@ -97,7 +97,7 @@ def test_without_keys_a_client_is_its_address():
 
 
 def test_metrics_may_be_open():
-    app = create_app(Service(), Admission(ApiKeys(["first"]), open_metrics=True))
+    app = create_app(Service(), AccessPolicy(ApiKeys(["first"]), open_metrics=True))
     assert asked(app, "GET", "/metrics").text == "numbers 1\n" and asked(app, "GET", "/v1/models").status_code == 401
 
 
@@ -113,7 +113,7 @@ def test_every_key_is_compared(monkeypatch):
 
 def test_keys_come_from_everywhere(monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("# of the lab\nthird \n\nfourth\n")
-    monkeypatch.setenv(ENVIRONMENT, "second")
+    monkeypatch.setenv(KEY_VARIABLE, "second")
     keys = collect_keys(("first",), str(tmp_path / "keys"))
     assert [keys.client(f"Bearer {name}".encode()) for name in ("first", "second", "third", "fourth")] == [
         "key-1",
@@ -176,7 +176,7 @@ def test_keys_are_shown_nowhere(capsys, tmp_path):
     ],
 )
 def test_a_name_that_leads_here_is_not_enough(bound, allowed, host, status):
-    app = create_app(Service(), Admission.of(ApiKeys(), bound, allowed, (), False))
+    app = create_app(Service(), AccessPolicy.of(ApiKeys(), bound, allowed, (), False))
     assert asked(app, "GET", "/v1/models", headers={"Host": host}).status_code == status
     assert asked(app, "GET", "/health", headers={"Host": host}).status_code == 200
 
@@ -206,12 +206,12 @@ HERE = "http://127.0.0.1:8000"
     ],
 )
 def test_pages_of_other_servers_may_not_ask(headers, status):
-    app = create_app(Service(), Admission(origins=("https://chat.example",)))
+    app = create_app(Service(), AccessPolicy(origins=("https://chat.example",)))
     assert posted(app, JSON | headers).status_code == status
 
 
 def test_an_allowed_origin_is_told_so():
-    app = create_app(Service(), Admission(origins=("https://chat.example",), keys=ApiKeys(["k"])))
+    app = create_app(Service(), AccessPolicy(origins=("https://chat.example",), keys=ApiKeys(["k"])))
     wishes = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     for origin, status in (("https://chat.example", 200), ("https://evil.example", 400)):
         answer = asked(app, "OPTIONS", COMPLETIONS, headers={"Origin": origin} | wishes)
@@ -293,9 +293,9 @@ def test_bodies_of_too_many_parts_are_not_parsed():
 
 
 def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
-    monkeypatch.setattr(bodies, "SMALL", 1000)
-    monkeypatch.setattr(bodies, "TOGETHER", 3000)
-    app = create_app(Service(), longest_body=5000)
+    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MAX_LARGE_BODIES_BYTES", 3000)
+    app = create_app(Service(), max_body_bytes=5000)
     loads = bodies.json.loads
 
     def parse(text: str, **how: Any) -> Any:
@@ -317,7 +317,7 @@ def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
 
 
 def test_other_work_is_done_between_large_bodies(monkeypatch):
-    monkeypatch.setattr(bodies, "SMALL", 10)
+    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 10)
     limits = bodies.BodyLimits(lambda *_: None, 1 << 20)  # bytes
 
     async def run() -> int:
@@ -341,14 +341,16 @@ def test_other_work_is_done_between_large_bodies(monkeypatch):
 
 
 @contextmanager
-def served(app: Any, most: int = 100) -> Iterator[tuple[Crowd, int]]:
-    """A crowd and the port of an application that serves in a thread."""
-    crowd = Crowd(most)
-    config = uvicorn.Config(app, port=0, log_config=None, http=partial(Connection, crowd), interface="asgi3", ws="none")
+def served(app: Any, most: int = 100) -> Iterator[tuple[OpenConnections, int]]:
+    """The open connections and the port of an application that serves in a thread."""
+    open_connections = OpenConnections(most)
+    config = uvicorn.Config(
+        app, port=0, log_config=None, http=partial(Connection, open_connections), interface="asgi3", ws="none"
+    )
     server = uvicorn.Server(config)
 
     async def run() -> None:
-        watching = asyncio.ensure_future(crowd.watch())
+        watching = asyncio.ensure_future(open_connections.watch())
         await server.serve()
         watching.cancel()
 
@@ -357,7 +359,7 @@ def served(app: Any, most: int = 100) -> Iterator[tuple[Crowd, int]]:
     while not server.started:
         time.sleep(0.01)
     try:
-        yield crowd, server.servers[0].sockets[0].getsockname()[1]
+        yield open_connections, server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = server.force_exit = True
         thread.join(timeout=20)
@@ -403,9 +405,9 @@ def closed_after(connection: socket.socket) -> float:
 
 
 def test_who_keeps_the_server_waiting_is_dropped(monkeypatch):
-    monkeypatch.setattr(connections, "HEADERS", 0.4)
-    monkeypatch.setattr(connections, "IDLE", 1.2)
-    with served(simple) as (crowd, port):
+    monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.4)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 1.2)
+    with served(simple) as (open_connections, port):
         silent, slow = told(port, b""), told(port, b"GET / HTTP/1.1\r\nX-a: ")
         assert closed_after(silent) < 1 and closed_after(slow) < 1
         idle, again, busy = told(port, REQUEST % b""), told(port, REQUEST % b""), told(port, REQUEST % b"slow")
@@ -418,11 +420,11 @@ def test_who_keeps_the_server_waiting_is_dropped(monkeypatch):
         busy.settimeout(0.6)
         with pytest.raises(TimeoutError):
             busy.recv(10)  # a client may wait for its answer for as long as it takes
-        assert len(crowd.open) == 1
+        assert len(open_connections.open) == 1
 
 
 def test_slow_clients_that_drip_do_not_stay(monkeypatch):
-    monkeypatch.setattr(connections, "HEADERS", 0.5)
+    monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.5)
     with served(simple) as (_, port):
         slow, began = told(port, b"GET / HTTP/1.1\r\n"), time.monotonic()
         with pytest.raises(OSError):
@@ -433,15 +435,15 @@ def test_slow_clients_that_drip_do_not_stay(monkeypatch):
 
 
 def test_who_does_not_read_is_dropped(monkeypatch):
-    monkeypatch.setattr(connections, "STALLED", 0.5)
-    with served(endless) as (crowd, port):
+    monkeypatch.setattr(connections, "STALLED_SECONDS", 0.5)
+    with served(endless) as (open_connections, port):
         stalled = told(port, REQUEST % b"")
         end = time.monotonic() + 10
-        while not crowd.open:
+        while not open_connections.open:
             time.sleep(0.01)
-        while crowd.open and time.monotonic() < end:
+        while open_connections.open and time.monotonic() < end:
             time.sleep(0.05)
-        assert not crowd.open
+        assert not open_connections.open
         stalled.close()
 
 
@@ -468,23 +470,23 @@ def test_a_body_in_crumbs_is_refused():
 
 
 def test_waiting_connections_make_room(monkeypatch):
-    with served(simple, most=20) as (crowd, port):
+    with served(simple, most=20) as (open_connections, port):
         slow = [told(port, b"GET / HTTP/1.1\r\n") for _ in range(60)]
         for _ in range(5):
             assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
-        assert len(crowd.open) <= 20 and closed_after(slow[0]) < 1
+        assert len(open_connections.open) <= 20 and closed_after(slow[0]) < 1
 
 
 def test_one_connection_too_many_is_told_so():
-    with served(simple, most=3) as (crowd, port):
+    with served(simple, most=3) as (open_connections, port):
         busy = [told(port, REQUEST % b"slow") for _ in range(3)]
-        while len(crowd.open) < 3 or crowd._waiting:
+        while len(open_connections.open) < 3 or open_connections.waiting:
             time.sleep(0.01)
         answer = httpx.get(f"http://127.0.0.1:{port}/")
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["message"] == "too many connections"
         busy[0].close()
-        while len(crowd.open) > 2:
+        while len(open_connections.open) > 2:
             time.sleep(0.01)
         assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
 
@@ -495,7 +497,7 @@ def test_there_are_no_more_connections_than_files(monkeypatch):
     with pytest.raises(ArgumentError, match="--max-connections 600 needs more files"):
         room_for_connections(600)
     monkeypatch.setattr(connections, "open_file_limit", lambda: 100_000)
-    assert room_for_connections(None) == connections.MOST
+    assert room_for_connections(None) == connections.MAX_CONNECTIONS
 
 
 # Logs
@@ -538,7 +540,7 @@ def test_a_request_id_is_plain(sent, kept, monkeypatch, caplog):
 def test_the_address_is_logged_beside_the_key(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("redrafter"), "propagate", True)
     with caplog.at_level(logging.INFO, "redrafter"):
-        posted(create_app(Service(), Admission(ApiKeys(["k"]))), JSON | {"Authorization": "Bearer k"})
+        posted(create_app(Service(), AccessPolicy(ApiKeys(["k"]))), JSON | {"Authorization": "Bearer k"})
     assert " address=127.0.0.1 client=key-1" in caplog.text or " client=key-1" in caplog.text
 
 
@@ -573,7 +575,7 @@ def test_every_line_is_json_whoever_says_it():
 
 
 def test_the_same_warning_is_let_through_seldom():
-    seldom = log.Seldom()
+    seldom = log.RateLimit()
     again = [seldom.filter(record("Invalid HTTP request received.", logging.WARNING)) for _ in range(100)]
     assert again == [True] + [False] * 99 and seldom.filter(record("other", logging.WARNING))
     assert all(seldom.filter(record("it broke", logging.ERROR)) for _ in range(3))

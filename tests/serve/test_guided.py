@@ -23,7 +23,7 @@ from redrafter import ArgumentError
 from redrafter.grammar.process import GrammarProcess
 from redrafter.grammar.zygotes import zygote_for
 from redrafter.scheduler.limits import QueueFullError
-from redrafter.serve.grammars import COMPILERS, OF_ONE_CLIENT, Grammars
+from redrafter.serve.grammars import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars
 
 TOKENIZER = tiny_tokenizer()
 QUICK = {"regex": "[ab]{3}"}
@@ -116,20 +116,20 @@ def test_the_last_who_leaves_ends_a_compilation(started):
 
 def test_slow_grammars_block_no_quick_ones_and_one_client_not_the_others(started):
     async def work(ask):
-        many = [ask(slow(number), "greedy") for number in range(OF_ONE_CLIENT + 3)]
-        assert await come(lambda: len(compilations()) == OF_ONE_CLIENT)
+        many = [ask(slow(number), "greedy") for number in range(MAX_COMPILATIONS_PER_CLIENT + 3)]
+        assert await come(lambda: len(compilations()) == MAX_COMPILATIONS_PER_CLIENT)
         begin = time.monotonic()
         await ask(QUICK, "another")
         assert time.monotonic() - begin < 8  # seconds; 0.2 where nothing else runs
-        assert len(started) == OF_ONE_CLIENT + 1 and not any(task.done() for task in many)
-        shared = ask(slow(OF_ONE_CLIENT), "another")  # which waits behind others of its own client
-        assert await come(lambda: len(started) == OF_ONE_CLIENT + 2)
+        assert len(started) == MAX_COMPILATIONS_PER_CLIENT + 1 and not any(task.done() for task in many)
+        shared = ask(slow(MAX_COMPILATIONS_PER_CLIENT), "another")  # which waits behind others of its own client
+        assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 2)
         assert not shared.done()
         many[0].cancel()  # its place goes to one that joins the other client
         many[1].cancel()
-        assert await come(lambda: len(started) == OF_ONE_CLIENT + 3)
+        assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 3)
 
-    assert OF_ONE_CLIENT < COMPILERS
+    assert MAX_COMPILATIONS_PER_CLIENT < MAX_COMPILATIONS
     among(Grammars(TOKENIZER), work)
     started.clear()
     gc.collect()
@@ -161,8 +161,8 @@ def test_what_died_is_compiled_again(started):
 
 
 def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch):
-    monkeypatch.setattr("redrafter.serve.grammars.KEPT", 2)
-    monkeypatch.setattr("redrafter.serve.grammars.LIVING", 4)
+    monkeypatch.setattr("redrafter.serve.grammars.MAX_KEPT_GRAMMARS", 2)
+    monkeypatch.setattr("redrafter.serve.grammars.MAX_LIVING_GRAMMARS", 4)
 
     async def work(ask):
         for number in range(6):
@@ -174,14 +174,14 @@ def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch
         with pytest.raises(QueueFullError, match="4 other grammars are in use"):
             await ask({"regex": "d"})
         assert await ask({"regex": "a{3}c"}) is used[3]
-        monkeypatch.setattr("redrafter.serve.grammars.LIVING", 99)
-        monkeypatch.setattr("redrafter.serve.grammars.LIVING_MEMORY", 0)
+        monkeypatch.setattr("redrafter.serve.grammars.MAX_LIVING_GRAMMARS", 99)
+        monkeypatch.setattr("redrafter.serve.grammars.MAX_LIVING_BYTES", 0)
         used[0].process.memory = 1
         with pytest.raises(QueueFullError, match="other grammars that are in use hold"):
             await ask({"regex": "d"})
         used[0].process.memory = 0
-        monkeypatch.setattr("redrafter.serve.grammars.LIVING_MEMORY", 1 << 40)
-        monkeypatch.setattr("redrafter.serve.grammars.KEPT_MEMORY", 0)
+        monkeypatch.setattr("redrafter.serve.grammars.MAX_LIVING_BYTES", 1 << 40)
+        monkeypatch.setattr("redrafter.serve.grammars.MAX_KEPT_BYTES", 0)
         used.clear()
         started.clear()
         await ask({"regex": "e"})

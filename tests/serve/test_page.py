@@ -23,8 +23,8 @@ from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.answers.text import TextStream
 from redrafter.serve.command import Server
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.network.access import AccessPolicy
 from redrafter.serve.network.api_keys import ApiKeys
-from redrafter.serve.network.guard import Admission
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
 from redrafter.serve.worker import Stopped
@@ -361,7 +361,7 @@ DOCUMENTED = ("POST /v1/completions", "POST /v1/chat/completions", "GET /v1/mode
 
 
 def test_the_protocol_is_shown_without_anything_from_elsewhere(page):
-    with listening(create_app(Stub(), Admission(ApiKeys(["secret"])))) as url:
+    with listening(create_app(Stub(), AccessPolicy(ApiKeys(["secret"])))) as url:
         opened(page, f"{url}/docs")
         page.wait("document.getElementById('key').hidden === false")
         page.run("document.getElementById('secret').value = 'secret'")
@@ -384,7 +384,7 @@ def test_a_server_that_has_gone_is_said(page):
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(page):
-    with listening(create_app(Stub(("fine", False)), Admission(ApiKeys(["secret"])))) as url:
+    with listening(create_app(Stub(("fine", False)), AccessPolicy(ApiKeys(["secret"])))) as url:
         opened(page, url)
         for key, hidden in ((None, False), ("wrong", False), ("secret", True)):
             if key is not None:

@@ -251,7 +251,7 @@ def test_a_body_that_never_comes_holds_nobody_up(monkeypatch):
     from redrafter.serve.network import bodies
     from redrafter.serve.routes import app
 
-    monkeypatch.setattr(bodies, "SLOWEST", 0.2)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
 
     async def ask() -> list[int]:
         async def never() -> AsyncIterator[bytes]:

@@ -14,20 +14,20 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from helpers.fronts import FrontProgram, open_files
+from helpers.bare_server import BareServer, open_files
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.network.front import Front
+from redrafter.serve.network.server_process import ServerProcess
 
-Start = Callable[..., FrontProgram]
+Start = Callable[..., BareServer]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    made: list[FrontProgram] = []
+    made: list[BareServer] = []
 
-    def begin(changes: str = "", tls: ssl.SSLContext | None = None) -> FrontProgram:
-        made.append(FrontProgram(changes, tls))
+    def begin(changes: str = "", tls: ssl.SSLContext | None = None) -> BareServer:
+        made.append(BareServer(changes, tls))
         return made[-1]
 
     yield begin
@@ -36,7 +36,7 @@ def start() -> Iterator[Start]:
 
 
 def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never_reads(start):
-    program = start("IDLE = False; front.STILL = 0.2")  # texts that never end
+    program = start("IDLE = False; server_process.LOADING_LOG_SECONDS = 0.2")  # texts that never end
     for path in ("/health", "/v1/health/ready", "/v1/models", "/"):
         answer = program.get(path)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
@@ -57,7 +57,7 @@ def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never
 
 def test_a_second_signal_ends_it_at_once_whatever_hangs(start):
     hangs = "threading.Thread(target=threading.Event().wait).start()"
-    program = start(f"import threading; {hangs}; front.GRACE = 0.5; IDLE = False; DRAIN = 100.0")
+    program = start(f"import threading; {hangs}; server_process.FORCED_END_SECONDS = 0.5; IDLE = False; DRAIN = 100.0")
     program.cue()
     program.said("ready")
     program.process.terminate()
@@ -76,7 +76,7 @@ def test_a_load_that_fails_ends_it(start):
     program = start()
     program.cue("fail")
     assert program.process.wait(timeout=30) != 0
-    program._reader.join(timeout=10)
+    program.log_reader.join(timeout=10)
     assert "CheckpointError: this model is no good" in program.log[-1]
 
 
@@ -140,7 +140,7 @@ def test_a_certificate_that_cannot_be_used_is_named(tmp_path, certificate):
             socket.socket() as listening,
             pytest.raises(ArgumentError, match=r"--ssl-certfile, --ssl-keyfile: .* cannot"),
         ):
-            Front(options, listening)
+            ServerProcess(options, listening)
     with pytest.raises(ArgumentError, match="need --ssl-certfile"):
         ServeOptions(ssl_keyfile="key.pem")
 

@@ -30,7 +30,7 @@ def worker(engine):
     made.start()
     yield made
     made.stop()
-    assert not made.alive and made.scheduler.idle and not made._streams
+    assert not made.alive and made.scheduler.idle and not made.streams
     nothing_is_held(made.scheduler)
 
 
@@ -71,8 +71,8 @@ def test_a_first_token_does_not_wait_for_a_step(engine, monkeypatch):
 
 
 def test_who_takes_nothing_is_dropped_and_nobody_else(worker, engine, monkeypatch):
-    monkeypatch.setattr(worker_module, "PENDING", 20)
-    monkeypatch.setattr(worker_module, "BEHIND", 0.0)
+    monkeypatch.setattr(worker_module, "MAX_PENDING_TOKENS", 20)
+    monkeypatch.setattr(worker_module, "MAX_BEHIND_SECONDS", 0.0)
 
     async def slow() -> None:
         async with aclosing(worker.deltas([[5, 6, 7], [9]], 60, GREEDY, lambda: None)) as deltas:
@@ -100,8 +100,8 @@ def test_who_takes_nothing_is_dropped_and_nobody_else(worker, engine, monkeypatc
 
 
 def test_alternatives_count_among_what_is_pending(worker, monkeypatch):
-    monkeypatch.setattr(worker_module, "PENDING", 100)
-    monkeypatch.setattr(worker_module, "BEHIND", 0.0)
+    monkeypatch.setattr(worker_module, "MAX_PENDING_TOKENS", 100)
+    monkeypatch.setattr(worker_module, "MAX_BEHIND_SECONDS", 0.0)
 
     async def listen(logprobs: int | None) -> None:
         params = SamplingParams(temperature=0, logprobs=logprobs)
@@ -117,7 +117,7 @@ def test_alternatives_count_among_what_is_pending(worker, monkeypatch):
 
 
 def test_who_turns_round_for_a_moment_is_not_dropped(worker, monkeypatch):
-    monkeypatch.setattr(worker_module, "PENDING", 5)
+    monkeypatch.setattr(worker_module, "MAX_PENDING_TOKENS", 5)
 
     async def listen() -> int:
         async with aclosing(worker.deltas([[5, 6, 7]], 60, GREEDY, lambda: None)) as deltas:
@@ -183,7 +183,7 @@ def test_to_stop_takes_no_longer_where_nobody_reads(engine):
 
 
 def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
-    monkeypatch.setattr(worker_module, "PATIENCE", 0.2)
+    monkeypatch.setattr(worker_module, "STOP_SECONDS", 0.2)
     worker, go_on = Worker(scheduler(engine)), threading.Event()
     monkeypatch.setattr(worker.scheduler, "step", lambda: go_on.wait(20))
     worker.start()

@@ -25,7 +25,7 @@ class Choice:
         drafts: Whether chunks of a stream say which characters accepted drafts wrote.
 
     Attributes:
-        job: The sequence that writes the text; None before its first tokens.
+        sequence: The sequence that writes the text; None before its first tokens.
         token_count: Tokens received so far; the engine may have written more.
         lines: Tokens with their log-probabilities, where these were asked for.
         logprob: Sum of the log-probabilities of all tokens, a final end token included; 0 where not asked for.
@@ -34,7 +34,7 @@ class Choice:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], drafts: bool = False):
         self._tokenizer, self._stream, self._drafts = tokenizer, TextStream(tokenizer, stops), drafts
-        self.job: TokenSequence | None = None
+        self.sequence: TokenSequence | None = None
         self.token_count = 0
         self.lines: list[TokenLine] = []
         self.logprob = 0.0
@@ -45,12 +45,12 @@ class Choice:
         """The text so far, without what may be the beginning of a stop string."""
         return self._stream.text
 
-    def append(self, job: TokenSequence, pieces: Sequence[SequenceDelta]) -> tuple[str, list[TokenLine]]:
+    def append(self, sequence: TokenSequence, deltas: Sequence[SequenceDelta]) -> tuple[str, list[TokenLine]]:
         """Append what a sequence has gained.
 
         Args:
-            job: The sequence that writes this text.
-            pieces: What it has gained since the last call.
+            sequence: The sequence that writes this text.
+            deltas: What it has gained since the last call.
 
         Returns:
             The text that is added, and its tokens with log-probabilities where these were asked for.
@@ -58,28 +58,28 @@ class Choice:
         Raises:
             ApiError: If the sequence failed.
         """
-        self.job = job
-        added = [self._append(job, piece) for piece in pieces]
+        self.sequence = sequence
+        added = [self._append(sequence, delta) for delta in deltas]
         return "".join(text for text, _ in added), [line for _, lines in added for line in lines]
 
-    def _append(self, job: TokenSequence, piece: SequenceDelta) -> tuple[str, list[TokenLine]]:
-        if piece.finish == "error":
-            if isinstance(piece.error, ArgumentError):
-                raise ApiError(400, f"{piece.error}")
-            raise ApiError(500, f"the engine failed: {piece.error}")
-        shown = piece.tokens
+    def _append(self, sequence: TokenSequence, delta: SequenceDelta) -> tuple[str, list[TokenLine]]:
+        if delta.finish == "error":
+            if isinstance(delta.error, ArgumentError):
+                raise ApiError(400, f"{delta.error}")
+            raise ApiError(500, f"the engine failed: {delta.error}")
+        shown = delta.tokens
         self.token_count += len(shown)
-        if piece.finish == "stop" and shown and shown[-1] in job.settings.ends:
+        if delta.finish == "stop" and shown and shown[-1] in sequence.params.stop_token_ids:
             shown = shown[:-1]
         lines = [
             (decode_tokens(self._tokenizer, [token]), token, logprob, likeliest)
-            for token, (logprob, likeliest) in zip(shown, piece.logprobs or (), strict=False)
+            for token, (logprob, likeliest) in zip(shown, delta.logprobs or (), strict=False)
         ]
         self.lines += lines
-        self.logprob += sum(logprob for logprob, _ in piece.logprobs or ())
-        self.finish = piece.finish or self.finish
-        accepted = piece.accepted if self._drafts else 0
-        return self._stream.push(shown, last=piece.finish is not None, accepted=accepted), lines
+        self.logprob += sum(logprob for logprob, _ in delta.logprobs or ())
+        self.finish = delta.finish or self.finish
+        accepted = delta.accepted if self._drafts else 0
+        return self._stream.push(shown, last=delta.finish is not None, accepted=accepted), lines
 
     def new_draft_runs(self, before: str = "") -> dict[str, Any]:
         """Return the `drafts` field of a chunk for the text since the last call; empty unless asked for.

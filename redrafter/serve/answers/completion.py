@@ -40,9 +40,9 @@ class CompletionFormat:
         text = self._prompt(index) + choice.text
         logprobs = self._logprobs_field(index, choice.lines, self._echoed_lines(choice))
         entry = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
-        if self._prompt_count is None or choice.job is None:
+        if self._prompt_count is None or choice.sequence is None:
             return entry
-        return entry | {"prompt_logprobs": prompt_logprobs(choice.job, self._prompt_count, self._tokenizer)}
+        return entry | {"prompt_logprobs": prompt_logprobs(choice.sequence, self._prompt_count, self._tokenizer)}
 
     def format_chunks(
         self, index: int, text: str, lines: list[TokenLine], choice: Choice, first: bool
@@ -57,9 +57,9 @@ class CompletionFormat:
         return self._echo[index] if self._echo is not None else ""
 
     def _echoed_lines(self, choice: Choice) -> list[PromptLine]:
-        if self._echo is None or self._logprobs is None or choice.job is None:
+        if self._echo is None or self._logprobs is None or choice.sequence is None:
             return []
-        return prompt_lines(choice.job, self._logprobs, self._tokenizer)
+        return prompt_lines(choice.sequence, self._logprobs, self._tokenizer)
 
     def _logprobs_field(self, index: int, lines: list[TokenLine], before: list[PromptLine]) -> dict[str, Any] | None:
         """Return the `logprobs` field of new tokens, with those of an echoed prompt before them."""

@@ -54,12 +54,12 @@ class AnswerFormat(Protocol):
 
 
 async def collect_answer(
-    pieces: Pieces, choices: list[Choice], form: AnswerFormat, model: str, best: tuple[int, int] = (1, 1)
+    deltas: Pieces, choices: list[Choice], form: AnswerFormat, model: str, best: tuple[int, int] = (1, 1)
 ) -> dict[str, Any]:
     """Return a whole answer, once all its texts have ended.
 
     Args:
-        pieces: What the sequences gain, until the last one has ended.
+        deltas: What the sequences gain, until the last one has ended.
         choices: The texts; those of one prompt follow each other.
         form: Format of the answer.
         model: Name of the model, for the answer.
@@ -68,8 +68,8 @@ async def collect_answer(
     Raises:
         ApiError: If a sequence failed.
     """
-    async for index, job, gained in pieces:
-        choices[index].append(job, gained)
+    async for index, sequence, gained in deltas:
+        choices[index].append(sequence, gained)
     written, kept = best
     if written == kept:
         chosen = choices
@@ -80,7 +80,7 @@ async def collect_answer(
         return [form.format_choice(index, choice) for index, choice in enumerate(chosen)]
 
     # In a thread where prompts are scored: they may have many tokens.
-    scored = any(choice.job is not None and choice.job.prompt_scores for choice in chosen)
+    scored = any(choice.sequence is not None and choice.sequence.prompt_scores for choice in chosen)
     formatted = await asyncio.to_thread(entries) if scored else entries()
     return _head(form.kind, form.prefix, model) | {"choices": formatted, **usage_and_metrics(choices)}
 
@@ -93,12 +93,12 @@ def _likeliest(choices: Sequence[Choice], copies: int, keep: int) -> Iterator[li
 
 
 async def stream_answer(
-    pieces: Pieces, choices: list[Choice], form: AnswerFormat, model: str, options: StreamOptions
+    deltas: Pieces, choices: list[Choice], form: AnswerFormat, model: str, options: StreamOptions
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield an answer in chunks. With `include_usage`, a last chunk has the usage and no choices.
 
     Args:
-        pieces: What the sequences gain, until the last one has ended.
+        deltas: What the sequences gain, until the last one has ended.
         choices: The texts.
         form: Format of the answer.
         model: Name of the model, for the answer.
@@ -109,11 +109,11 @@ async def stream_answer(
     """
     head = _head(form.chunk_kind, form.prefix, model)
     started: set[int] = set()
-    async for index, job, gained in pieces:
+    async for index, sequence, gained in deltas:
         choice = choices[index]
-        text, lines = choice.append(job, gained)
+        text, lines = choice.append(sequence, gained)
         if text or lines or choice.finish or index not in started:
-            so_far = count_usage([choice], [job]) if options.continuous_usage_stats else None
+            so_far = count_usage([choice], [sequence]) if options.continuous_usage_stats else None
             usage = {"usage": so_far} if options.include_usage else {}
             for entry in form.format_chunks(index, text, lines, choice, index not in started):
                 yield head | {"choices": [entry]} | usage

@@ -56,22 +56,22 @@ def check_scores(prompts: Sequence[Sequence[int]], count: int | None) -> None:
         )
 
 
-def prompt_lines(job: TokenSequence, count: int, tokenizer: PreTrainedTokenizerBase) -> list[PromptLine]:
+def prompt_lines(sequence: TokenSequence, count: int, tokenizer: PreTrainedTokenizerBase) -> list[PromptLine]:
     """Return a prompt's tokens with their log-probabilities and those of the `count` likeliest tokens beside each."""
-    first, *others = job.prompt
-    offsets = _offsets(job, tokenizer)
+    first, *others = sequence.prompt
+    offsets = _offsets(sequence, tokenizer)
     lines = [PromptLine(decode_tokens(tokenizer, [first]), next(offsets), None, None)]
-    for token, score in zip(others, job.prompt_scores, strict=True):
+    for token, score in zip(others, sequence.prompt_scores, strict=True):
         likeliest = dict(islice(score.likeliest.items(), count))
         top = by_text(likeliest, token, score.logprob, tokenizer)
         lines.append(PromptLine(decode_tokens(tokenizer, [token]), next(offsets), score.logprob, top))
     return lines
 
 
-def _offsets(job: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+def _offsets(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Yield how many characters of the echoed text, which lacks special tokens, are before each token of a prompt."""
     detokenizer, offset = Detokenizer(tokenizer), 0
-    for token in job.prompt:
+    for token in sequence.prompt:
         yield offset
         offset += len(detokenizer.push([token]))
 
@@ -97,11 +97,13 @@ def by_text(
     return logprobs
 
 
-def prompt_logprobs(job: TokenSequence, count: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any] | None]:
+def prompt_logprobs(
+    sequence: TokenSequence, count: int, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any] | None]:
     """Return the log-probabilities of a prompt in vLLM's format.
 
     Args:
-        job: A sequence whose prompt was scored.
+        sequence: A sequence whose prompt was scored.
         count: How many of the likeliest tokens are listed beside each token.
         tokenizer: The model's tokenizer.
 
@@ -114,7 +116,7 @@ def prompt_logprobs(job: TokenSequence, count: int, tokenizer: PreTrainedTokeniz
         return {"logprob": logprob, "rank": rank, "decoded_token": decode_tokens(tokenizer, [token])}
 
     entries: list[dict[str, Any] | None] = [None]
-    for token, score in zip(job.prompt[1:], job.prompt_scores, strict=True):
+    for token, score in zip(sequence.prompt[1:], sequence.prompt_scores, strict=True):
         ranked = enumerate(islice(score.likeliest.items(), count), 1)
         others = {f"{other}": entry(other, value, rank) for rank, (other, value) in ranked if other != token}
         entries.append({f"{token}": entry(token, score.logprob, score.rank)} | others)

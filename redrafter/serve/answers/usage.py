@@ -13,36 +13,43 @@ __all__ = ["count_usage", "speculation_metrics", "summarize", "usage_and_metrics
 
 def usage_and_metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return usage and metrics of an answer. A prompt counts once, however many texts follow it."""
-    jobs = [choice.job for choice in choices if choice.job is not None]
-    usage = count_usage(choices, {tuple(job.prompt): job for job in jobs}.values())
-    return {"usage": usage, "metrics": {"speculative_decoding": speculation_metrics([job.stats for job in jobs])}}
+    sequences = [choice.sequence for choice in choices if choice.sequence is not None]
+    usage = count_usage(choices, {tuple(sequence.prompt): sequence for sequence in sequences}.values())
+    return {
+        "usage": usage,
+        "metrics": {"speculative_decoding": speculation_metrics([sequence.stats for sequence in sequences])},
+    }
 
 
 def summarize(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return the facts that the log has of an answer, or of as much of it as was written before the client left."""
-    jobs = [choice.job for choice in choices if choice.job is not None]
-    if not jobs:
+    sequences = [choice.sequence for choice in choices if choice.sequence is not None]
+    if not sequences:
         return {}
-    usage = count_usage(choices, {tuple(job.prompt): job for job in jobs}.values())
-    waits = [job.first - job.came for job in jobs if job.first is not None]
+    usage = count_usage(choices, {tuple(sequence.prompt): sequence for sequence in sequences}.values())
+    waits = [
+        sequence.first_token_at - sequence.arrived_at for sequence in sequences if sequence.first_token_at is not None
+    ]
     return {
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
         "completion_tokens": usage["completion_tokens"],
         "first_token_seconds": round(min(waits), 4) if waits else None,
-        "tokens_per_step": round(speculation_metrics([job.stats for job in jobs])["mean_acceptance_length"], 3),
+        "tokens_per_step": round(
+            speculation_metrics([sequence.stats for sequence in sequences])["mean_acceptance_length"], 3
+        ),
         "finish": ",".join(choice.finish or "left" for choice in choices),
     }
 
 
 def count_usage(choices: Iterable[Choice], prompts: Collection[TokenSequence]) -> dict[str, Any]:
     """Return the usage so far. The tokens of `prompts` count as read, those of `choices` as written."""
-    read, written = sum(len(job.prompt) for job in prompts), sum(choice.token_count for choice in choices)
+    read, written = sum(len(sequence.prompt) for sequence in prompts), sum(choice.token_count for choice in choices)
     return {
         "prompt_tokens": read,
         "completion_tokens": written,
         "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": sum(job.reused for job in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(sequence.reused for sequence in prompts)},
     }
 
 

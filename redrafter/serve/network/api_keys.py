@@ -1,4 +1,4 @@
-"""The keys that clients must send, and who sent which."""
+"""API keys: which ones clients must send, and the name of the one that a client sent."""
 
 import hashlib
 import hmac
@@ -8,51 +8,56 @@ from pathlib import Path
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["ENVIRONMENT", "ApiKeys", "collect_keys"]
+__all__ = ["KEY_VARIABLE", "ApiKeys", "collect_keys"]
 
-ENVIRONMENT = "REDRAFTER_API_KEY"
+KEY_VARIABLE = "REDRAFTER_API_KEY"  # environment variable with one key
 
 
 class ApiKeys:
-    """The keys of a server. Without any, everybody may come in."""
+    """The API keys of a server. Without any, everybody may send requests."""
 
     def __init__(self, keys: Iterable[str] = ()):
-        # A digest has the same length for every key, so that a comparison tells nothing of a key's own length.
+        # Digests of all keys have the same length, so that the time of a comparison reveals no key's length.
         self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
 
     def __len__(self) -> int:
         return len(self._digests)
 
     def client(self, authorization: bytes) -> str | None:
-        """Return the name of the key in an `Authorization` header, or None where it holds no key of this server.
+        """Return the name of the key in an `Authorization` header, or None if it holds no key of this server.
 
-        A key's name is its place among the keys, such as `key-2`: a log may hold it, and it tells nothing of the key.
+        A key's name is its number, such as `key-2`: it may be logged, and reveals nothing of the key.
         """
         scheme, _, token = authorization.partition(b" ")
         if scheme.lower() != b"bearer":
             return None
         sent, name = _digest(token.strip()), None
-        for place, digest in enumerate(self._digests, 1):  # all of them, so that time does not tell which one it was
+        for number, digest in enumerate(self._digests, 1):  # all of them, so that the time does not reveal which it was
             if hmac.compare_digest(sent, digest):
-                name = f"key-{place}"
+                name = f"key-{number}"
         return name
 
 
 def collect_keys(given: Iterable[str], file: str | None) -> ApiKeys:
-    """Return the keys of the command line, then that of the environment, then those of a file, a key a line.
+    """Collect the keys of the command line, of the environment, and of a file, in this order.
 
-    Raises `ArgumentError` for a file that cannot be read or holds no key, and for a key that no header can hold.
+    Args:
+        given: Keys of the command line.
+        file: Path of a file with one key on each line; None for no file.
+
+    Raises:
+        ArgumentError: The file cannot be read or holds no key, or a key cannot stand in a header.
     """
-    keys = [*given, *filter(None, [os.environ.get(ENVIRONMENT)])]
+    keys = [*given, *filter(None, [os.environ.get(KEY_VARIABLE)])]
     if file is not None:
-        keys += _read(file)
+        keys += _read_keys(file)
     for key in keys:
         if not (key.isascii() and key.isprintable() and key.strip() == key and key):
             raise ArgumentError("an API key must be of printable ASCII characters, without spaces around it")
     return ApiKeys(keys)
 
 
-def _read(file: str) -> list[str]:
+def _read_keys(file: str) -> list[str]:
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
-"""Bodies of requests: how large they may be, and how long reading them may hold everybody else up.
+"""Bodies of requests: how large they may be, and how long parsing them may delay other requests.
 
-`json.loads` and the check of what it makes are single calls in which nothing else runs, `/health` neither. What they
-cost goes by how many values a body holds rather than by its bytes, so that both are limited before anything is parsed,
-and large bodies are parsed one at a time, with as long a pause behind each as it took.
+`json.loads` and the validation of its result are single calls during which the event loop serves nothing else, not even
+`/health`. Their duration depends on the number of values in a body rather than on its bytes, so both are limited before
+anything is parsed, and large bodies are parsed one at a time, each followed by a pause as long as its parsing took.
 """
 
 import asyncio
@@ -17,39 +17,40 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from redrafter.serve.network.guard import Refusal, error_answer
+from redrafter.serve.network.access import Refusal, error_answer
 
 __all__ = ["BodyLimits", "JsonRoute"]
 
-SLOWEST = 30.0  # seconds in which a body must have come
-SMALL = 1 << 16  # bytes of a body that is parsed in a few milliseconds at most, and need not wait for others
-LOOK = 0.01  # seconds after which a body that waits for its turn looks again
-TOGETHER = 256 << 20  # bytes of larger bodies that are held at once
-# Of a body of so many bytes at most, one in so many may be
-VALUES = 8  # a comma: there is about one for every value
-GROUPS = 32  # [, { or a colon: lists, objects and their fields cost several times what a number does
-EXPONENTS = 128  # an exponent: a number with one costs most
-_ALIKE = bytes.maketrans(b"123456789E", b"000000000e")  # in which every exponent begins with 0e
+BODY_SECONDS = 30.0  # in which a body must arrive
+SMALL_BODY_BYTES = 1 << 16  # of a body that is parsed in a few milliseconds, and need not wait for others
+POLL_SECONDS = 0.01  # after which a body that waits for its turn looks again
+MAX_LARGE_BODIES_BYTES = 256 << 20  # of larger bodies that are held at once
+# Of the bytes that a body may have, one in so many may be
+BYTES_PER_COMMA = 8  # a comma, of which there is about one for each value
+BYTES_PER_CONTAINER = 32  # [, { or a colon: lists, objects and their fields take several times as long as a number
+BYTES_PER_EXPONENT = 128  # an exponent: numbers with one take longest
+_ALIKE = bytes.maketrans(b"123456789E", b"000000000e")  # makes every exponent begin with 0e
 _PAIR = re.compile(rb"(?i)\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # one character, as two escapes
 _LONE = re.compile(rb"(?i)\\ud[89a-f]")
 
 
 class BodyLimits:
-    """Around an application: turns away bodies that are too long, come too slowly or hold too much."""
+    """ASGI middleware that refuses bodies that are too long, arrive too slowly or hold too many values."""
 
-    def __init__(self, app: ASGIApp, longest: int):
-        self.app, self.longest = app, longest
-        self._held = 0  # bytes of larger bodies
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self.app, self.max_bytes = app, max_bytes
+        self._held_bytes = 0  # of larger bodies
         self._busy_until = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request under the limits."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         body = _Body(self, receive)
         scope["body"] = body
-        said = dict(scope["headers"]).get(b"content-length", b"")
+        length = dict(scope["headers"]).get(b"content-length", b"")
         try:
-            body.check_length(int(said) if said.isdigit() else 0)
+            body.check_length(int(length) if length.isdigit() else 0)
         except Refusal as refusal:
             return await error_answer(refusal)(scope, receive, send)
         try:
@@ -58,26 +59,27 @@ class BodyLimits:
             body.release()
 
     def hold(self, size: int) -> None:
-        """Count bytes of a larger body, where there is room for them."""
-        if self._held + size > TOGETHER:
+        """Count bytes of a larger body, or refuse them if too many are held."""
+        if self._held_bytes + size > MAX_LARGE_BODIES_BYTES:
             raise Refusal(503, "too many large bodies at once", headers={"Retry-After": "1"})
-        self._held += size
+        self._held_bytes += size
 
     def release(self, size: int) -> None:
-        self._held -= size
+        """Uncount bytes of a larger body."""
+        self._held_bytes -= size
 
     async def parse(self, body: bytes, parse: Callable[[bytes], Any]) -> Any:
-        """Return what a body holds. Of larger ones one is parsed at a time."""
-        if len(body) <= SMALL:
+        """Return the value of a body, of larger bodies one at a time."""
+        if len(body) <= SMALL_BODY_BYTES:
             return parse(body)
         while (left := self._busy_until - time.monotonic()) > 0:
-            await asyncio.sleep(min(left, LOOK))
+            await asyncio.sleep(min(left, POLL_SECONDS))
         self._busy_until, began = math.inf, time.monotonic()
         try:
-            check_structure(body, self.longest)
+            check_structure(body, self.max_bytes)
             return parse(body)
         finally:
-            # The check of the fields follows at once; what is called here runs only after it.
+            # The fields are validated right after this; the call runs only after that.
             asyncio.get_running_loop().call_soon(self._pause, began)
 
     def _pause(self, began: float) -> None:
@@ -86,58 +88,64 @@ class BodyLimits:
 
 
 class _Body:
-    """One request's body on its way."""
+    """The body of one request, while it arrives."""
 
     def __init__(self, limits: BodyLimits, receive: Receive):
         self.limits, self._receive = limits, receive
         self._read = self._held = 0
         self._whole = False
-        self._deadline = asyncio.get_running_loop().time() + SLOWEST
+        self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
     def check_length(self, length: int) -> None:
-        if length > self.limits.longest:
-            raise Refusal(413, f"the body is longer than {self.limits.longest} bytes")
+        """Refuse a body of so many bytes if it is too long."""
+        if length > self.limits.max_bytes:
+            raise Refusal(413, f"the body is longer than {self.limits.max_bytes} bytes")
 
     async def receive(self) -> Message:
+        """Return the next message of the request, while its body is within the limits."""
         if self._whole:
             return await self._receive()
         left = self._deadline - asyncio.get_running_loop().time()
         try:
             message = await asyncio.wait_for(self._receive(), max(left, 0.01))
         except asyncio.TimeoutError:
-            raise Refusal(408, f"the body did not come within {SLOWEST:g} s") from None
+            raise Refusal(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         size = len(message.get("body", b""))
         self._read += size
         self._whole = not message.get("more_body", False)
         self.check_length(self._read)
-        if self._read > SMALL:
+        if self._read > SMALL_BODY_BYTES:
             self.limits.hold(size)
             self._held += size
         return message
 
     def release(self) -> None:
-        """Say that the bytes are held no longer."""
+        """Uncount the bytes of the body, which are held no longer."""
         self.limits.release(self._held)
         self._held = 0
 
 
-def check_structure(body: bytes, longest: int) -> None:
+def check_structure(body: bytes, max_bytes: int) -> None:
     """Raise `Refusal` for a body that holds too many values, without parsing it.
 
-    Characters within strings count too: telling them apart would cost more than it is worth.
+    Characters within strings count too: telling them apart would take longer than it saves.
 
-    longest: bytes that a body may have, by which the counts go.
+    Args:
+        body: The body.
+        max_bytes: Bytes that a body may have; the limits are in proportion to it.
     """
-    if (count := body.count(b",")) > longest // VALUES:
-        raise Refusal(413, f"the body holds {count} commas; at most {longest // VALUES}")
-    if (count := sum(map(body.count, (b"[", b"{", b":")))) > longest // GROUPS:
-        raise Refusal(413, f"the body holds {count} of the characters [, {{ and :; at most {longest // GROUPS}")
-    if (count := body.translate(_ALIKE).count(b"0e")) > longest // EXPONENTS:
-        raise Refusal(413, f"the body holds {count} numbers with exponents; at most {longest // EXPONENTS}")
+    if (count := body.count(b",")) > max_bytes // BYTES_PER_COMMA:
+        raise Refusal(413, f"the body holds {count} commas; at most {max_bytes // BYTES_PER_COMMA}")
+    if (count := sum(map(body.count, (b"[", b"{", b":")))) > max_bytes // BYTES_PER_CONTAINER:
+        raise Refusal(
+            413, f"the body holds {count} of the characters [, {{ and :; at most {max_bytes // BYTES_PER_CONTAINER}"
+        )
+    if (count := body.translate(_ALIKE).count(b"0e")) > max_bytes // BYTES_PER_EXPONENT:
+        raise Refusal(413, f"the body holds {count} numbers with exponents; at most {max_bytes // BYTES_PER_EXPONENT}")
 
 
 def _loads(body: bytes) -> Any:
-    """Return what a body says; `json.JSONDecodeError` is left to the application."""
+    """Return the value of a JSON body; `json.JSONDecodeError` is left to the application."""
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -159,9 +167,10 @@ def _refuse_constant(name: str) -> None:
 
 
 class _JsonRequest(Request):
-    """A request whose body is parsed in its turn."""
+    """A request whose body is parsed under `BodyLimits`."""
 
     async def json(self) -> Any:
+        """Return the value of the body."""
         if not hasattr(self, "_json"):
             body: _Body = self.scope["body"]
             self._json = await body.limits.parse(await self.body(), _loads)
@@ -174,6 +183,7 @@ class JsonRoute(APIRoute):
     """A route whose bodies are parsed under `BodyLimits`."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
+        """Return a handler that parses bodies under `BodyLimits`."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Connections of clients: how many there may be, and how long each may keep the server waiting."""
+"""Connections of clients: how many may be open, and how long each may keep the server waiting."""
 
 import asyncio
 import json
@@ -13,33 +13,42 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from redrafter.errors import ArgumentError
 from redrafter.serve.protocol.requests import error_body
 
-__all__ = ["Connection", "Crowd", "open_file_limit", "room_for_connections"]
+__all__ = ["Connection", "OpenConnections", "open_file_limit", "room_for_connections"]
 
 _LOG = logging.getLogger(__name__)
-MOST = 1024  # connections, where there are files for them
-SPARE_FILES = 64  # for what is opened later, and for connections on their way out
-HEADERS = 10.0  # seconds in which a request's line and headers must have come
-IDLE = 30.0  # seconds that a connection may wait for its next request
-STALLED = 60.0  # seconds in which a client must accept something of its answer
-PARTING = 1.0  # seconds in which a client that is turned away is told so
-WRITE_BUFFER = 1 << 16  # bytes of an answer that wait for a client, beside those that the system keeps
-READ_AT_ONCE = 1 << 13  # bytes, of which each may be a chunk of a body
-CRUMB = 64  # bytes; a body in chunks that are smaller on average is refused, as each chunk costs about 10 us
+MAX_CONNECTIONS = 1024  # if enough files may be opened
+SPARE_FILES = 64  # kept for files that are opened later, and for connections that are being closed
+HEADERS_SECONDS = 10.0  # in which the first line and the headers of a request must arrive
+IDLE_SECONDS = 30.0  # for which a connection may stay open without a request
+STALLED_SECONDS = 60.0  # in which a client must receive some of its answer
+PARTING_SECONDS = 1.0  # in which a refused client can receive the refusal
+WRITE_BUFFER_BYTES = 1 << 16  # of an answer that wait for a client, beside those in the system's buffers
+READ_BUFFER_BYTES = 1 << 13  # each of which may be a chunk of a body
+MIN_CHUNK_BYTES = 64  # a body in chunks that are smaller on average is refused, as each chunk costs about 10 us
 _SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}(?:;[^\r\n]*)?\r\n")  # the size of a chunk below 256 bytes
 
 
-class Crowd:
-    """The connections of a server. Those that have asked for nothing make room for new ones."""
+class OpenConnections:
+    """The open connections of a server. Those without a request make room for new ones."""
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, max_connections: int):
+        self.max_connections = max_connections
         self.open: set[Connection] = set()
-        self._waiting: dict[Connection, float] = {}  # for a request, until when; who waits longest comes first
-        self._stalled: dict[Connection, float] = {}  # with an answer that is not read, until when
+        self._waiting: dict[Connection, float] = {}  # by when a request must arrive; the longest wait first
+        self._stalled: dict[Connection, float] = {}  # by when the client must read on
+
+    @property
+    def waiting(self) -> int:
+        """Number of connections without a request."""
+        return len(self._waiting)
 
     def admit(self, connection: "Connection") -> bool:
-        """Take a connection in, if need be in the place of the one that has waited longest for a request."""
-        if len(self.open) >= self.most:
+        """Add a connection, if need be in place of the one that has been without a request for longest.
+
+        Returns:
+            Whether there was room for it.
+        """
+        if len(self.open) >= self.max_connections:
             longest = next(iter(self._waiting), None)
             if longest is None:
                 return False
@@ -47,108 +56,123 @@ class Crowd:
         self.open.add(connection)
         return True
 
-    def waits(self, connection: "Connection", seconds: float) -> None:
+    def await_request(self, connection: "Connection", seconds: float) -> None:
+        """Note that a connection has so many seconds to send its next request."""
         self._waiting.pop(connection, None)
         self._waiting[connection] = time.monotonic() + seconds
 
-    def asks(self, connection: "Connection") -> None:
+    def request_arrived(self, connection: "Connection") -> None:
+        """Note that a connection has sent its request."""
         self._waiting.pop(connection, None)
 
-    def stalls(self, connection: "Connection") -> None:
-        self._stalled[connection] = time.monotonic() + STALLED
+    def writing_paused(self, connection: "Connection") -> None:
+        """Note that a client does not read its answer."""
+        self._stalled[connection] = time.monotonic() + STALLED_SECONDS
 
-    def flows(self, connection: "Connection") -> None:
+    def writing_resumed(self, connection: "Connection") -> None:
+        """Note that a client reads its answer again."""
         self._stalled.pop(connection, None)
 
-    def leave(self, connection: "Connection") -> None:
+    def remove(self, connection: "Connection") -> None:
+        """Forget a connection that is closed."""
         for group in (self._waiting, self._stalled):
             group.pop(connection, None)
         self.open.discard(connection)
 
     def drop(self, connection: "Connection") -> None:
-        """End a connection with what it has not read."""
-        self.leave(connection)
+        """Close a connection at once, with what its client has not read."""
+        self.remove(connection)
         connection.transport.abort()
 
     def drop_all(self) -> None:
+        """Close all connections at once."""
         for connection in list(self.open):
             self.drop(connection)
 
     async def watch(self) -> None:
-        """Drop, for as long as this runs, whoever keeps the server waiting for too long."""
+        """Drop connections that keep the server waiting for too long, until this task is cancelled."""
         while True:
-            await asyncio.sleep(min(HEADERS, IDLE, STALLED, 10.0) / 10)
+            await asyncio.sleep(min(HEADERS_SECONDS, IDLE_SECONDS, STALLED_SECONDS, 10.0) / 10)
             now = time.monotonic()
             for group in (self._waiting, self._stalled):
-                for late in [each for each, end in group.items() if end < now]:
-                    self.drop(late)
+                for connection in [connection for connection, deadline in group.items() if deadline < now]:
+                    self.drop(connection)
 
 
 class Connection(H11Protocol):
-    """A connection that tells a `Crowd` whom it waits for. One too many is answered with 503 and closed."""
+    """A connection that reports what it waits for to `OpenConnections`. One too many is answered with 503."""
 
-    def __init__(self, crowd: Crowd, **uvicorn: Any):
+    def __init__(self, connections: OpenConnections, **uvicorn: Any):
         super().__init__(**uvicorn)
-        self._crowd, self._begun, self._refused = crowd, False, False
+        self._connections, self._begun, self._refused = connections, False, False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if not self._crowd.admit(self):
+        """Admit the connection, or prepare to refuse it."""
+        if not self._connections.admit(self):
             self.transport, self._refused = transport, True
-            self.loop.call_later(PARTING, transport.abort)
+            self.loop.call_later(PARTING_SECONDS, transport.abort)
             return
-        transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if hasattr(transport, "max_size"):
-            transport.max_size = READ_AT_ONCE
+            transport.max_size = READ_BUFFER_BYTES
         super().connection_made(transport)
-        self._crowd.waits(self, HEADERS)
+        self._connections.await_request(self, HEADERS_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._crowd.leave(self)
+        """Forget the connection."""
+        self._connections.remove(self)
         if not self._refused:
             super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:  # answered once it has asked: whoever is told before that may not hear it
+        """Read on in a request, or refuse it."""
+        if self._refused:  # only after its request: a client may not read an answer that comes before
             if not self._begun:
                 self.transport.write(_answer("503 Service Unavailable", "too many connections"))
                 if self.transport.can_write_eof():
                     self.transport.write_eof()
             self._begun = True
             return
-        if self._crumbles(data):
-            self.transport.write(_answer("400 Bad Request", f"the body comes in chunks of less than {CRUMB} bytes"))
+        if self._has_tiny_chunks(data):
+            self.transport.write(
+                _answer("400 Bad Request", f"the body comes in chunks of less than {MIN_CHUNK_BYTES} bytes")
+            )
             self.transport.close()
             return
         if not self._begun and not self._asking:
-            self._crowd.waits(self, HEADERS)
+            self._connections.await_request(self, HEADERS_SECONDS)
         self._begun = True
         super().data_received(data)
 
     def handle_events(self) -> None:
+        """Handle what was read, and note the arrival of a request."""
         super().handle_events()
         if self._asking:
-            self._crowd.asks(self)
+            self._connections.request_arrived(self)
 
     def on_response_complete(self) -> None:
+        """Wait for the next request."""
         self._begun = False
-        if self in self._crowd.open:
-            self._crowd.waits(self, IDLE)
+        if self in self._connections.open:
+            self._connections.await_request(self, IDLE_SECONDS)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        self._crowd.stalls(self)
+        """Stop writing until the client has read some of its answer."""
+        self._connections.writing_paused(self)
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self._crowd.flows(self)
+        """Go on writing."""
+        self._connections.writing_resumed(self)
         super().resume_writing()
 
-    def _crumbles(self, data: bytes) -> bool:
-        """Whether a body comes in pieces so small that reading them holds everybody else up."""
+    def _has_tiny_chunks(self, data: bytes) -> bool:
+        """Return whether a body comes in chunks so small that reading them delays all other clients."""
         if not (self._asking and self.cycle.more_body):
             return False
         chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-        return chunked and len(_SMALL_CHUNK.findall(data)) * CRUMB > len(data) + 64 * CRUMB
+        return chunked and len(_SMALL_CHUNK.findall(data)) * MIN_CHUNK_BYTES > len(data) + 64 * MIN_CHUNK_BYTES
 
     @property
     def _asking(self) -> bool:
@@ -157,7 +181,7 @@ class Connection(H11Protocol):
 
 
 def _answer(status: str, message: str) -> bytes:
-    """Return an answer as it is sent, for where no request is being answered."""
+    """Return the bytes of an answer with an error, for connections whose request is not being handled."""
     body = json.dumps(error_body(int(status[:3]), message)).encode()
     head = (
         f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
@@ -167,7 +191,7 @@ def _answer(status: str, message: str) -> bytes:
 
 
 def open_file_limit() -> int:
-    """Raise how many files this process may open as far as the system lets it, and return that number."""
+    """Raise the number of files that this process may open to the system's limit, and return it."""
     try:
         import resource
     except ImportError:  # where the system has no such limit
@@ -180,17 +204,21 @@ def open_file_limit() -> int:
     return hard
 
 
-def room_for_connections(most: int | None) -> int:
-    """Return how many connections may be open. most: what the user asks for, None for as many as are sensible.
+def room_for_connections(wanted: int | None) -> int:
+    """Return how many connections may be open.
 
-    Raises `ArgumentError` where there are fewer files than the user asks for.
+    Args:
+        wanted: The number that the user asks for; None for `MAX_CONNECTIONS`, or fewer if too few files may be opened.
+
+    Raises:
+        ArgumentError: Fewer files may be opened than the user asks for.
     """
     taken = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
     files = max(open_file_limit() - taken - SPARE_FILES, 4)
-    if most is None:
-        return min(MOST, files)
-    if most > files:
+    if wanted is None:
+        return min(MAX_CONNECTIONS, files)
+    if wanted > files:
         raise ArgumentError(
-            f"--max-connections {most} needs more files than may be open: at most {files}; see ulimit -n"
+            f"--max-connections {wanted} needs more files than may be open: at most {files}; see ulimit -n"
         )
-    return most
+    return wanted

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's, health, metrics, a page to try them on."""
+"""The ASGI application: OpenAI's routes, health, metrics, and a page to try them on."""
 
 import asyncio
 import json
@@ -15,9 +15,9 @@ from starlette.exceptions import HTTPException
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.log import Logged
+from redrafter.serve.log import RequestLog
+from redrafter.serve.network.access import AccessControl, AccessPolicy, HeadAsGet, Refusal, error_answer
 from redrafter.serve.network.bodies import BodyLimits, JsonRoute
-from redrafter.serve.network.guard import Admission, Guard, HeadAsGet, Refusal, error_answer
 from redrafter.serve.protocol.fields import field_path
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, error_body
 from redrafter.serve.protocol.response_models import (
@@ -42,32 +42,33 @@ _LOG = logging.getLogger(__name__)
 
 
 def create_app(
-    service: Service, admission: Admission | None = None, longest_body: int = ServeOptions.max_body_size
+    service: Service, policy: AccessPolicy | None = None, max_body_bytes: int = ServeOptions.max_body_size
 ) -> FastAPI:
     """Return the ASGI application.
 
-    service: what writes the texts.
-    admission: who may ask; None for everybody.
-    longest_body: bytes of a request's body, at most.
+    Args:
+        service: Answers the requests.
+        policy: Which requests are accepted; None for all.
+        max_body_bytes: Bytes that the body of a request may have.
     """
-    admission = admission or Admission()
-    service.apart = len(admission.keys) > 1
+    policy = policy or AccessPolicy()
+    service.apart = len(policy.keys) > 1
     app = FastAPI(title="redrafter", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
-    # The last one is asked first.
-    app.add_middleware(BodyLimits, longest=longest_body)
-    app.add_middleware(Guard, admission=admission)
-    if admission.origins:
+    # The last one runs first.
+    app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
+    app.add_middleware(AccessControl, policy=policy)
+    if policy.origins:
         headers = ["Authorization", "Content-Type", "X-Request-Id"]
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=admission.origins,
+            allow_origins=policy.origins,
             allow_methods=["GET", "POST"],
             allow_headers=headers,
             expose_headers=headers[2:],
         )
     app.add_middleware(HeadAsGet)
-    app.add_middleware(Logged)
+    app.add_middleware(RequestLog)
     _handle_errors(app)
 
     chat_page, docs_page, locked_docs_page = page("page.html"), page("docs.html"), page("docs.html", 401)
@@ -124,26 +125,31 @@ async def _respond(
     request: Request,
     events: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[str]] | None = None,
 ) -> Response:
-    """The answer, unless the client leaves before it is there. events: how the parts of a stream are written, if not as
-    OpenAI's completions are."""
+    """Return the answer to a request, or status 499 if the client leaves before it is ready.
+
+    Args:
+        work: Computes the answer, or the parts of a stream.
+        request: The request.
+        events: Writes the parts of a stream as server-sent events; None for those of OpenAI's completions.
+    """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_left(request))
+    watch = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             return Response(status_code=499)
-        found = await task
+        answer = await task
     finally:
-        for each in (task, watch):
-            each.cancel()
-    if isinstance(found, dict):
-        return JSONResponse(found)
+        for future in (task, watch):
+            future.cancel()
+    if isinstance(answer, dict):
+        return JSONResponse(answer)
     return StreamingResponse(
-        (events or _events)(found), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        (events or _events)(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
     )
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -164,12 +170,14 @@ def _event(part: dict[str, Any]) -> str:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    def say(status: int, message: str, param: str | None = None, code: str | None = None, **headers: str) -> Response:
+    def respond(
+        status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
+    ) -> Response:
         return JSONResponse(error_body(status, message, param, code), status, headers)
 
     @app.exception_handler(ApiError)
     async def api(_: Request, error: ApiError) -> Response:
-        return say(error.status, str(error), error.param, error.code)
+        return respond(error.status, str(error), error.param, error.code)
 
     @app.exception_handler(Refusal)
     async def refused(_: Request, error: Refusal) -> Response:
@@ -177,38 +185,38 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(UnsupportedError)
     async def unsupported(_: Request, error: UnsupportedError) -> Response:
-        """What the operator could mend is for the log; a client learns that it cannot be had here."""
+        """Log what the operator could change, and answer that this server cannot do it."""
         _LOG.error("a request needs what is not there: %s", error)
-        return say(501, "this server cannot do what the request asks for", None, "not_implemented")
+        return respond(501, "this server cannot do what the request asks for", None, "not_implemented")
 
     @app.exception_handler(ArgumentError)
     async def argument(_: Request, error: ArgumentError) -> Response:
-        return say(400, str(error))
+        return respond(400, str(error))
 
     @app.exception_handler(QueueFullError)
     async def full(_: Request, error: QueueFullError) -> Response:
-        return say(429, str(error), **{"Retry-After": "1"})
+        return respond(429, str(error), **{"Retry-After": "1"})
 
     @app.exception_handler(Stopped)
     async def stopped(_: Request, error: Stopped) -> Response:
-        return say(503, "the server is stopping", **{"Retry-After": "5"})
+        return respond(503, "the server is stopping", **{"Retry-After": "5"})
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        return say(error.status_code, str(error.detail), **(error.headers or {}))
+        return respond(error.status_code, str(error.detail), **(error.headers or {}))
 
     @app.exception_handler(RecursionError)
     async def deep(_: Request, error: RecursionError) -> Response:
-        return say(400, "the body is nested too deeply")
+        return respond(400, "the body is nested too deeply")
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         kind, param, message = first["type"], field_path(first), first["msg"].removeprefix("Value error, ")
         if kind == "json_invalid":
-            return say(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
+            return respond(400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}")
         if kind == "extra_forbidden":
-            return say(400, f"{param} is not supported", param, "unsupported_parameter")
+            return respond(400, f"{param} is not supported", param, "unsupported_parameter")
         if kind == "unsupported":
-            return say(400, f"{param} is not supported: {message}", param, "unsupported_parameter")
-        return say(422, f"{param}: {message}" if param else message, param)
+            return respond(400, f"{param} is not supported: {message}", param, "unsupported_parameter")
+        return respond(422, f"{param}: {message}" if param else message, param)

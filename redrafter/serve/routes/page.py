@@ -1,4 +1,4 @@
-"""The pages at `/` and `/docs`: each is one file that needs nothing else, and may load nothing else."""
+"""The pages at `/` and `/docs`, each a single file that loads nothing else."""
 
 import base64
 import hashlib
@@ -11,10 +11,11 @@ __all__ = ["page"]
 
 
 def page(name: str, status: int = 200) -> HTMLResponse:
-    """Return a page with a policy under which only its own script and style count, and only its own server is asked.
+    """Return a page whose security policy allows only its own script and style, and requests to its own server.
 
-    name: a file beside this one.
-    status: what the browser is told with it.
+    Args:
+        name: Name of a file beside this one.
+        status: HTTP status of the answer.
     """
     text = files("redrafter.serve.routes").joinpath(name).read_text(encoding="utf-8")
     policy = {
@@ -37,6 +38,7 @@ def page(name: str, status: int = 200) -> HTMLResponse:
 
 
 def _hashes(tag: str, text: str) -> str:
-    found = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in found)
+    """Return the hashes of all elements of a tag as a security policy writes them."""
+    sources = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's and Anthropic's protocols that are not served: refused by name, with what is served instead."""
+"""Refusals of the routes of OpenAI's and Anthropic's protocols that are not served, with what is served instead."""
 
 from collections.abc import Awaitable, Callable
 
@@ -35,14 +35,14 @@ _METHODS = ["GET", "POST", "DELETE"]
 
 
 def add_refusals(app: FastAPI) -> None:
-    """Answer these routes, and whatever is below them, with 404 in OpenAI's shape, which clients do not try again."""
-    for path, why in _REFUSED.items():
-        for each in (path, f"{path}/{{rest:path}}"):
-            app.add_api_route(each, _refusing(why), methods=_METHODS, include_in_schema=False)
+    """Answer these routes and all below them with 404 in OpenAI's shape, after which clients do not retry."""
+    for path, reason in _REFUSED.items():
+        for route in (path, f"{path}/{{rest:path}}"):
+            app.add_api_route(route, _refusal_handler(reason), methods=_METHODS, include_in_schema=False)
 
 
-def _refusing(why: str) -> Callable[[], Awaitable[None]]:
+def _refusal_handler(reason: str) -> Callable[[], Awaitable[None]]:
     async def refuse() -> None:
-        raise ApiError(404, why, code="unsupported_endpoint")
+        raise ApiError(404, reason, code="unsupported_endpoint")
 
     return refuse

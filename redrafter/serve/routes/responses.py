@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses protocol, told as a chat and back, so that nothing is done twice."""
+"""`/v1/responses`: OpenAI's Responses protocol, translated into a chat request and its answer back."""
 
 import time
 import uuid
@@ -26,21 +26,21 @@ Respond = Callable[..., Awaitable[Response]]
 
 
 def add_responses(app: FastAPI, service: Service, respond: Respond) -> None:
-    """Add the route. respond: what answers with a dictionary or a stream, and watches whether the client stays."""
+    """Add the route. respond: makes a response of a dictionary or a stream, and stops if the client leaves."""
 
     @app.post("/v1/responses", responses=answer_responses(ResponseAnswer))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         head = _head(body, service.model)
 
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
-            found = await service.chat(as_chat(body), request.scope["facts"])
-            return head | _whole(found) if isinstance(found, dict) else response_events(head, found)
+            answer = await service.chat(as_chat(body), request.scope["facts"])
+            return head | _whole(answer) if isinstance(answer, dict) else response_events(head, answer)
 
         return await respond(work(), request, format_events)
 
 
 def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
-    """What every response of a request says: what was asked for, and what comes of fields that were left out."""
+    """Return the fields that all responses to a request share: those of the request, and defaults of the others."""
     format = None if body.text is None or body.text.format is None else body.text.format
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -63,9 +63,9 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "service_tier": "default",
         "store": False,
         "temperature": body.temperature,
-        "text": {"format": _told(format) if format is not None else {"type": "text"}},
-        "tool_choice": _told(body.tool_choice) if body.tool_choice is not None else "auto",
-        "tools": [_told(tool) | {"parameters": tool.parameters, "strict": tool.strict} for tool in body.tools or ()],
+        "text": {"format": _as_dict(format) if format is not None else {"type": "text"}},
+        "tool_choice": _as_dict(body.tool_choice) if body.tool_choice is not None else "auto",
+        "tools": [_as_dict(tool) | {"parameters": tool.parameters, "strict": tool.strict} for tool in body.tools or ()],
         "top_logprobs": 0,
         "top_p": body.top_p,
         "truncation": "disabled",
@@ -74,12 +74,12 @@ def _head(body: ResponsesRequest, model: str) -> dict[str, Any]:
     }
 
 
-def _told(part: Any) -> Any:
+def _as_dict(part: Any) -> Any:
     return part if isinstance(part, str) else part.model_dump(exclude_none=True, by_alias=True)
 
 
 def _whole(answer: dict[str, Any]) -> dict[str, Any]:
-    """What a chat's answer says, as a response says it."""
+    """Return the answer to a chat request as the fields of a response."""
     [choice] = answer["choices"]
     message, cut = choice["message"], choice["finish_reason"] == "length"
     calls = message.get("tool_calls") or []

@@ -18,12 +18,14 @@ from redrafter.version import __version__
 
 __all__ = ["add_token_routes"]
 
-LONGEST = 8  # contexts of tokens that are counted; what is longer is refused
+MAX_CONTEXTS = 8  # times the context length that a prompt may have to be tokenized
 
 
 class TokenizeRequest(Strict):
-    """A prompt, or messages as the chat template writes them. add_special_tokens: for a prompt, by default as for a
-    completion; a template writes its own."""
+    """A prompt, or messages that the chat template writes as one.
+
+    `add_special_tokens` is for a prompt, by default as for a completion; a template writes its own.
+    """
 
     model: str | None = None
     prompt: str | None = None
@@ -34,7 +36,7 @@ class TokenizeRequest(Strict):
     return_token_strs: StrictBool | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> "TokenizeRequest":
+    def _check_one(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages, and not both")
         if self.messages is None and self.tools is not None:
@@ -43,7 +45,7 @@ class TokenizeRequest(Strict):
 
 
 class TokenizeAnswer(BaseModel):
-    """token_strs: null unless `return_token_strs` asks for them."""
+    """The tokens of a prompt. `token_strs` is null unless `return_token_strs` asks for it."""
 
     count: int
     max_model_len: int
@@ -59,21 +61,25 @@ class DetokenizeRequest(Strict):
 
 
 class DetokenizeAnswer(BaseModel):
+    """The text of some tokens."""
+
     prompt: str
 
 
 class Version(BaseModel):
+    """The version of the server."""
+
     version: str
 
 
 def add_token_routes(app: FastAPI, service: Service) -> None:
-    """Add the routes that write nothing."""
-    asked: dict[str, Any] = {"responses": error_responses(400, 401, 404, 408, 413, 422)}
+    """Add the routes for tokens, for one model, and for the version."""
+    options: dict[str, Any] = {"responses": error_responses(400, 401, 404, 408, 413, 422)}
 
     @cache
     def prompts() -> Prompts:
-        """Return what reads prompts that are only counted, which may be longer than a text."""
-        return replace(service.prompts, context=LONGEST * service.context)
+        """Return a reader of prompts that are only tokenized, which may be longer than the context."""
+        return replace(service.prompts, context=MAX_CONTEXTS * service.context)
 
     @app.get("/version", response_model=Version)
     async def version() -> dict[str, str]:
@@ -84,30 +90,30 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         service.check_model(model)
         return service.model_entry()
 
-    @app.post("/tokenize", response_model=TokenizeAnswer, **asked)
+    @app.post("/tokenize", response_model=TokenizeAnswer, **options)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
         ids = await asyncio.to_thread(_tokens, prompts(), body)
         names = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": names}
 
-    @app.post("/detokenize", response_model=DetokenizeAnswer, **asked)
+    @app.post("/detokenize", response_model=DetokenizeAnswer, **options)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         service.check_model(body.model)
-        known = service.worker.scheduler.engine.target.vocab_size
-        if (bad := next((token for token in body.tokens if token >= known), None)) is not None:
-            raise ApiError(400, f"token id {bad} is out of range: there are {known} ids", "tokens")
-        if len(body.tokens) > LONGEST * service.context:
-            raise ApiError(400, f"{len(body.tokens)} tokens; at most {LONGEST * service.context}", "tokens")
+        vocabulary = service.worker.scheduler.engine.target.vocab_size
+        if (bad := next((token for token in body.tokens if token >= vocabulary), None)) is not None:
+            raise ApiError(400, f"token id {bad} is out of range: there are {vocabulary} ids", "tokens")
+        if len(body.tokens) > MAX_CONTEXTS * service.context:
+            raise ApiError(400, f"{len(body.tokens)} tokens; at most {MAX_CONTEXTS * service.context}", "tokens")
         return {"prompt": await asyncio.to_thread(decode_tokens, service.tokenizer, body.tokens)}
 
 
 def _tokens(prompts: Prompts, body: TokenizeRequest) -> list[int]:
-    """Return what a completion or a chat would read."""
+    """Return the tokens that a completion or a chat would read."""
     if body.messages is not None:
-        begin = body.add_generation_prompt
+        generation = body.add_generation_prompt
         return prompts.encode_chat(
-            ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=begin)
+            ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=generation)
         ).ids
     assert body.prompt is not None
     if body.add_special_tokens is None:

@@ -1,4 +1,4 @@
-"""The server's front in a process of its own, before a small application and a load that waits for its cue."""
+"""A server process of its own with a small application, and a load that waits for its cue."""
 
 import os
 import re
@@ -18,7 +18,7 @@ SCRIPT = """
 import asyncio, logging, sys
 from types import SimpleNamespace
 from redrafter.errors import CheckpointError
-from redrafter.serve.network import connections, front
+from redrafter.serve.network import connections, server_process
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.log import start_logging
@@ -43,19 +43,25 @@ start_logging("text", "info")
 options = ServeOptions(port=0, drain_timeout=DRAIN, **FILES)
 with listen(options) as listening:
     logging.getLogger("redrafter").info("on http://127.0.0.1:%d", listening.getsockname()[1])
-    front.Front(options, listening).run(load, lambda loaded: logging.getLogger("redrafter").info("ready"))
+    process = server_process.ServerProcess(options, listening)
+    process.run(load, lambda loaded: logging.getLogger("redrafter").info("ready"))
 """
 
 
-class FrontProgram:
-    """changes: Python that is run before it listens. tls: what a client needs, where it serves https."""
+class BareServer:
+    """`ServerProcess` in a process of its own, around a small application instead of a model.
+
+    Args:
+        changes: Python code that is run before it listens.
+        tls: What a client needs, if it serves https.
+    """
 
     def __init__(self, changes: str = "", tls: ssl.SSLContext | None = None):
         words = [sys.executable, "-c", SCRIPT.replace("CHANGES", changes)]
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self.log_reader = threading.Thread(target=self._read, daemon=True)
+        self.log_reader.start()
         self.port = int(re.search(r":(\d+)", self.said("on http"))[1])  # type: ignore[index]
         self.url, self._tls = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}", tls or True
         while True:
@@ -70,7 +76,7 @@ class FrontProgram:
         self.log.extend(iter(self.process.stderr.readline, ""))
 
     def said(self, text: str, seconds: float = 60) -> str:
-        """The line that holds a text, once it is there."""
+        """Wait for a line of the log that holds a text, and return it."""
         end = time.monotonic() + seconds
         while not (found := [line for line in list(self.log) if text in line]):
             assert time.monotonic() < end and self.process.poll() is None, self.log
@@ -78,6 +84,7 @@ class FrontProgram:
         return found[0]
 
     def cue(self, word: str = "go") -> None:
+        """Let the load go on; "fail" lets it fail."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
@@ -91,11 +98,11 @@ class FrontProgram:
         return found
 
     def end(self, with_signal: int = signal.SIGTERM) -> tuple[int, float]:
-        """The exit code, and the seconds that it took."""
+        """End the process by a signal, and return its exit code and the seconds that it took."""
         began = time.monotonic()
         self.process.send_signal(with_signal)
         code = self.process.wait(timeout=60)
-        self._reader.join(timeout=10)
+        self.log_reader.join(timeout=10)
         return code, time.monotonic() - began
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The server's process: it listens from its first moment, answers once the model is loaded, and comes to an end."""
+"""The life of a server process: listen at once, answer 503 while the model loads, serve, drain, end."""
 
 import asyncio
 import functools
@@ -20,53 +20,55 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.network.connections import PARTING, Connection, Crowd, room_for_connections
-from redrafter.serve.network.guard import Refusal, error_answer
+from redrafter.serve.network.access import Refusal, error_answer
+from redrafter.serve.network.connections import PARTING_SECONDS, Connection, OpenConnections, room_for_connections
 from redrafter.serve.worker import Worker
 
-__all__ = ["Front"]
+__all__ = ["ServerProcess"]
 
 _LOG = logging.getLogger(__name__)
-ACCEPT_AT_ONCE = 32  # connections in one turn of the event loop, before any other makes room for them
-BACKLOG = 2048  # connections that the system keeps until they are accepted
-STILL = 15.0  # seconds between lines that say that loading goes on
-PAUSE = 5.0  # seconds between lines about connections that cannot be accepted
-GRACE = 5.0  # seconds after which a process that was told to end is ended by force
+ACCEPTED_AT_ONCE = 32  # connections in one turn of the event loop, before others are closed to make room
+BACKLOG_CONNECTIONS = 2048  # that the system keeps until they are accepted
+LOADING_LOG_SECONDS = 15.0  # between log lines while the model is being loaded
+ACCEPT_ERROR_LOG_SECONDS = 5.0  # between log lines about connections that cannot be accepted
+FORCED_END_SECONDS = 5.0  # after which a process that was told to end is ended by force
 
 
 class Loaded(Protocol):
-    """What loading comes to."""
+    """What a load returns."""
 
     @property
-    def app(self) -> ASGIApp: ...
+    def app(self) -> ASGIApp:
+        """The application that answers requests."""
 
     @property
-    def worker(self) -> Worker: ...
+    def worker(self) -> Worker:
+        """The worker that decodes them."""
 
 
-L = TypeVar("L", bound=Loaded)
+LoadedT = TypeVar("LoadedT", bound=Loaded)
 
 
-class Front:
-    """Serves on a bound socket: 503 until `load` has returned, then what it returned."""
+class ServerProcess:
+    """Serves on a bound socket: answers 503 until a load has returned, then with the loaded application."""
 
     def __init__(self, options: ServeOptions, listening: socket.socket):
         self.options, self._listening = options, listening
-        self._crowd = Crowd(room_for_connections(options.max_connections))
+        self._connections = OpenConnections(room_for_connections(options.max_connections))
         self._loaded: Loaded | None = None
         self._ending: asyncio.Future[None] | None = None
-        self._told = -PAUSE
+        self._accept_error_at = -ACCEPT_ERROR_LOG_SECONDS  # when such an error was last logged
         config = uvicorn.Config(
             self._answer,
-            http=functools.partial(Connection, self._crowd),  # type: ignore[arg-type]
+            http=functools.partial(Connection, self._connections),  # type: ignore[arg-type]
             ws="none",
             interface="asgi3",
             lifespan="off",
-            backlog=ACCEPT_AT_ONCE,
+            backlog=ACCEPTED_AT_ONCE,
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=3600,  # the crowd's own is shorter
+            timeout_keep_alive=3600,  # `IDLE_SECONDS` is shorter
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile,
             ssl_ca_certs=options.ssl_ca_certs,
@@ -81,11 +83,14 @@ class Front:
         self._http = uvicorn.Server(config)
         self._http.capture_signals = nullcontext  # type: ignore[assignment, method-assign]  # ours are set below
 
-    def run(self, load: Callable[[], L], ready: Callable[[L], object]) -> None:
-        """Serve until SIGINT or SIGTERM: the first lets what was begun end, for `--drain-timeout`; a second does not.
+    def run(self, load: Callable[[], LoadedT], ready: Callable[[LoadedT], object]) -> None:
+        """Serve until SIGINT or SIGTERM.
 
-        load: called in a thread, while every request is answered with 503. What it raises ends the server.
-        ready: told what was loaded, once it is served.
+        The first signal lets running requests end within `--drain-timeout`; a second one drops them.
+
+        Args:
+            load: Called in a thread, while every request is answered with 503. What it raises ends the server.
+            ready: Called with what was loaded, once it is served.
         """
         try:
             asyncio.run(self._serve(load, ready))
@@ -93,16 +98,16 @@ class Front:
             if self._loaded is not None:
                 self._loaded.worker.stop()
 
-    async def _serve(self, load: Callable[[], L], ready: Callable[[L], object]) -> None:
+    async def _serve(self, load: Callable[[], LoadedT], ready: Callable[[LoadedT], object]) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._unexpected)
-        for each in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(each, self._stop)
+        loop.set_exception_handler(self._log_loop_error)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop)
         serving = asyncio.ensure_future(self._http.serve([self._listening]))
-        watching = asyncio.ensure_future(self._crowd.watch())
+        watching = asyncio.ensure_future(self._connections.watch())
         while not self._http.started:
             await asyncio.sleep(0.01)
-        self._listening.listen(BACKLOG)  # which the number that are accepted at once has set too
+        self._listening.listen(BACKLOG_CONNECTIONS)  # uvicorn has set it to the number that are accepted at once
         try:
             loaded = await self._load(load)
             loaded.worker.start()
@@ -115,15 +120,15 @@ class Front:
             await serving
             watching.cancel()
             if self._ending is not None:
-                _end_by_force_after(GRACE)
+                _end_by_force_after(FORCED_END_SECONDS)
 
-    async def _load(self, load: Callable[[], L]) -> L:
+    async def _load(self, load: Callable[[], LoadedT]) -> LoadedT:
         began, loading = time.monotonic(), asyncio.ensure_future(asyncio.to_thread(load))
-        while not (await asyncio.wait([loading], timeout=STILL))[0]:
+        while not (await asyncio.wait([loading], timeout=LOADING_LOG_SECONDS))[0]:
             _LOG.info("still loading after %.0f s", time.monotonic() - began)
         loaded = loading.result()
         gc.collect()
-        gc.freeze()  # what is loaded stays; looking through it again takes 0.3 s, in which no row steps
+        gc.freeze()  # what is loaded stays; collecting it takes 0.3 s, in which no row steps
         return loaded
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,50 +142,51 @@ class Front:
         await error_answer(refusal)(scope, receive, send)
 
     def _stop(self) -> None:
-        """What a signal asks for."""
+        """Handle a signal: drain at the first, drop all connections at the second."""
         if self._loaded is None:
             _LOG.info("stopped while the model was being loaded")
             logging.shutdown()
-            os._exit(0)  # a thread within a library, as the one that loads, would hold an orderly end up
+            os._exit(0)  # the thread that loads would delay an orderly end
         if self._ending is not None:
             return self._drop()
         self._loaded.worker.drain()
         running, timeout = self._loaded.worker.scheduler.running, self.options.drain_timeout
         _LOG.info("stopping: %d texts are still written, for %g s at most; once more to drop them", running, timeout)
-        self._ending = asyncio.ensure_future(self._end(self._loaded.worker))
-        _end_by_force_after(timeout + GRACE)
+        self._ending = asyncio.ensure_future(self._drain(self._loaded.worker))
+        _end_by_force_after(timeout + FORCED_END_SECONDS)
 
-    async def _end(self, worker: Worker) -> None:
+    async def _drain(self, worker: Worker) -> None:
+        """Wait for running requests until `--drain-timeout`, then end."""
         deadline = time.monotonic() + self.options.drain_timeout
         while not worker.scheduler.idle and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self._http.should_exit = True  # which closes what waits for nothing, and accepts nobody
-        await asyncio.sleep(PARTING / 4)
-        while self._crowd.open and time.monotonic() < deadline:
+        self._http.should_exit = True  # closes connections without a request, and accepts no new ones
+        await asyncio.sleep(PARTING_SECONDS / 4)
+        while self._connections.open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self._drop()
 
     def _drop(self) -> None:
-        """End, whatever is left."""
-        if left := len(self._crowd.open):
+        """Close all connections at once, and end."""
+        if left := len(self._connections.open):
             _LOG.info("dropped %d connections", left)
         self._http.should_exit = True
-        self._crowd.drop_all()
-        asyncio.get_running_loop().call_later(PARTING, setattr, self._http, "force_exit", True)
+        self._connections.drop_all()
+        asyncio.get_running_loop().call_later(PARTING_SECONDS, setattr, self._http, "force_exit", True)
 
-    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say what the event loop met; of connections that cannot be accepted, seldom."""
+    def _log_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error of the event loop; if connections cannot be accepted, once in a few seconds."""
         if "accept()" not in context.get("message", ""):
             return loop.default_exception_handler(context)
-        if time.monotonic() - self._told >= PAUSE:
-            self._told = time.monotonic()
+        if time.monotonic() - self._accept_error_at >= ACCEPT_ERROR_LOG_SECONDS:
+            self._accept_error_at = time.monotonic()
             _LOG.error(
-                "connections cannot be accepted: %s; %d are open", context.get("exception"), len(self._crowd.open)
+                "connections cannot be accepted: %s; %d are open", context.get("exception"), len(self._connections.open)
             )
 
 
 def _end_by_force_after(seconds: float) -> None:
-    """End then with code 0, if the process is still there: it was told to, and what still runs was dropped."""
+    """End the process with code 0 after so many seconds, if it has not ended by itself."""
 
     def end() -> None:
         _LOG.info("ended by force: a thread did not end in time")
