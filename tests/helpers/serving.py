@@ -1,4 +1,4 @@
-"""The server as a program of its own, and what it is asked in tests."""
+"""The server in a process of its own, and requests that tests send to it."""
 
 import re
 import signal
@@ -14,11 +14,21 @@ import torch
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
+_MODEL_LABEL = re.compile(r'\{model_name="[^"]*"\}$|,model_name="[^"]*"|model_name="[^"]*",')
 PROMPTS = ["Once upon a time", "The old man looked at the sea and", "def add(a, b):", "She said"]
 
 
 class Program:
-    """`redrafter serve` in a process of its own."""
+    """`redrafter serve` in a process of its own.
+
+    Attributes:
+        process: The process.
+        url: Its address.
+        log: Lines of its log so far.
+        first_metrics: Its metrics before the first request, if somebody has noted them.
+    """
+
+    first_metrics: dict[str, float]
 
     def __init__(self, *more: str):
         words = [sys.executable, "-m", "redrafter", "serve", "--port", "0", *more]
@@ -26,7 +36,7 @@ class Program:
         self.log: list[str] = []
         self._listening = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
-        assert self._listening.wait(60) and hasattr(self, "url"), self.log
+        assert self._listening.wait(180) and hasattr(self, "url"), self.log
         while not self.healthy:
             time.sleep(0.05)
 
@@ -47,7 +57,21 @@ class Program:
         except httpx.TransportError:
             return False
 
+    def metrics(self) -> dict[str, float]:
+        """Return what `/metrics` reports, by name and labels without that of the model."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {_MODEL_LABEL.sub("", name): float(value) for name, value in pairs}
+
+    def wait_until_idle(self) -> None:
+        """Wait until no sequence of an earlier test runs or waits any more."""
+        end = time.monotonic() + 60
+        while any(self.metrics()[f"vllm:num_requests_{state}"] for state in ("running", "waiting")):
+            assert time.monotonic() < end, "sequences of earlier tests still run"
+            time.sleep(0.02)
+
     def end(self) -> int:
+        """End the process by SIGTERM, and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=30)
 

@@ -5,7 +5,6 @@ that stand in an environment of their own.
 """
 
 import os
-from collections.abc import Iterator
 from typing import Literal
 
 import pytest
@@ -37,15 +36,9 @@ class Dog(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    if given := os.environ.get("REDRAFTER_URL"):
-        yield f"{given}/v1"
-        return
-    from helpers.serving import Program
-
-    program = Program("--max-batch-size", "8")
-    yield f"{program.url}/v1"
-    assert program.end() == 0
+def url(request) -> str:
+    given = os.environ.get("REDRAFTER_URL") or request.getfixturevalue("program").url
+    return f"{given}/v1"
 
 
 SETTINGS = {"model": "boxed", "max_tokens": 800, "seed": 3, "temperature": 0.5}

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import re
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -13,29 +11,11 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")  # test_serve needs it
 
-from helpers.serving import PROMPTS, Program
+from helpers.serving import PROMPTS
 from redrafter.engine.outputs import Stats
 from redrafter.serve.answers.usage import speculation_metrics
 from redrafter.serve.command import listen
 from redrafter.serve.config import ServeOptions
-
-Counters = dict[str, float]
-
-
-def counters(url: str) -> Counters:
-    """What `/metrics` says, by name and labels but for the model's."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    own = re.compile(r'\{model_name="boxed"\}$|,model_name="boxed"|model_name="boxed",')
-    return {own.sub("", name): float(value) for name, value in found}
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    found = Program("--max-batch-size", "64")
-    found.first = counters(found.url)
-    yield found
-    assert found.end() == 0
 
 
 def parts(url: str, path: str, body: dict) -> list[dict]:
@@ -84,10 +64,11 @@ def test_counters_rise_by_what_the_answers_tell(program):
         body = {"prompt": prompts, "max_tokens": count, "ignore_eos": True, "seed": 1}
         return httpx.post(f"{program.url}/v1/completions", json=body, timeout=60).json()
 
-    before = counters(program.url)
+    program.wait_until_idle()
+    before = program.metrics()
     with ThreadPoolExecutor() as pool:
         answers = list(pool.map(ask, ([PROMPTS[1]] * 20, [PROMPTS[2]], [PROMPTS[3]] * 3), (20, 120, 90)))
-    after = counters(program.url)
+    after = program.metrics()
     rise = {name: after[name] - before[name] for name in after}
     told = [answer["metrics"]["speculative_decoding"] for answer in answers]
     for name, field in (
@@ -118,25 +99,26 @@ def test_a_text_without_drafts_comes_to_one_token_a_step():
 def test_counters_are_there_before_the_first_request(program):
     """Else what a client finds first is taken for where it began."""
     for place in range(5):
-        assert program.first[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] == 0
+        assert program.first_metrics[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] == 0
     for reason in ("stop", "length", "abort", "error"):
-        assert program.first[f'vllm:request_success_total{{finished_reason="{reason}"}}'] == 0
-    assert program.first["vllm:num_preemptions_total"] == 0
-    assert "vllm:request_time_per_output_token_seconds_count" in program.first
+        assert program.first_metrics[f'vllm:request_success_total{{finished_reason="{reason}"}}'] == 0
+    assert program.first_metrics["vllm:num_preemptions_total"] == 0
+    assert "vllm:request_time_per_output_token_seconds_count" in program.first_metrics
 
 
 def test_steps_are_counted_while_a_text_is_written(program):
-    before = counters(program.url)
+    program.wait_until_idle()
+    before = program.metrics()
     body = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=60) as answer:
         lines = (line for line in answer.iter_lines() if line)
         for _ in range(6):
             next(lines)
-        now = counters(program.url)
+        now = program.metrics()
     assert now["vllm:num_requests_running"] == 1
     assert now["vllm:spec_decode_num_drafts_total"] >= before["vllm:spec_decode_num_drafts_total"] + 5
     for _ in range(500):
-        gone = counters(program.url)
+        gone = program.metrics()
         if not gone["vllm:num_requests_running"]:
             break
     name = 'vllm:request_success_total{finished_reason="abort"}'
@@ -144,10 +126,11 @@ def test_steps_are_counted_while_a_text_is_written(program):
 
 
 def test_the_share_of_a_prompt_that_was_found_can_be_told(program):
-    before = counters(program.url)
+    program.wait_until_idle()
+    before = program.metrics()
     body = {"prompt": "The tide came in over the sand, and with it came the boats. " * 4, "max_tokens": 2}
     usages = [httpx.post(f"{program.url}/v1/completions", json=body).json()["usage"] for _ in range(2)]
-    after = counters(program.url)
+    after = program.metrics()
     for name, expected in (
         ("queries", sum(usage["prompt_tokens"] for usage in usages)),
         ("hits", usages[1]["prompt_tokens_details"]["cached_tokens"]),

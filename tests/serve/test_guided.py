@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -188,15 +188,6 @@ def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch
         assert await come(lambda: len(compilations()) == 1)
 
     among(Grammars(TOKENIZER), work)
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    found = Program("--max-batch-size", "8")
-    yield found
-    zygotes = children(found.process.pid)
-    assert found.end() == 0
-    assert soon(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in zygotes))
 
 
 def post(program: Program, path: str, body: dict[str, Any], **how: Any) -> httpx.Response:

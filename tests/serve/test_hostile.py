@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -23,13 +22,6 @@ HALF = "\ud800"  # of a character
 TALK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 PROMPT = {"prompt": "Hello", "max_tokens": 2}
 SOON = 8.0  # seconds; one where nothing else runs
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    found = Program("--max-batch-size", "8")
-    yield found
-    assert found.end() == 0
 
 
 def post(program: Program, path: str, body: bytes, **how: Any) -> httpx.Response:

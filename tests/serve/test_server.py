@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,18 +18,6 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
 from helpers.serving import PROMPTS, SCHEMA, Program, offline, text_of
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    found = Program("--max-batch-size", "64")
-    yield found
-    assert found.end() == 0
-
-
-@pytest.fixture(scope="module")
-def client(program) -> "openai.OpenAI":
-    return openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0)
 
 
 def test_a_completion_is_what_generate_writes(client, pair):
