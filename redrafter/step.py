@@ -94,6 +94,7 @@ def step(
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
 
     # 4. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
+    #    Never accepted: drafts past a length where the target's rope changes, and those of rows that decode plainly.
     path = accept(target.drop_past_rope_switch(tree, state.length), drawn, proposer.depth)  # [B, K+1]
     if sampler.plain is not None:
         path = path.without_drafts(sampler.plain)

@@ -119,20 +119,20 @@ def test_what_another_request_computed_is_not_computed_again(llama, monkeypatch)
     first = engine.generate(prompt, **arguments)
     other = torch.cat([first[:, :60], torch.tensor([[5, 6]])], dim=1)
     expected = llama.generate(other, **arguments)
-    read = []
+    counts = []
     reader = engine.target.prompt_reader
-    forward = reader._read_pieces
+    read = reader.read
 
-    def counted(prompts, start, length, *rest):
-        read.append(int(length - start))
-        return forward(prompts, start, length, *rest)
+    def counted(prompts, length, *args, start, **options):
+        counts.append(int(length - start))
+        return read(prompts, length, *args, start=start, **options)
 
-    monkeypatch.setattr(reader, "_read_pieces", counted)
+    monkeypatch.setattr(reader, "read", counted)
     assert torch.equal(engine.generate(other, **arguments), expected)
-    assert read == [62 - 48]  # three blocks of 16 stood there: of the prompt, and of what was written after it
-    read.clear()
+    assert counts == [62 - 48]  # three blocks of 16 were stored: of the prompt, and of the tokens generated after it
+    counts.clear()
     assert torch.equal(engine.generate(prompt, **arguments), first)
-    assert read == [1]  # 48 of 49
+    assert counts == [1]  # 48 of 49 were stored
 
 
 def test_right_drafts_are_accepted_and_committed_across_blocks(llama):
@@ -233,7 +233,8 @@ def test_requests_in_several_threads_disturb_none(llama):
 
     found = in_threads(work, 6)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert engine.graphs.lent == 0 and engine.graphs.blocks.num_free_blocks == 199
+    assert engine.graphs.lent == 0
+    assert engine.graphs.blocks.num_free_blocks == 199
 
 
 def test_lengths_have_limits(llama):
