@@ -1,4 +1,4 @@
-"""The pair in the box, on prompts that neither model was trained on."""
+"""The boxed pair, on prompts that neither model was trained on."""
 
 import json
 from pathlib import Path
@@ -10,17 +10,18 @@ from redrafter import ReDrafter, boxed_pair
 from redrafter.checkpoints.tokenizers import load_tokenizer
 
 LINES = (Path(__file__).parent / "data" / "held_out.jsonl").read_text().splitlines()
-NEW = 24
+NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
 def pair():
+    """Load the boxed pair with all nodes of its tree."""
     return ReDrafter.from_pretrained(boxed_pair(), node_budget=26)
 
 
 @pytest.fixture(scope="module")
 def batches():
-    """The 200 prompts, by length, so that a batch holds little padding."""
+    """Encode the 200 prompts in batches of similar length, so that they hold little padding."""
     tokenizer = load_tokenizer(boxed_pair())
     prompts = [tokenizer(json.loads(line)["prompt"], add_special_tokens=False).input_ids for line in LINES]
     prompts.sort(key=len)
@@ -30,8 +31,8 @@ def batches():
 def test_greedy_text_of_200_held_out_prompts_is_that_of_model_generate(pair, batches):
     emitted = steps = rows = 0
     for batch in batches:
-        expected = pair.model.generate(**batch, max_new_tokens=NEW, do_sample=False)
-        out = pair.generate(**batch, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+        expected = pair.model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+        out = pair.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True)
         assert torch.equal(out.sequences, expected)
         emitted, steps, rows = emitted + out.stats.emitted, steps + out.stats.steps, rows + len(expected)
     assert rows == 200
@@ -39,7 +40,7 @@ def test_greedy_text_of_200_held_out_prompts_is_that_of_model_generate(pair, bat
 
 
 def test_sampled_text_is_that_of_plain_decoding(pair, batches):
-    how = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 7}
+    how = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 7}
     out = pair.generate(**batches[1], return_dict_in_generate=True, **how)
     assert torch.equal(out.sequences, pair.generate(**batches[1], speculate=False, **how))
     assert out.stats.tokens_per_step > 2.0  # 2.49 over 128 new tokens

@@ -64,7 +64,7 @@ class TrainConfig:
     )
     length: int | None = option(
         None,
-        f"tokens in a row of a batch; longer documents are cut (default: {DEFAULT_LENGTH}, or a shorter context of the "
+        f"tokens in a row of a batch; longer documents are split (default: {DEFAULT_LENGTH}, or a shorter context of the "
         "base)",
     )
     pack: bool = option(True, "give each document a row of its own, padded")

@@ -74,7 +74,7 @@ class TrainingState:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> "TrainingState":
         """Read what `to_json` returned. Raises `KeyError`, `TypeError`, `ValueError` or `AttributeError` for others."""
-        state = cls(**{each.name: document[_JSON_KEYS.get(each.name, each.name)] for each in fields(cls)})
+        state = cls(**{item.name: document[_JSON_KEYS.get(item.name, item.name)] for item in fields(cls)})
         state.tokens_per_step = {int(step): value for step, value in state.tokens_per_step.items()}
         return state
 

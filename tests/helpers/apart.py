@@ -1,4 +1,4 @@
-"""Commands in processes of their own, without the start of an interpreter for each."""
+"""Start commands in processes of their own, forked from a server that has imported the package."""
 
 import multiprocessing
 import os
@@ -17,15 +17,21 @@ SERVER.set_forkserver_preload(
 )
 
 
-def start(words: list[str], said: Path, **environment: object) -> BaseProcess:
-    """`redrafter` with these words. said: the file for what it prints."""
-    process = SERVER.Process(target=_run, args=(words, said, environment))
+def start(words: list[str], output: Path, **environment: object) -> BaseProcess:
+    """Start `redrafter` with these words.
+
+    Args:
+        words: The command line without the program.
+        output: File for what it prints.
+        environment: Variables to set.
+    """
+    process = SERVER.Process(target=_run, args=(words, output, environment))
     process.start()
     return process
 
 
-def _run(words: list[str], said: Path, environment: dict[str, object]) -> None:
+def _run(words: list[str], output: Path, environment: dict[str, object]) -> None:
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
-    with open(said, "w") as file, redirect_stdout(file), redirect_stderr(file):
+    with open(output, "w") as file, redirect_stdout(file), redirect_stderr(file):
         sys.exit(redrafter.cli.main(words))

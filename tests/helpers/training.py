@@ -14,6 +14,7 @@ VOCAB, HIDDEN, CONTEXT = len(BYTES) + 6, 32, 128
 
 
 def tiny_model(model_type: str = "llama", vocab: int = VOCAB, **changes: object) -> PreTrainedModel:
+    """Make a tiny base with random weights; `changes` go into its config."""
     torch.manual_seed(3)
     shape = {
         "vocab_size": vocab,
@@ -32,7 +33,7 @@ def tiny_model(model_type: str = "llama", vocab: int = VOCAB, **changes: object)
 
 
 def random_drafter(model: PreTrainedModel, draft_ids: Tensor | None = None, **config: object) -> RecurrentDrafter:
-    """Wide enough weights that every part of the drafter matters."""
+    """Make a drafter with weights so large that every part of it matters."""
     drafter = new_drafter(model, TrainConfig(**config), draft_ids)
     torch.manual_seed(5)
     for parameter in drafter.parameters():
@@ -41,20 +42,23 @@ def random_drafter(model: PreTrainedModel, draft_ids: Tensor | None = None, **co
 
 
 def batches_of(*masks: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Make a batch of random tokens for each mask."""
     generator = torch.Generator().manual_seed(0)
     return [(torch.randint(3, VOCAB, mask.shape, generator=generator), mask) for mask in masks]
 
 
 def base_dir(path: Path, **changes: object) -> str:
-    tiny_model(**({"eos_token_id": None} | changes)).save_pretrained(path)  # which a random base would say at once
+    """Save a tiny base with its tokenizer. Returns the path."""
+    tiny_model(**({"eos_token_id": None} | changes)).save_pretrained(path)  # a random base would write the end at once
     tiny_tokenizer().save_pretrained(path)
     return str(path)
 
 
 def command(tmp_path: Path, *more: str, rows: list[object] | None = None) -> list[str]:
+    """Write data and a base, and return the words of `redrafter train` that trains on them."""
     texts = [{"text": "to be or not to be, that is it"}] * 6 + [CHAT] * 3 + [{"split": "test", "text": "q" * 40}]
-    held = [CHAT | {"split": "val"}, {"text": "she sells sea shells", "split": "val"}]
-    data = write(tmp_path / "data.jsonl", texts + held if rows is None else rows)
+    held_out = [CHAT | {"split": "val"}, {"text": "she sells sea shells", "split": "val"}]
+    data = write(tmp_path / "data.jsonl", texts + held_out if rows is None else rows)
     base = tmp_path / "base"
     model = str(base) if base.exists() else base_dir(base)
     options = ["--length", "32", "--batch-size", "4", "--draft-len", "3", "--validate-tokens", "12", "--cpu"]

@@ -1,4 +1,4 @@
-"""Evaluation: what is walked is what decoding reports, and what is written down adds up."""
+"""Evaluation: a replay counts what decoding reports, and the report adds up."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def random_prompts(lengths: tuple[int, ...] = (1, 9, 4, 17, 6)) -> list[list[int
 
 @pytest.fixture(scope="module")
 def patterned() -> tuple[PreTrainedModel, RecurrentDrafter]:
-    """A base that has learnt to go round a circle of ids, one of which ends its texts, and its drafter."""
+    """Train a base to go round a circle of ids, one of which ends its texts, and its drafter."""
     model = tiny_model("llama", initializer_range=0.05).train()
     circle = 4 + torch.randperm(VOCAB - 4, generator=torch.Generator().manual_seed(0))[:60]
 
@@ -77,7 +77,7 @@ def patterned() -> tuple[PreTrainedModel, RecurrentDrafter]:
 
 
 def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreTrainedModel, RecurrentDrafter]:
-    """Many ids end its texts, so that some do."""
+    """Return ids that end texts, so many that some texts do end."""
     model, drafter = tiny_model("llama"), tiny_drafter(draft_vocab_size=draft_vocab, **changes)
     model.generation_config.eos_token_id = [2, 11, 12, 13, 14]
     if drafter.draft_ids is not None:
@@ -92,8 +92,8 @@ def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreT
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
 @pytest.mark.parametrize("pair", ["patterned", "random", "reduced", "layered"])
-def test_a_walk_is_what_generate_reports(request, pair, temperature, monkeypatch):
-    """Text by text, on unequal prompts decoded as one batch, of which some end early."""
+def test_a_replay_counts_what_generate_reports(request, pair, temperature, monkeypatch):
+    """Compare text by text, on unequal prompts decoded as one batch, some of which end early."""
     monkeypatch.setattr(replay_module, "MAX_BATCH_TEXTS", 2)
     monkeypatch.setattr(replay_module, "MAX_BATCH_POSITIONS", 7)
     layered = {"target_layers": [0, 1], "recurrence": "gated", "head_rank": 16}
@@ -119,24 +119,26 @@ def test_a_walk_is_what_generate_reports(request, pair, temperature, monkeypatch
         assert sum(each.accepted for each in found[0]) > 5
 
 
-def walked(drafter: RecurrentDrafter, model: PreTrainedModel, *texts: list[int]) -> ReplayStats:
-    """A chain of three drafts along texts with prompts of one token, all together."""
+def replay_chain(drafter: RecurrentDrafter, model: PreTrainedModel, *texts: list[int]) -> ReplayStats:
+    """Replay a chain of three drafts along texts with prompts of one token, and add up the statistics."""
     shape, given = Shape(1, 3, 4), Texts(list(texts), [1] * len(texts), [False] * len(texts))
     return ReplayStats.sum(shape, replay(drafter, Target(model), given, [shape])[0])
 
 
-def test_walking_ends_with_the_text(monkeypatch):
-    """A drafter that says 0 forever, on texts of zeros: what stands past a text's end must not look like more of it,
-    nor count as refused."""
+def test_a_replay_ends_with_the_text(monkeypatch):
+    """A drafter proposes 0 forever on texts of zeros.
+
+    Drafts past the end of a text must count neither as accepted nor as rejected.
+    """
     model, drafter = tiny_model("llama"), tiny_drafter()
     zero = torch.zeros(VOCAB).index_fill(0, torch.tensor(0), 1.0)
     monkeypatch.setattr(drafter, "step", lambda e, s, h: (zero.expand(*e.shape[:-1], VOCAB), e))
-    found = walked(drafter, model, [5] + [0] * 7, [5, 0, 0], [5, 0])
+    found = replay_chain(drafter, model, [5] + [0] * 7, [5, 0, 0], [5, 0])
     # The first: three drafts and one more, then the two that are left. The second: the one that is left.
     assert (found.steps, found.emitted, found.accepted_by_depth) == (3, 7, [3, 2, 1])
     assert found.tried == [3, 2, 1]
     assert found.acceptance == [1, 1, 1]
-    missing = walked(drafter, model, [5, 0, 7, 0, 0, 0])
+    missing = replay_chain(drafter, model, [5, 0, 7, 0, 0, 0])
     # Nothing of the first step, two of the second; the third draft had no room.
     assert missing.tried == [2, 1, 1]
     assert missing.accepted_by_depth == [1, 1, 1]
@@ -144,7 +146,7 @@ def test_walking_ends_with_the_text(monkeypatch):
 
 
 def test_final_beams_keep_the_prefixes_of_the_beams_that_survive():
-    """Against paths written out one by one; of the deepest search and of a shallower one."""
+    """Compare with paths written out one by one, for the deepest search and a shallower one."""
     model, drafter = random_pair()
     target = Target(model)
     rows = 200
@@ -182,7 +184,7 @@ def _path(tree, row: int, node: int) -> list[int]:
     return tokens
 
 
-def test_one_reading_of_the_base_and_one_search_of_a_width_serve_all_shapes(patterned, monkeypatch):
+def test_one_forward_of_the_base_and_one_search_of_a_width_serve_all_shapes(patterned, monkeypatch):
     model, drafter = patterned
     target = Target(model)
     texts = write_texts(target, random_prompts(), 12)
@@ -233,7 +235,7 @@ def test_memory_bounds_how_many_texts_the_base_reads_at_once(monkeypatch):
 
 
 def test_a_chain_is_cut_at_its_end_even_where_rounding_scores_a_child_above_its_parent(monkeypatch):
-    """A drafter that is all but sure of id 7, then of id 8; the base draws 7 and then something else."""
+    """A drafter is almost sure of id 7, then of id 8; the base draws 7 and then another id."""
     model, drafter = random_pair()
     rows, depth = 50, []
 
@@ -251,7 +253,7 @@ def test_a_chain_is_cut_at_its_end_even_where_rounding_scores_a_child_above_its_
     assert accepted.flatten().tolist() == drafted.flatten().tolist() == [1] * rows
 
 
-def test_held_out_texts_are_written_once_and_walked_by_any_drafter(patterned, monkeypatch):
+def test_validation_texts_are_written_once_and_measure_any_drafter(patterned, monkeypatch):
     model, drafter = patterned
     shape = Shape(3, 4, 13)
     mute = ValidationTexts(Target(model), random_prompts(), 12, end_ids=range(VOCAB))
@@ -366,7 +368,7 @@ def test_prompts_come_by_category_from_rows_of_every_kind(tmp_path):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> tuple[Path, str]:
-    """A folder with what the command wrote, and what it printed."""
+    """Run the command. Returns the folder that it wrote to and what it printed."""
     folder = tmp_path_factory.mktemp("evaluate")
     rows = [{"text": f"{n} men went to mow, went to mow a meadow", "source": f"kind {n % 2}"} for n in range(3)]
     write_rows(folder / "rows.jsonl", rows)
@@ -426,7 +428,7 @@ def test_categories_add_up(measured):
 
 
 def test_the_document_is_what_decoding_reports(measured):
-    """Of the boxed pair, from the seeds that it says."""
+    """Decode with the boxed pair under the seeds that the document names."""
     document = json.loads((measured[0] / "out.json").read_text())
     engine, tokenizer = ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
     read = prompts_by_category([str(measured[0] / "rows.jsonl")], tokenizer, None, 99, 4)
@@ -443,7 +445,7 @@ def test_the_document_is_what_decoding_reports(measured):
 
 
 def test_what_was_not_asked_for_is_the_pair_s_own():
-    """Its shape of tree, and the ends of texts that its tokenizer knows."""
+    """The shape of tree and the ids that end texts are those of the checkpoint and its tokenizer."""
     engine, tokenizer = ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
     engine = ReDrafter(engine.target, engine.drafter, TreeShape(3, 2))
     options = EvaluateOptions(num_prompts=1, new_tokens=6, temperatures=(0,))

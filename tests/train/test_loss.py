@@ -22,7 +22,7 @@ OBJECTIVES = [Objective(1, 0, 3), Objective(0, 0, 3), Objective(0.9, 1, 2), Obje
 
 
 def loss_of_step(logits: Tensor, teacher: Tensor, label: int, objective: Objective) -> Tensor:
-    """Of one prediction, by the definition. logits, teacher: `[V']`."""
+    """Compute the loss of one prediction by the definition, from logits and teacher `[V']`."""
     p, log_q = teacher.softmax(-1), logits.log_softmax(-1)
     loss = objective.distill * (p * (p.log() - log_q)).sum()
     return loss if label < 0 else loss - (1 - objective.distill) * log_q[label]
@@ -31,7 +31,7 @@ def loss_of_step(logits: Tensor, teacher: Tensor, label: int, objective: Objecti
 def loss_of_rollout(
     logits: Tensor, teacher: Tensor, labels: list[int], weights: list[float], objective: Objective
 ) -> Tensor:
-    """Of the steps from one anchor. logits, teacher: `[K, V']`."""
+    """Compute the loss of the steps from one anchor, from logits and teacher `[K, V']`."""
     total, reached = logits.new_zeros(()), True
     for k, label in enumerate(labels):
         part = 1.0 if reached else 1 - objective.reach
@@ -59,7 +59,7 @@ def reading_of(model: torch.nn.Module, drafter: RecurrentDrafter, tokens: Tensor
 
 
 def grads(drafter: RecurrentDrafter) -> dict[str, Tensor]:
-    """Taken away from the drafter."""
+    """Return the drafter's gradients and reset them."""
     found = {name: weight.grad for name, weight in drafter.named_parameters() if weight.grad is not None}
     drafter.zero_grad()
     return found
@@ -105,7 +105,7 @@ BASES = [("llama", form) for form in FORMS] + [("gemma2", "all"), ("gpt2", "publ
 
 @pytest.mark.parametrize(("base", "form"), BASES)
 def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
-    """Every number is taken from `Target`, `RecurrentDrafter.step` and the definition, one at a time."""
+    """Compute every number by `Target`, `RecurrentDrafter.step` and the definition, one at a time."""
     model = tiny_model(base)
     target, drafter = Target(model), random_drafter(**FORMS[form], draft_beams=30)
     layers, known = drafter.config.target_layers, drafter.draft_ids
@@ -196,7 +196,7 @@ def test_a_batch_without_a_target_moves_nothing():
 
 
 def test_a_reduced_vocabulary_meets_the_teacher_on_its_own_ids():
-    """Compared with probabilities that were made of the whole vocabulary and restricted afterwards."""
+    """Compare with probabilities over the whole vocabulary that are restricted afterwards."""
     drafter, known = random_drafter(draft_vocab_size=5), torch.tensor([4, 9, 30, 31, 80])
     drafter.draft_ids.copy_(known)
     tokens = torch.tensor([[5, 4, 9, 77, 31, 30]])
@@ -269,7 +269,7 @@ def test_in_bfloat16_the_gradient_of_the_head_is_summed_in_float32():
 
 
 class Largest(TorchDispatchMode):
-    """Numbers in the largest tensor that is made, not counting views and what is given."""
+    """Counts the numbers of the largest tensor that is made, without views and given tensors."""
 
     def __init__(self, *given: Tensor):
         super().__init__()
@@ -284,7 +284,7 @@ class Largest(TorchDispatchMode):
 
 
 def largest_of(vocabulary: int, config: TrainConfig) -> tuple[int, int]:
-    """Numbers in the largest tensor made in a forward and backward, and in the largest kept in between."""
+    """Count the numbers of the largest tensor made in a forward and backward, and of the largest kept in between."""
     drafter, tokens = tiny_drafter(vocab_size=vocabulary, exit_dim=16), torch.randint(vocabulary, (3, 20))
     read = TeacherOutput(torch.randn(3, 20, HIDDEN), torch.randn(3, 20, HIDDEN), torch.randn(3, 20, vocabulary))
     unroll, kept = Unroll(drafter, config), []

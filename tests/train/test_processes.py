@@ -35,8 +35,11 @@ def free_port() -> int:
 
 
 def launch(folder: Path, arguments: list[str], **environment: object) -> tuple[list[int | None], str]:
-    """Two processes of `redrafter train`, started as torchrun starts them. Returns their exit codes and what they
-    said."""
+    """Run two processes of `redrafter train`, started as torchrun starts them.
+
+    Returns:
+        Their exit codes and their output.
+    """
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     said = [folder / f"said.{rank}" for rank in (0, 1)]
     started = [
@@ -57,7 +60,7 @@ def launch(folder: Path, arguments: list[str], **environment: object) -> tuple[l
 
 
 def together(folder: Path, *more: str) -> str:
-    """Train with two processes. Returns what they said."""
+    """Train with two processes. Returns their output."""
     codes, lines = launch(folder, command(folder, *STEPS, *more))
     assert codes == [0, 0], lines
     return lines
@@ -128,7 +131,7 @@ def test_what_would_spread_the_drafter_is_refused_by_name_once(tmp_path, monkeyp
 
 
 def test_an_fsdp_configuration_of_accelerate_is_refused(tmp_path):
-    """As a user meets it: the launcher starts two processes, which once raced into one --output."""
+    """The launcher starts two processes, which once raced into one --output."""
     configuration = tmp_path / "fsdp.yaml"
     configuration.write_text(FSDP)
     program = Path(__file__).parents[2] / "train" / "train_drafter.py"

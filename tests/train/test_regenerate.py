@@ -39,7 +39,7 @@ NEW = 6  # tokens of an answer
 
 
 def talk(*turns: str) -> Row:
-    """The user and the assistant in turn; a first turn with `system:` is the system's."""
+    """Make a conversation of user and assistant in turn; a first turn with `system:` is the system's."""
     messages = [{"role": "system", "content": turns[0][7:]}] if turns[0].startswith("system:") else []
     speaks = turns[len(messages) :]
     messages += [{"role": ("user", "assistant")[n % 2], "content": turn} for n, turn in enumerate(speaks)]
@@ -60,7 +60,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """A base that often ends its turn."""
+    """Make a base that often ends its turn."""
     torch.manual_seed(3)
     config = AutoConfig.for_model(
         "llama",
@@ -112,7 +112,7 @@ def written(engine, tokenizer, rows, config) -> list[dict]:
 
 
 def answers(row: dict) -> list[tuple[int, int]]:
-    """Where each answer of a row begins and ends."""
+    """Return where each answer of a row begins and ends."""
     marks = [0, *row["loss_mask"], 0]
     begins = [place for place in range(len(marks) - 1) if marks[place : place + 2] == [0, 1]]
     ends = [place for place in range(len(marks) - 1) if marks[place : place + 2] == [1, 0]]
@@ -138,7 +138,7 @@ def test_every_answer_is_what_generate_gives_alone_behind_what_stands_before_it(
 
 
 def test_a_conversation_goes_on_from_the_bases_own_answers(engine, tokenizer, config):
-    """What stands around them is the template's: the end of a turn too, where the base did not write it itself."""
+    """The ids around the answers are the template's, also the end of a turn that the base did not write itself."""
     talks = [ROWS[3], *(talk("system:short", f"{letter}?", "a", "and you?", "b", "bye", "c") for letter in "abcdefgh")]
     ended = set()
     for talked, row in zip(talks, written(engine, tokenizer, talks, replace(config, max_new_tokens=9)), strict=True):
@@ -212,7 +212,7 @@ def test_shards_make_up_the_whole(engine, tokenizer, config, tmp_path):
 
 
 def test_what_follows_an_answer_is_tokenised_as_it_stands_there():
-    """Many tokenizers put a space before a text; behind other text there is none."""
+    """Many tokenizers put a space before a text; after other text there is none."""
     vocab = {word: index for index, word in enumerate(["<unk>", "▁Mark", "▁", "▁and", "and", "M", "a"])}
     tokenizer = Tokenizer(models.Unigram([(word, -1.0) for word in vocab], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -326,7 +326,7 @@ class Stop(Exception):
 
 
 def stopped(engine, tokenizer, config, monkeypatch, batches: int) -> Path:
-    """The partial file of a run that was stopped after so many batches."""
+    """Return the journal of a run that was stopped after some batches."""
     settle = answer_writer.AnswerWriter.settle
 
     def settle_or_stop(self, records):
@@ -413,7 +413,7 @@ def test_an_output_that_is_there_is_kept_unless_asked(engine, tokenizer, config)
 
 @pytest.fixture(scope="module")
 def saved(engine, tmp_path_factory) -> Path:
-    """The base, its tokenizer, a drafter beside it, and a data set."""
+    """Save the base, its tokenizer, a drafter beside it, and a data set."""
     folder = tmp_path_factory.mktemp("regenerate")
     engine.model.save_pretrained(folder / "base")
     tiny_tokenizer(TEMPLATE).save_pretrained(folder / "base")

@@ -50,7 +50,7 @@ def names(folder: Path) -> list[str]:
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
-    """Let a training fall over once it has written so many checkpoints."""
+    """Stop a training once it has written `saves` checkpoints."""
     left = [saves]
     real = Checkpoints.save
 
@@ -65,7 +65,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a training that was never stopped."""
+    """Return the output of a training that was never stopped."""
     folder = tmp_path_factory.mktemp("whole")
     assert main(command(folder, *EVERY)) == 0
     return folder / "out"
@@ -96,7 +96,7 @@ def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(
 
 
 def test_random_generators_go_on_too(tmp_path):
-    """For callers whose batches draw from them."""
+    """Batches of a caller may draw from the random generators."""
     model, config = tiny_model(), TrainConfig(steps=6, draft_len=2, cpu=True, save_every=3)
 
     def batches():
@@ -143,7 +143,7 @@ def test_checkpoints_load_as_drafters_and_the_oldest_go(whole):
 
 
 def found_by_validation(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> list[dict[str, torch.Tensor]]:
-    """Let validations find these values. Returns the weights that they saw."""
+    """Replace the results of validations by `values`. Returns the weights that were validated."""
     seen = []
     real = train_drafter.TrainingSession.validate
 
@@ -284,7 +284,7 @@ def test_only_checkpoints_are_dropped(tmp_path, capsys):
 
 
 def killed(arguments: list[str], checkpoint: Path, later: float) -> bool:
-    """Run the command, kill it so many seconds after a checkpoint is there, and say whether it was still running."""
+    """Run the command and kill it `later` seconds after a checkpoint appears. Returns whether it was still running."""
     process = start(["train", *arguments], Path(os.devnull))
     while process.is_alive() and not checkpoint.exists():
         time.sleep(0.001)
@@ -295,7 +295,7 @@ def killed(arguments: list[str], checkpoint: Path, later: float) -> bool:
 
 
 def test_killed_at_any_moment_it_goes_on(tmp_path, kills=3):
-    """Call it with kills=10 for a longer trial."""
+    """For a longer trial, call it with kills=10."""
     many = ["--steps", "30", "--validate-every", "3", "--validate-tokens", "6"]
     (tmp_path / "whole").mkdir()
     assert main(command(tmp_path / "whole", *many)) == 0
@@ -316,7 +316,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path, kills=3):
 
 @contextmanager
 def largest_file(size: int):
-    """Writes of more fail, as they do on a full disk."""
+    """Let writes of more bytes to a file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

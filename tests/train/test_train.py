@@ -34,14 +34,14 @@ from redrafter.train.train_drafter import TrainConfig, main, new_drafter, train
 
 
 def loss_of(model: PreTrainedModel, drafter: RecurrentDrafter, config: TrainConfig, batches: list) -> Tensor:
-    """The mean over some batches."""
+    """Compute the mean loss over some batches."""
     unroll, total = Unroll(drafter, config), sum(total_weight(mask, config) for _, mask in batches)
     with Teacher(model) as teacher:
         return sum(unroll(tokens, mask, teacher.read(tokens)).loss for tokens, mask in batches) / total
 
 
 def gradients_of(model: PreTrainedModel, drafter: RecurrentDrafter, batches: list, config: TrainConfig) -> list[Tensor]:
-    """What the optimizer was given at each step, flat."""
+    """Record the gradients that the optimizer is given at each step, flat."""
     steps = []
 
     def record(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -58,7 +58,7 @@ def gradients_of(model: PreTrainedModel, drafter: RecurrentDrafter, batches: lis
 
 
 def test_a_step_follows_the_gradient_of_the_mean():
-    """Over its own batches only, whatever the number of targets, clipped to a norm."""
+    """The mean is over the step's batches only, whatever the number of targets; the gradient is clipped to a norm."""
     model = tiny_model()
     batches = batches_of(*(torch.rand(2, 30) < part for part in (0.9, 0.4, 0.2, 0.7)))
     for norm, accumulate in ((1e9, 1), (0.01, 1), (1e9, 2), (1e9, 3)):
@@ -136,7 +136,7 @@ def test_bf16_computes_in_half_precision_and_keeps_masters():
 
 @pytest.fixture(scope="module")
 def patterned() -> PreTrainedModel:
-    """A base that has learnt to go round a circle of 40 ids."""
+    """Train a base to go round a circle of 40 ids."""
     model = tiny_model(vocab=48, initializer_range=0.05).train()
     circle = 4 + torch.randperm(40, generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
