@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redrafter.bench.tune import Timing
+from redrafter.bench.tree_choice import Timing
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.files.atomic_file import write_figure
 from redrafter.measure.picture import batch_size_axis

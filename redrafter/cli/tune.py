@@ -16,7 +16,8 @@ import transformers
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.bench.tune import Tuner, candidates, choose, table
+from redrafter.bench.tree_choice import candidates, choose, table
+from redrafter.bench.tune import Tuner
 from redrafter.bench.tune_plot import plot
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli.options import TuneOptions

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from redrafter import ReDrafter, boxed_pair
-from redrafter.bench.tune import HOPELESS_RATIO, Timing, Tuner, candidates, choose, table
+from redrafter.bench.tree_choice import Timing, candidates, choose, table
+from redrafter.bench.tune import HOPELESS_RATIO, Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
 from redrafter.drafting.proposer import PlainProposer
