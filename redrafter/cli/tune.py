@@ -17,8 +17,8 @@ from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.bench.tree_choice import candidates, choose, table
-from redrafter.bench.tune import Tuner
 from redrafter.bench.tune_plot import plot
+from redrafter.bench.tuner import Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli.options import TuneOptions
 from redrafter.drafting.recurrent import RecurrentProposer

@@ -6,7 +6,7 @@ import pytest
 
 from redrafter import ReDrafter, boxed_pair
 from redrafter.bench.tree_choice import Timing, candidates, choose, table
-from redrafter.bench.tune import HOPELESS_RATIO, Tuner
+from redrafter.bench.tuner import HOPELESS_RATIO, Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
 from redrafter.drafting.proposer import PlainProposer
@@ -142,7 +142,7 @@ def test_when_time_is_over_what_was_measured_counts(pair):
 
 
 def test_a_batch_without_memory_is_left_out(pair, monkeypatch):
-    import redrafter.bench.tune as module
+    import redrafter.bench.tuner as module
 
     lines: list[str] = []
     made = tuner(pair, report=lines.append)
