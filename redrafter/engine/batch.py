@@ -18,32 +18,46 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.step import StepOutput, prefill, step
 from redrafter.target.target import Target
 
-__all__ = ["Batch", "DenseBatch", "PagedBatch", "room"]
+__all__ = ["Batch", "DenseBatch", "PagedBatch", "overshoot"]
 
 
 class Batch(Protocol):
-    """`prefill` once, then `step` after `step`, `close` at last."""
+    """Rows that are decoded together: `prefill` once, `step` until all have ended, `close` at last.
 
-    proposer: Proposer  # of the next step
-    depth: int  # the deepest that any proposer of this batch may draft
+    Attributes:
+        proposer: What drafts in the next step.
+        depth: The deepest that any proposer of this batch may draft.
+    """
+
+    proposer: Proposer
+    depth: int
 
     def prefill(self) -> tuple[StepOutput, list[list[int]]]:
-        """Read the prompts. Returns what was drawn, and the same on the host: per row its tokens and, last, the
-        accepted length."""
+        """Read the prompts and draw the first token of each row.
+
+        Returns:
+            What was drawn, and the same on the host: for each row its tokens and, last, the accepted length.
+        """
 
     def step(self, longest: int) -> tuple[StepOutput, list[list[int]]]:
-        """One step for all rows that move; the report of others says nothing. longest: committed tokens of the longest
-        row."""
+        """Take one step with all rows that move.
+
+        Args:
+            longest: Committed tokens of the longest row.
+
+        Returns:
+            What was drawn, and the same on the host as `prefill` returns it; undefined for rows that stand still.
+        """
 
     def keep(self, active: Sequence[bool]) -> None:
-        """From now on only these rows move."""
+        """Let only the rows where `active` is true move from now on."""
 
     def close(self, texts: Sequence[Sequence[int]]) -> None:
-        """Give the memory back. texts: what each row wrote."""
+        """Give the memory back; `texts` holds the tokens that each row wrote."""
 
 
 class DenseBatch:
-    """On caches of the batch's own, as large as its longest row: any device, any model that can be served at all."""
+    """A batch on caches of its own, as large as its longest row, for any device and any supported model."""
 
     def __init__(
         self, target: Target, proposer: Proposer, request: Request, lengths: AdaptiveDraftLength | None = None
@@ -54,11 +68,12 @@ class DenseBatch:
         self.draft_cache: Any = None if proposer.model is None else proposer.model.new_cache(len(request.length))
 
     def prefill(self) -> tuple[StepOutput, list[list[int]]]:
+        """Read the prompts and draw the first token of each row; see `Batch`."""
         request, longest = self.request, max(self.request.lengths)
         self._reserve(longest)
-        width = max(request.limits) + room(self.proposer)
+        width = max(request.limits) + overshoot(self.proposer)
         tokens = pad(request.prompts[:, :longest], (0, width - longest))
-        self.state, drawn = prefill(
+        self.state, output = prefill(
             tokens,
             request.length,
             self.target,
@@ -68,29 +83,32 @@ class DenseBatch:
             draft_model=self.proposer.model,
             draft_cache=self.draft_cache,
         )
-        return drawn, _read(drawn)
+        return output, _read(output)
 
     def step(self, longest: int) -> tuple[StepOutput, list[list[int]]]:
+        """Take one step with all rows that move; see `Batch`."""
         if len(self.request.length) == self.proposer.scratch_slots == 1:
             self.cache.reserve_one_token(longest)
         else:
             self._reserve(longest + self.proposer.depth + self.proposer.scratch_slots)  # that overshoot
         if self.target.needs_reread(longest):
             self.target.reread(self.state.tokens, self.state.length, self.state.active, self.cache)
-        self.state, drawn = step(
+        self.state, output = step(
             self.state, self.proposer, self.target, self.cache, self.request.sampler, self.draft_cache
         )
-        report = _read(drawn)
+        report = _read(output)
         if self._lengths is not None:
-            self.proposer = self._lengths.next_proposer(drawn.levels, report)
-        return drawn, report
+            self.proposer = self._lengths.next_proposer(output.levels, report)
+        return output, report
 
     def keep(self, active: Sequence[bool]) -> None:
+        """Let only the rows where `active` is true move from now on."""
         self.state = self.state.with_active(torch.tensor(active, device=self.state.active.device))
         if self._lengths is not None:
             self._lengths.set_active(active)
 
     def close(self, texts: Sequence[Sequence[int]]) -> None:
+        """Give the memory back; `texts` holds the tokens that each row wrote."""
         self.cache = self.draft_cache = None
 
     def _reserve(self, slots: int) -> None:
@@ -100,10 +118,15 @@ class DenseBatch:
 
 
 class PagedBatch:
-    """Rows on the paged store of their target, decoded by captured steps; their prompts are read uncaptured.
+    """A batch in the paged memory of its target, decoded by captured steps; prompts are read uncaptured.
 
-    proposer_for: when so many rows have ended that a smaller batch would do, the others go on in one, with the proposer
-    that this gives for so many rows; None to stay. lengths: what says after each step how far to draft in the next.
+    Args:
+        graphs: The captured steps and their memory.
+        proposer: What drafts first.
+        request: What is to be written.
+        proposer_for: Gives the proposer of a smaller batch, in which the rows that are left go on when so many have
+            ended that it would do; None to stay.
+        lengths: Sets the draft length of each step from the steps before it; None for one length throughout.
     """
 
     def __init__(
@@ -117,30 +140,31 @@ class PagedBatch:
         graphs.check_adapters()
         self.graphs, self.proposer, self.request, self._proposer_for = graphs, proposer, request, proposer_for
         self._lengths = lengths
-        self._rows = list(range(len(request.lengths)))  # by place in the captured step
+        self._rows = list(range(len(request.lengths)))  # by index in the captured step
         smaller = [1 << power for power in range(bucket(len(self._rows)).bit_length() - 1)] if proposer_for else []
         proposers = [proposer, *(proposer_for(rows) for rows in smaller if proposer_for is not None)]
         self.depth = max(each.depth for each in proposers)
-        self._width = max(request.limits) + max(map(room, proposers))
+        self._width = max(request.limits) + max(map(overshoot, proposers))
         ids = request.prompts.tolist()
         self._texts = [row[:length] for row, length in zip(ids, request.lengths, strict=True)]
         self.captured: CapturedStep | None = None
-        self.leases: list[BlockTable] = []
-        extra = max(room(each) + each.scratch_slots for each in proposers)
+        self.block_tables: list[BlockTable] = []
+        extra = max(overshoot(each) + each.scratch_slots for each in proposers)
         with graphs.lock:
             try:
                 for text, limit in zip(self._texts, request.limits, strict=True):
-                    self.leases.append(graphs.blocks.admit(text, limit + extra, reuse=self._is_steady(limit)))
+                    self.block_tables.append(graphs.blocks.admit(text, limit + extra, reuse=self._is_steady(limit)))
             except CacheFullError:
                 self._release()
                 raise
 
     def prefill(self) -> tuple[StepOutput, list[list[int]]]:
+        """Read the prompts and draw the first token of each row; see `Batch`."""
         request, device = self.request, self.graphs.target.device
-        table = stack_block_tables(self.leases, device)
-        reused = [lease.reused for lease in self.leases]
+        table = stack_block_tables(self.block_tables, device)
+        reused = [block_table.reused for block_table in self.block_tables]
         draft_model, draft_store = self.proposer.model, self.graphs.draft_store
-        state, drawn = prefill(
+        state, output = prefill(
             pad(request.prompts, (0, max(self._width - request.prompts.shape[1], 0)))[:, : self._width],
             request.length,
             self.graphs.target,
@@ -153,31 +177,33 @@ class PagedBatch:
         )
         self._publish(self._texts)
         self._load(state, table, request.sampler)
-        return drawn, _read(drawn)
+        return output, _read(output)
 
     def step(self, longest: int) -> tuple[StepOutput, list[list[int]]]:
+        """Take one step with all rows that move; see `Batch`."""
         assert self.captured is not None, "prefill comes first"
         state, target = self.captured.state, self.graphs.target
         if target.needs_reread(longest):
             with torch.inference_mode():
                 target.reread(state.tokens, state.length, state.active, self.captured.cache)
         self.captured.replay()
-        report: list[list[int]] = [[] for _ in self.leases]
+        report: list[list[int]] = [[] for _ in self.block_tables]
         for row, line in zip(self._rows, self.captured.read(), strict=False):
             report[row] = line
-        drawn = self.captured.drawn
+        output = self.captured.output
         if self._lengths is not None:
-            proposer = self._lengths.next_proposer(drawn.levels, report)
+            proposer = self._lengths.next_proposer(output.levels, report)
             if proposer is not self.proposer:
                 self._move(list(range(len(self._rows))), proposer)
-        return drawn, report
+        return output, report
 
     def keep(self, active: Sequence[bool]) -> None:
+        """Let only the rows where `active` is true move from now on."""
         step = self.captured
         assert step is not None, "prefill comes first"
         if self._lengths is not None:
             self._lengths.set_active(active)
-        left = [place for place, row in enumerate(self._rows) if active[row]]
+        left = [index for index, row in enumerate(self._rows) if active[row]]
         if self._proposer_for is None or not left or bucket(len(left)) == len(step.state.length):
             moving = torch.tensor([active[row] for row in self._rows])
             step.state.active[: len(moving)] = moving.to(step.state.active.device)
@@ -185,6 +211,7 @@ class PagedBatch:
         self._move(left, self.proposer if self._lengths is not None else self._proposer_for(len(left)))
 
     def close(self, texts: Sequence[Sequence[int]]) -> None:
+        """Give the memory back; `texts` holds the tokens that each row wrote."""
         if self.captured is not None:  # otherwise a prefill failed, and nothing says that its blocks hold the prompts
             # The last token that a row wrote is pending, or was never looked at; the one before it, a draft model may
             # have proposed and not read.
@@ -193,13 +220,13 @@ class PagedBatch:
             self.graphs.give_back()
         self._release()
 
-    def _move(self, places: list[int], proposer: Proposer) -> None:
-        """Go on with the rows in these places of the captured step, in another one."""
+    def _move(self, indices: list[int], proposer: Proposer) -> None:
+        """Go on in another captured step with the rows at these indices of this one."""
         step = self.captured
         assert step is not None, "prefill comes first"
-        index = torch.tensor(places, device=step.state.length.device)
-        state, table, sampler = step.state.at(index), step.cache.table[index], step.sampler.at(index)
-        self._rows = [self._rows[place] for place in places]
+        kept = torch.tensor(indices, device=step.state.length.device)
+        state, table, sampler = step.state.at(kept), step.cache.table[kept], step.sampler.at(kept)
+        self._rows = [self._rows[index] for index in indices]
         self.proposer = proposer
         self.graphs.give_back()
         self.captured = None
@@ -211,11 +238,11 @@ class PagedBatch:
 
     def _publish(self, texts: Sequence[Sequence[int]]) -> None:
         if self.graphs.draft_store is not None and self.proposer.model is None:
-            return  # in these blocks a draft model would find nothing
+            return  # a draft model would find nothing of its own in these blocks
         with self.graphs.lock:
-            for lease, text, limit in zip(self.leases, texts, self.request.limits, strict=True):
+            for block_table, text, limit in zip(self.block_tables, texts, self.request.limits, strict=True):
                 if self._is_steady(limit):
-                    self.graphs.blocks.publish(lease, text)
+                    self.graphs.blocks.publish(block_table, text)
 
     def _is_steady(self, limit: int) -> bool:
         """Tell whether blocks of a row of up to `limit` tokens hold what any row with the same text would have."""
@@ -224,16 +251,18 @@ class PagedBatch:
 
     def _release(self) -> None:
         with self.graphs.lock:
-            for lease in self.leases:
-                self.graphs.blocks.release(lease)
+            for block_table in self.block_tables:
+                self.graphs.blocks.release(block_table)
 
 
-def room(proposer: Proposer) -> int:
-    """Positions that a row may touch past its limit: its last step may overshoot by K; standing still, it is then
-    drafted for K further."""
+def overshoot(proposer: Proposer) -> int:
+    """Return how many positions past its limit a row may touch.
+
+    Its last step may overshoot by K tokens; standing still, the row is then drafted for K further.
+    """
     return 2 * proposer.depth + 1
 
 
-def _read(drawn: StepOutput) -> list[list[int]]:
-    """The only read from the device in a step."""
-    return drawn.pack_for_host().tolist()
+def _read(output: StepOutput) -> list[list[int]]:
+    """Read what the host must know, in the only read from the device in a step."""
+    return output.pack_for_host().tolist()

@@ -1,4 +1,4 @@
-"""Arguments of a call that are settled before transformers prepares it."""
+"""Arguments of `generate` that are read before transformers prepares the call."""
 
 import copy
 from collections.abc import Mapping
@@ -39,7 +39,8 @@ NEUTRAL = _NEUTRAL.keys() - {"token_type_ids"}
 def without_neutral(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments without those that ask for nothing.
 
-    Raises `UnsupportedError` naming an argument that asks for what `generate` does not do.
+    Raises:
+        UnsupportedError: Naming an argument that asks for what `generate` does not do.
     """
     kept = {}
     for name, value in arguments.items():
@@ -53,7 +54,7 @@ def without_neutral(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompt_of(input_ids: Any, inputs: Any) -> Any:
-    """Return the prompt, which transformers also calls `inputs`. Raises `ArgumentError` for both and for neither."""
+    """Return the prompt, which transformers also calls `inputs`; `ArgumentError` for both and for neither."""
     if input_ids is not None and inputs is not None:
         raise ArgumentError("inputs is another name of input_ids: pass one of them")
     if input_ids is None and inputs is None:
@@ -81,13 +82,13 @@ def with_stop_strings(
     transformers looks for their tokenizer where custom decoding never receives it, so the criterion is made here.
 
     Args:
-        arguments: of the call, which come before what `config` says.
-        config: the call's generation config, if any; it is not changed.
-        own: the model's generation config, which comes last.
+        arguments: Of the call, which come before what `config` says.
+        config: The call's generation config, if any; it is not changed.
+        own: The model's generation config, which comes last.
     """
     kept = dict(arguments)
     tokenizer = kept.pop("tokenizer", None)
-    given = [each.stop_strings for each in (config, own) if each is not None and each.stop_strings is not None]
+    given = [c.stop_strings for c in (config, own) if c is not None and c.stop_strings is not None]
     strings = kept.pop("stop_strings") if "stop_strings" in kept else next(iter(given), None)
     if given:
         if config is not None and own.stop_strings is None:

@@ -1,4 +1,4 @@
-"""Steps captured in CUDA graphs: one launch and one small read each."""
+"""Steps captured in CUDA graphs, each of which takes one launch and one small read."""
 
 import gc
 import logging
@@ -26,19 +26,19 @@ from redrafter.tree.token_tree import chain
 __all__ = ["CUDAGraphRunner", "CapturedStep", "bucket", "capture", "new_state", "prepare"]
 
 _LOG = logging.getLogger(__name__)
-LONGEST = 32768  # tokens of a text, where nothing says how long texts become
-SHORTEST = 2048  # positions that a kept step has room for at least; longer ones are kept for every power of two
-RECOMPILES = 64  # of one function, before torch.compile gives up on it
-SLACK = 256  # slots of a row beyond its text: the tree, and what a last step overshoots
+MAX_TEXT_TOKENS = 32768  # of a text, where nothing says how long texts become
+MIN_STEP_POSITIONS = 2048  # that a kept step has room for; longer ones are kept for every power of two
+MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
+EXTRA_SLOTS = 256  # of a row beyond its text: the tree, and what a last step overshoots
 
 
 def bucket(rows: int) -> int:
-    """Rows that a step is captured for: the next power of two up to 64, then the next multiple of 64."""
+    """Return how many rows a step is captured for: the next power of two up to 64, then the next multiple of 64."""
     return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64
 
 
 def capture(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """`run` as a CUDA graph, after two calls that pay for what only first calls pay for."""
+    """Capture `run` in a CUDA graph, after two calls that pay for what only first calls pay for."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -58,11 +58,19 @@ def capture(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph
 
 
 class CapturedStep:
-    """One step over buffers that stay where they are: fill them in, replay, read the report.
+    """A step over buffers that stay where they are: load them, replay, read the report.
 
-    state, sampler, cache: the buffers of `rows` rows; a row that is not active stands still on the block that belongs
-    to nobody. draft_cache: the draft model's, on the same table of blocks. drawn: what the last replay drew. graph:
-    None when the step cannot be captured; it then runs as it is.
+    Attributes:
+        state: Buffers of the rows; a row that is not active stands still on the block that belongs to nobody.
+        proposer: What drafts.
+        target: The model that verifies.
+        cache: The target's keys and values, on a block table of its own.
+        sampler: Buffers of how the rows draw.
+        draft_cache: The draft model's keys and values on the same block table, or None.
+        output: What the last replay drew.
+        host: The report on the host, `[B, K+2]` int64.
+        done: Event behind the last replay on a GPU; None elsewhere.
+        graph: The captured step; None where it cannot be captured and runs as it is.
     """
 
     def __init__(
@@ -82,14 +90,14 @@ class CapturedStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
-        """The step itself, in place."""
-        state, self.drawn = step(self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache)
+        """Take the step uncaptured, in place."""
+        state, self.output = step(self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache)
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
-        self.host.copy_(self.drawn.pack_for_host(), non_blocking=True)
+        self.host.copy_(self.output.pack_for_host(), non_blocking=True)
 
     def replay(self) -> None:
-        """One step, without waiting for it."""
+        """Start one step, without waiting for it."""
         if self.graph is None:
             self.run()
         else:
@@ -98,13 +106,19 @@ class CapturedStep:
             self.done.record()
 
     def read(self) -> list[list[int]]:
-        """Wait for the step; its report, per row the tokens and the accepted length."""
+        """Wait for the step, and return for each row its tokens and, last, the accepted length."""
         if self.done is not None:
             self.done.synchronize()
         return self.host.tolist()
 
     def load(self, state: State, table: Tensor, sampler: Sampler) -> None:
-        """Put a batch into the buffers. Rows past it stand still."""
+        """Copy a batch into the first rows of the buffers. The rows behind it stand still.
+
+        Args:
+            state: The batch's rows, at most as many as the buffers have.
+            table: Their blocks, `[B, blocks]` int32.
+            sampler: How they draw; of the buffers' kind.
+        """
         rows = len(state.length)
         self.state.active.zero_()
         self.cache.table.zero_()
@@ -122,17 +136,26 @@ class CapturedStep:
 
 
 def new_state(target: Target, rows: int, width: int) -> State:
-    """Rows that stand still, with room for texts of `width` tokens."""
+    """Return rows that stand still, with room for texts of `width` tokens."""
     zeros = lambda *shape: torch.zeros(*shape, dtype=torch.long, device=target.device)  # noqa: E731
     hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype, device=target.device)
     return State(zeros(rows, width), zeros(rows), hidden, zeros(rows).bool())
 
 
 class CUDAGraphRunner:
-    """Captured steps of one target, kept from request to request, on one paged store.
+    """Captured steps of one target, kept from request to request, on one pool of paged memory.
 
-    draft_store: a draft model's memory. Both models hold a row's text in blocks of the same ids, so one pool of ids
-    serves both, and a prefix that is found is found in both.
+    A target and its draft model hold a row's text in blocks of the same ids, so one manager of blocks serves both,
+    and a prefix that is found is found in both.
+
+    Attributes:
+        target: The model that verifies.
+        store: The target's keys and values.
+        draft_store: A draft model's keys and values, or None.
+        blocks: Which blocks are free, taken, and hold a prefix.
+        kept: Captured steps by what they were captured for.
+        lent: Number of steps that are borrowed.
+        lock: Guards `blocks`, `kept` and `lent` against requests in several threads.
     """
 
     def __init__(self, target: Target, store: KVCachePool, draft_store: KVCachePool | None = None):
@@ -140,14 +163,16 @@ class CUDAGraphRunner:
         self.blocks = BlockManager(store.num_blocks)
         self.kept: dict[tuple, CapturedStep] = {}
         self.lent = 0
-        self.lock = threading.RLock()  # of the blocks and of what is kept, for requests in several threads
+        self.lock = threading.RLock()
         self._capturable = True
         self._pool: Any = None
         self._adapters = active_adapters(target.model)
 
     def check_adapters(self) -> None:
-        """Raise `ArgumentError` where the target's adapters changed since the first request: what is kept from request
-        to request, steps and prefixes, was made with the old ones."""
+        """Raise `ArgumentError` where the target's adapters changed since the first request.
+
+        Steps and prefixes, which are kept from request to request, were made with the old ones.
+        """
         if active_adapters(self.target.model) != self._adapters:
             raise ArgumentError(
                 f"the adapters of {self.target.name} changed since the first request; make a new engine of the model"
@@ -157,14 +182,20 @@ class CUDAGraphRunner:
     def on(
         cls, target: Target, options: EngineOptions, draft_model: Target | None = None, rows: int = MOST_ROWS
     ) -> "CUDAGraphRunner":
-        """Take memory for keys and values, for at most so many rows of the longest text; on a GPU, compile the models'
-        forwards if that is wished."""
-        longest = min(x for x in (target.context, options.max_seq_len, LONGEST) if x is not None)
+        """Take memory for keys and values and, on a GPU, prepare the models' forwards.
+
+        Args:
+            target: The model that verifies.
+            options: How much memory may be taken, how long texts become, and whether forwards are compiled.
+            draft_model: A model that drafts on the same device, or None.
+            rows: Rows of the longest text that memory is taken for, at most.
+        """
+        longest = min(x for x in (target.context, options.max_seq_len, MAX_TEXT_TOKENS) if x is not None)
         models = [target] if draft_model is None else [target, draft_model]
         stores = KVCachePool.in_free_memory(
             [model.paged_shapes for model in models],
             fraction=options.kv_cache_free_gpu_memory_fraction,
-            max_blocks=rows * -(-(longest + SLACK) // BLOCK_SIZE),
+            max_blocks=rows * -(-(longest + EXTRA_SLOTS) // BLOCK_SIZE),
         )
         for model, store in zip(models, stores, strict=True):
             # It may be prepared, by another engine; and a model may draft for itself.
@@ -173,7 +204,7 @@ class CUDAGraphRunner:
         return cls(target, *stores)
 
     def borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
-        """A step for `rows` rows of up to `width` positions and a sampler of this kind; to be given back.
+        """Return a step for `rows` rows of up to `width` positions and this kind of sampler; see `give_back`.
 
         Requests share graphs where their processors hold tensors by row alone, whose values are loaded. Other
         processors carry a request's own constants: a step is captured for it alone, as it is for requests that run at
@@ -185,7 +216,7 @@ class CUDAGraphRunner:
     def _borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
         shared = sampler.by_row and not self.lent
         if shared:
-            width = max(SHORTEST, 1 << (width - 1).bit_length())
+            width = max(MIN_STEP_POSITIONS, 1 << (width - 1).bit_length())
         key = (rows, width, id(proposer), sampler.kind)
         step = self.kept.get(key) if shared else None
         if step is None:
@@ -200,14 +231,14 @@ class CUDAGraphRunner:
         return step
 
     def step_over(self, state: State, proposer: Proposer, cache: PagedCache, sampler: Sampler) -> CapturedStep:
-        """A step over these buffers, not captured yet."""
+        """Make a step over these buffers, not captured yet."""
         drafts = None
         if proposer.model is not None and self.draft_store is not None:
             drafts = PagedCache(self.draft_store, cache.table)
         return CapturedStep(state, proposer, self.target, cache, sampler, drafts)
 
     def capture(self, step: CapturedStep, pool: Any = None) -> None:
-        """Capture a step where that can be; it runs as it is where not. The rows of its buffers must stand still."""
+        """Capture a step where possible; elsewhere it runs as it is. The rows of its buffers must stand still."""
         if not step.sampler.capturable or not self._capturable or step.done is None:
             return
         try:
@@ -236,7 +267,7 @@ class CUDAGraphRunner:
 
 @torch.inference_mode()
 def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
-    """Merge and compile the forward, on a small tree whose sizes all differ, so that none is taken for another."""
+    """Merge and compile a model's forward, on a small tree whose sizes all differ and so cannot be confused."""
     from torch._dynamo import config as dynamo_config  # takes seconds to import
 
     zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
@@ -249,7 +280,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
             "compiling %s, once: about a second a layer (--no-compile or compile=False does without)", target.name
         )
     # The drafter's step is compiled for one row and many, one beam and many, the first step and the others.
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILES)
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, MAX_RECOMPILES)
     try:
         forward()
     except Exception as error:

@@ -19,19 +19,19 @@ __all__ = ["decode"]
 
 
 class _Row:
-    """What the host knows of one row: its text so far, and what it was asked to record of each token."""
+    """What the host knows of one row: its text so far, and what is recorded of each token."""
 
-    def __init__(self, prompt: list[int], room: int, depth: int):
-        self.prompt, self.room = prompt, room  # the prompt as it came, padding included; tokens that may follow it
+    def __init__(self, prompt: list[int], max_new_tokens: int, depth: int):
+        self.prompt, self.max_new_tokens = prompt, max_new_tokens  # the prompt as it came, padding included
         self.text: list[int] = []
         self.ended = False
         self.stats = Stats(accepted_by_depth=[0] * depth)
         self.scores: list[Tensor] = []  # `[count, V]` per step
         self.logits: list[Tensor] = []
 
-    def take(self, new: list[int], request: Request) -> list[int]:
-        """Write on, up to where the row stops. Returns what was written."""
-        new, self.ended = cut(new, self.room - len(self.text), request.eos)
+    def append(self, new: list[int], request: Request) -> list[int]:
+        """Append `new` up to where the row stops, and return what was appended."""
+        new, self.ended = cut(new, self.max_new_tokens - len(self.text), request.eos)
         for criterion in request.criteria:
             stop = first_stop(criterion, self.prompt + self.text, new, request.pad_token)
             if stop is not None:
@@ -41,16 +41,26 @@ class _Row:
 
 
 def decode(batch: Batch, request: Request, input_ids: Tensor, stream: StepStreamer | None) -> Tensor | GenerateOutput:
-    """The loop around `step`. input_ids: `[B, P]` as the caller gave them; the result is laid out on from there."""
+    """Decode a request: read the prompts, then step until every row has ended.
+
+    Args:
+        batch: The request's rows, which are closed at the end.
+        request: What is to be written.
+        input_ids: Prompts as the caller gave them, `[B, P]`; new tokens follow behind them.
+        stream: Takes each row's tokens as they are made, or None.
+
+    Returns:
+        Ids `[B, P + new]`, or a `GenerateOutput` where the request asks for one.
+    """
     _warn_slow(request)
     lengths = request.lengths
-    room = [limit - length for limit, length in zip(request.limits, lengths, strict=True)]
-    rows = [_Row(*pair, batch.depth) for pair in zip(input_ids.tolist(), room, strict=True)]
+    longest_new = [limit - length for limit, length in zip(request.limits, lengths, strict=True)]
+    rows = [_Row(*pair, batch.depth) for pair in zip(input_ids.tolist(), longest_new, strict=True)]
     try:
-        _take(rows, batch, *batch.prefill(), request, stream, counted=False)
+        _record(rows, batch, *batch.prefill(), request, stream, counted=False)
         while not all(row.ended for row in rows) and time.time() < request.deadline:
             longest = max(lengths) + max(len(row.text) for row in rows) - 1
-            _take(rows, batch, *batch.step(longest), request, stream)
+            _record(rows, batch, *batch.step(longest), request, stream)
     finally:
         batch.close([row.text for row in rows])
     if stream is not None:
@@ -59,36 +69,43 @@ def decode(batch: Batch, request: Request, input_ids: Tensor, stream: StepStream
     return _output(rows, input_ids, request)
 
 
-def _take(
+def _record(
     rows: list[_Row],
     batch: Batch,
-    drawn: StepOutput,
+    output: StepOutput,
     report: list[list[int]],
     request: Request,
     stream: StepStreamer | None,
     *,
     counted: bool = True,
 ) -> None:
-    """Write down what a step drew; from then on, rows that have ended stand still.
+    """Record what a step drew; rows that have ended stand still from then on.
 
-    report: per row its tokens and, last, the accepted length. counted: False for the prefill, which is no step.
+    Args:
+        rows: What is recorded of each row.
+        batch: The rows on the device.
+        output: What the step drew.
+        report: For each row its tokens and, last, the accepted length.
+        request: What is to be recorded.
+        stream: Takes each row's tokens, or None.
+        counted: False for the prefill, which is no step.
     """
     ended = False
     for index, (row, line) in enumerate(zip(rows, report, strict=True)):
         if row.ended:
             continue
         *tokens, accepted = line
-        new = row.take(tokens[: accepted + 1], request)
+        new = row.append(tokens[: accepted + 1], request)
         ended |= row.ended
         drafts = min(accepted, len(new))
         if counted:
-            row.stats.count(drawn.drafted, drafts, len(new))
+            row.stats.count(output.drafted, drafts, len(new))
         if request.want_scores or request.want_logits:
-            nodes = drawn.path.nodes[index, : len(new)]
+            nodes = output.path.nodes[index, : len(new)]
             if request.want_scores:
-                row.scores.append(drawn.scores[index, nodes].float())
+                row.scores.append(output.scores[index, nodes].float())
             if request.want_logits:
-                row.logits.append(drawn.logits[index, nodes].float())
+                row.logits.append(output.logits[index, nodes].float())
         if stream is not None:
             stream.put_step(index, new, drafts, row.ended)
     if ended:
@@ -111,7 +128,7 @@ def _output(rows: list[_Row], input_ids: Tensor, request: Request) -> Tensor | G
 
 
 def _columns(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """Per row a list of `[count, V]`, to one `[B, V]` per output column, as transformers returns them."""
+    """Return one `[B, V]` per output column, as transformers does, from the rows' lists of `[count, V]`."""
     return pad_sequence([torch.cat(pieces) for pieces in rows], batch_first=True).unbind(dim=1)
 
 
@@ -131,7 +148,7 @@ def _warn_cut_short(rows: list[_Row], request: Request) -> None:
     cut_short = [
         index
         for index, row in enumerate(rows)
-        if request.cut_short[index] and len(row.text) == row.room and row.text[-1] not in request.eos
+        if request.cut_short[index] and len(row.text) == row.max_new_tokens and row.text[-1] not in request.eos
     ]
     if cut_short:
         which = "the text" if len(rows) == 1 else f"{len(cut_short)} of {len(rows)} texts"

@@ -1,4 +1,4 @@
-"""Text from tokens as they come."""
+"""A detokenizer for tokens that come a few at a time."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,17 @@ from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Detokenizer"]
 
-KEEP = 8  # tokens before a new one that it is decoded with, for the sake of leading spaces and split characters
-LONGEST = 64  # tokens after which bytes that still make no character are let go
-PARTIAL = 3  # bytes at most that may yet become a character
+CONTEXT_TOKENS = 8  # before a new one that it is decoded with, for the sake of leading spaces and split characters
+MAX_WINDOW_TOKENS = 64  # after which bytes that still make no character are let go
+MAX_PARTIAL_BYTES = 3  # that may yet become a character
 REPLACEMENT = "\ufffd"  # what a tokenizer prints for bytes that are no character, or not yet
 
 
 class Detokenizer:
-    """Pieces that join to `decode` of all the tokens, special ones skipped, and never hold a part of a character.
+    """Decodes tokens as they come, into pieces of text that join to `decode` of all the tokens, special ones skipped.
 
     A window of the last tokens is decoded anew and what it has gained is the new text, so the work per token does not
-    grow with the text. Bytes that end in the middle of a character are held back.
+    grow with the text. Bytes that end in the middle of a character are held back, so that no piece holds a part of one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -25,38 +25,38 @@ class Detokenizer:
         self._sent = 0  # characters of the window's text that are out already
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Add tokens, and return the text that they complete."""
         if not tokens:
             return ""
         self._window.extend(tokens)
         text = self._decode(self._window)
         held = len(text) - len(text.rstrip(REPLACEMENT))
-        if len(self._window) > LONGEST:
-            held = min(held, PARTIAL)
+        if len(self._window) > MAX_WINDOW_TOKENS:
+            held = min(held, MAX_PARTIAL_BYTES)
         ready = len(text) - held
         new = text[self._sent : ready]
         self._sent = max(self._sent, ready)
-        if self._sent == ready and len(self._window) >= 2 * KEEP:
+        if self._sent == ready and len(self._window) >= 2 * CONTEXT_TOKENS:
             self._shorten(held)
         return new
 
     def finish(self) -> str:
-        """What is still held back."""
+        """Return the text that is still held back."""
         new = self._decode(self._window)[self._sent :]
         self._window, self._sent = [], 0
         return new
 
     def _shorten(self, held: int) -> None:
         # A byte-fallback tokenizer spoils a whole run of bytes when it begins within a character, and no character
-        # has more than PARTIAL bytes after its first: one of these windows begins with one.
-        for count in range(KEEP, KEEP + PARTIAL + 1):
+        # has more than MAX_PARTIAL_BYTES bytes after its first: one of these windows begins with one.
+        for count in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_PARTIAL_BYTES + 1):
             tail = self._window[-count:]
             ready = len(text := self._decode(tail)) - held
             if ready > 0 and REPLACEMENT not in text[:ready]:
                 self._window, self._sent = tail, ready
                 return
-        if len(self._window) > LONGEST:
-            self._window = self._window[-KEEP:]
+        if len(self._window) > MAX_WINDOW_TOKENS:
+            self._window = self._window[-CONTEXT_TOKENS:]
             self._sent = max(len(self._decode(self._window)) - held, 0)
 
     def _decode(self, tokens: Sequence[int]) -> str:

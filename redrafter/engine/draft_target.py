@@ -1,4 +1,4 @@
-"""DraftTarget: a Hugging Face model that a smaller one makes write faster."""
+"""DraftTarget: a Hugging Face model with a smaller one that drafts for it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,12 +28,23 @@ __all__ = ["ACCEPTANCE", "Acceptance", "DraftTarget"]
 Acceptance = Literal["match", "rejection"]
 ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")
 
-CAPTURED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # draft lengths that steps are captured for, of those up to the longest
-# What a forward costs beside its weights, by device: a layer, in parameters that could be read meanwhile; and one more
-# node in one row, in forwards of one. Measured on two cores of a Xeon in float32, and on an H200 in bfloat16.
-LAYER_COST = {"cpu": 6e6, "cuda": 70e6}
-NODE_COST = {"cpu": 0.05, "cuda": 0.0}
-GAIN = 1.2  # tokens that a target's forward is worth when drafting pays
+CAPTURED_LENGTHS = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+)  # draft lengths that steps are captured for, of those up to the longest
+# What a forward costs beside its weights, by device: each layer, in parameters that could be read meanwhile; and each
+# further node in one row, in forwards of one node. Measured on two cores of a Xeon in float32 and an H200 in bfloat16.
+LAYER_COST_PARAMETERS = {"cpu": 6e6, "cuda": 70e6}
+NODE_COST_FORWARDS = {"cpu": 0.05, "cuda": 0.0}
+TOKENS_PER_FORWARD = 1.2  # what a target's forward is worth when drafting pays
 
 
 class DraftTarget(Engine):
@@ -55,13 +66,13 @@ class DraftTarget(Engine):
         adaptive: bool = False,
         options: EngineOptions | None = None,
     ):
-        """The arguments of `from_pretrained`, with both models bound."""
+        """Take the arguments of `from_pretrained`, with both models bound."""
         _check(draft_len, num_beams, node_budget, acceptance, adaptive, target, draft_model)
         self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
         self._draft_cost = _cost(draft_model) / _cost(target)
-        self._node_cost = NODE_COST.get(target.device.type, 0.0)
+        self._node_cost = NODE_COST_FORWARDS.get(target.device.type, 0.0)
         captured = target.device.type == draft_model.device.type == "cuda"
-        shorter = CAPTURED if captured else range(1, draft_len)
+        shorter = CAPTURED_LENGTHS if captured else range(1, draft_len)
         lengths = {draft_len, *(length for length in shorter if adaptive and length < draft_len)}
         self._by_length = {
             length: DraftModelProposer(
@@ -79,6 +90,7 @@ class DraftTarget(Engine):
 
     @property
     def rejection_sampling(self) -> bool:
+        """Whether sampled drafts are kept by rejection sampling; sampled tokens are then not plain decoding's."""
         return self.acceptance == "rejection"
 
     @classmethod
@@ -105,17 +117,34 @@ class DraftTarget(Engine):
     ) -> "DraftTarget":
         """Load a target and its draft model; both may be a hub id, a directory, or a model that is loaded or bound.
 
-        draft_len: tokens drafted per step, one after the other. num_beams: above 1, the draft model's likeliest
-        continuations make a tree; node_budget: nodes verified per step then, 1 + num_beams * draft_len at most; None:
-        as many as suit the device. adaptive: draft at most draft_len tokens, fewer where drafts were not kept of late
-        or where the draft model itself is in doubt. acceptance: "match" keeps a draft that is what the target draws
-        itself, so the tokens are those of plain decoding, seed by seed; "rejection" keeps it by its odds in both
-        models, so they are other tokens of the same distribution (greedy decoding is the same in both). draft_device:
-        the draft model's, when not the target's. draft_model_kwargs, model_kwargs: for `AutoModelForCausalLM`; the rest
-        as in `ReDrafter.from_pretrained`.
+        Args:
+            model: The target.
+            draft_model: The draft model, with the target's vocabulary.
+            draft_len: Tokens drafted per step, one after the other.
+            num_beams: Above 1, the draft model's likeliest continuations make a tree.
+            node_budget: Nodes of that tree verified per step, 1 + num_beams * draft_len at most; None for as many as
+                suit the device.
+            acceptance: "match" keeps a draft that is what the target draws itself, so the tokens are those of plain
+                decoding, seed by seed; "rejection" keeps it by its odds in both models, so they are other tokens of the
+                same distribution (greedy decoding is the same in both).
+            adaptive: Draft at most draft_len tokens, fewer where drafts were not kept of late or where the draft model
+                itself is in doubt.
+            dtype: As in `ReDrafter.from_pretrained`.
+            device: As in `ReDrafter.from_pretrained`.
+            draft_device: The draft model's device; None for the target's.
+            trust_remote_code: As in `ReDrafter.from_pretrained`.
+            draft_model_kwargs: For `AutoModelForCausalLM`, for the draft model.
+            kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
+            max_input_len: See `EngineOptions`.
+            max_seq_len: See `EngineOptions`.
+            compile: See `EngineOptions`.
+            model_kwargs: For `AutoModelForCausalLM`, for the target.
 
-        Raises `CheckpointError`, `MismatchError` when the vocabularies differ in more than padding, `UnsupportedError`
-        or `ArgumentError`.
+        Raises:
+            CheckpointError: When a model cannot be loaded.
+            MismatchError: When the vocabularies differ in more than padding.
+            UnsupportedError: When a model, or a combination of arguments, cannot be decoded here.
+            ArgumentError: For an argument that is unknown or out of range.
         """
         options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
         check_vocabularies(model, draft_model, trust_remote_code)
@@ -123,10 +152,12 @@ class DraftTarget(Engine):
         target = bind(model, device=device, **load, **model_kwargs)
         if draft_device is None and isinstance(draft_model, str | Path):
             draft_device = target.device
-        own = base_of(draft_model) is target.model and draft_device is None  # it drafts for itself
+        drafts_for_itself = base_of(draft_model) is target.model and draft_device is None
         return cls(
             target,
-            target if own else bind(draft_model, **({"device": draft_device} | load | dict(draft_model_kwargs or {}))),
+            target
+            if drafts_for_itself
+            else bind(draft_model, **({"device": draft_device} | load | dict(draft_model_kwargs or {}))),
             draft_len=draft_len,
             num_beams=num_beams,
             node_budget=node_budget,
@@ -138,11 +169,13 @@ class DraftTarget(Engine):
     def open_batch(
         self, request: Request, proposer: Proposer, proposer_for: Callable[[int], Proposer] | None = None
     ) -> Batch:
+        """Open a batch with the rows of a request; see `Engine.open_batch`."""
         if self.rejection_sampling:  # it looks at the whole distribution
             request = replace(request, sampler=replace(request.sampler, keep_scores=True))
         return super().open_batch(request, proposer, proposer_for)
 
     def lengths_for(self, proposer: Proposer, request: Request) -> AdaptiveDraftLength | None:
+        """Return what sets the draft length of each step from the steps before it; None where it is fixed."""
         if not self.adaptive or not isinstance(proposer, DraftModelProposer):
             return None
         rows = len(request.lengths)
@@ -151,8 +184,8 @@ class DraftTarget(Engine):
         return AdaptiveDraftLength(self._by_length, rows, share * self._draft_cost + self._node_cost * (rows - 1))
 
     def _doubt(self, rows: int) -> float:
-        """How likely a draft must be to be right to be worth another one behind it, in a step of so many rows."""
-        return min(GAIN * (self._draft_cost + self._node_cost * rows), 0.9)
+        """Return how likely a draft must be right to be worth another one behind it, in a step of `rows` rows."""
+        return min(TOKENS_PER_FORWARD * (self._draft_cost + self._node_cost * rows), 0.9)
 
 
 def _check(
@@ -182,8 +215,8 @@ def _check(
 
 
 def _cost(model: Target) -> float:
-    """Of one token's forward, in parameters read: all but an embedding table that is not the head too."""
+    """Return the cost of one token's forward in parameters read: all but an embedding table that is not the head."""
     table = model.embedding.weight
     count = sum(parameter.numel() for parameter in model.model.parameters())
     count -= 0 if model.head.weight is table else table.numel()
-    return count + len(model.shapes) * LAYER_COST.get(model.device.type, 0.0)
+    return count + len(model.shapes) * LAYER_COST_PARAMETERS.get(model.device.type, 0.0)

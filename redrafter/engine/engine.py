@@ -145,7 +145,8 @@ class Engine:
 
     def lend_to(self, other: "Engine") -> None:
         """Let another engine on the same target use this one's GPU memory and captured steps beside its own."""
-        assert other.target is self.target and (other.draft_model is None or other.draft_model is self.draft_model)
+        assert other.target is self.target
+        assert other.draft_model is None or other.draft_model is self.draft_model
         other.lender = None if other is self else self
 
     @property
@@ -215,10 +216,10 @@ class Engine:
         # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode what it prepared.
         prepared = False
 
-        def decode_prepared(model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateOutput:
+        def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
             nonlocal prepared
             prepared = True
-            return self._decode(*args, **inputs, streamer=streamer, seed=seed, speculate=speculate)
+            return self._decode(input_ids, **inputs, streamer=streamer, seed=seed, speculate=speculate)
 
         try:
             return self.model.generate(
@@ -254,12 +255,12 @@ class Engine:
             temperature: One value per output row, in place of the config's; None for the config's.
         """
 
-        def decode_for(model: PreTrainedModel, input_ids: Tensor, *args: Any, **inputs: Any) -> Tensor | GenerateOutput:
+        def decode_for(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
             if model is not self.model:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
             check_shapes(input_ids, inputs.get("attention_mask"))
-            settings = {"streamer": streamer, "seed": seed, "speculate": speculate, "temperature": temperature}
-            return self._decode(input_ids, *args, **(inputs | settings))
+            settings: dict[str, Any] = {"streamer": streamer, "seed": seed, "speculate": speculate}
+            return self._decode(input_ids, **inputs, **settings, temperature=temperature)
 
         return decode_for
 

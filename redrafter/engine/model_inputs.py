@@ -1,6 +1,6 @@
-"""What a model may be given beside the ids and their mask.
+"""Inputs of a model beside the ids and their mask.
 
-Models with an encoder beside their text get a word about its inputs in every call, from transformers' `generate` or
+Models with an encoder beside their text are told about its inputs in every call, from transformers' `generate` or
 from a processor, and some get a position for each axis of an image. For text alone, all of it says what ids and mask
 say already. Anything more is refused by name.
 """
@@ -15,20 +15,20 @@ from redrafter.errors import UnsupportedError
 
 __all__ = ["check_prepared", "without_empty_inputs"]
 
-# How transformers runs its own loop. This library's loop does without.
+# Inputs of the loop in transformers, which this library's loop does not need.
 _LOOP = frozenset({"past_key_values", "use_cache", "cache_position", "logits_to_keep"})
 
 
 def without_empty_inputs(arguments: Mapping[str, Any], model: Any, known: Collection[str]) -> dict[str, Any]:
-    """Leave out the inputs of a model that say nothing, as a processor makes them of a text without images.
+    """Return the arguments without empty inputs of the model, such as a processor makes of a text without images.
 
     Args:
-        arguments: keyword arguments of a call of `generate`.
-        model: the Hugging Face model, whose forward names its inputs.
-        known: names that `generate` has a meaning for.
+        arguments: Keyword arguments of a call of `generate`.
+        model: The Hugging Face model, whose forward names its inputs.
+        known: Names that `generate` has a meaning for.
 
     Raises:
-        UnsupportedError: naming an input that holds something.
+        UnsupportedError: Naming an input that holds something.
     """
     inputs = inspect.signature(model.forward).parameters.keys() - known
     for name in sorted(arguments.keys() & inputs):
@@ -40,9 +40,9 @@ def check_prepared(prepared: Mapping[str, Any], seen: Tensor, model: Any) -> Non
     """Raise `UnsupportedError` where a prepared input says more than the ids and their mask.
 
     Args:
-        prepared: keyword arguments that transformers would give to the model, the mask apart.
-        seen: `[B, P]` bool, False where a row is padded.
-        model: the Hugging Face model.
+        prepared: Keyword arguments that transformers would give to the model, without the mask.
+        seen: False where a row is padded, `[B, P]` bool.
+        model: The Hugging Face model.
     """
     past, positions = prepared.get("past_key_values"), prepared.get("position_ids")
     if past is not None and past.get_seq_length() > 0:
@@ -62,7 +62,7 @@ def _are_plain(positions: Tensor, seen: Tensor) -> bool:
     """Tell whether tokens are counted from 0 in each row, padding aside.
 
     Args:
-        positions: `[B, P]`, or `[A, B, P]` with one position per axis, which for text are equal; B may be 1 for all.
+        positions: `[B, P]`, or `[A, B, P]` with one position per axis, which are equal for text; B may be 1 for all.
         seen: `[B, P]` bool.
     """
     rows, width = seen.shape

@@ -1,4 +1,4 @@
-"""What an engine may use."""
+"""Limits of memory and lengths that an engine keeps to."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,15 @@ MOST_ROWS = 64  # rows of the longest text that the paged cache has room for, wh
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine may use, whatever it is asked.
+    """Limits that an engine keeps to in every request.
 
-    kv_cache_free_gpu_memory_fraction: of the GPU memory that is free at the first request, the share that keys and
-    values may take; no more is taken than `MOST_ROWS` rows of the longest text need. max_input_len: longest prompt;
-    max_seq_len: longest text, prompt included; None: what the model's context allows. compile: compile the model for a
-    GPU, once, in the first request; without it steps are captured all the same, and slower.
+    Attributes:
+        kv_cache_free_gpu_memory_fraction: Share of the GPU memory free at the first request that keys and values may
+            take. No more is taken than `MOST_ROWS` rows of the longest text need.
+        max_input_len: Longest prompt in tokens; None for what the model's context allows.
+        max_seq_len: Longest text in tokens, prompt included; None for what the model's context allows.
+        compile: Whether to compile the model for a GPU, once, in the first request; without it steps are captured all
+            the same, and slower.
     """
 
     kv_cache_free_gpu_memory_fraction: float = 0.9

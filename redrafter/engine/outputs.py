@@ -1,4 +1,4 @@
-"""What `generate` returns beside the tokens."""
+"""The output of `generate`: tokens, scores and statistics."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,14 @@ __all__ = ["GenerateOutput", "GenerateStats", "Stats"]
 
 @dataclass
 class Stats:
-    """How speculation went. A step is one forward of the target over a tree; prefill is not one.
+    """Statistics of speculation. A step is one forward of the target over a tree; prefill is not one.
 
-    steps: steps taken. drafted: drafts verified. accepted: drafts that became output. accepted_by_depth: entry d counts
-    the steps in which at least d + 1 drafts became output.
+    Attributes:
+        steps: Steps taken.
+        drafted: Drafts verified.
+        accepted: Drafts that became output.
+        emitted: Tokens that steps added to the output.
+        accepted_by_depth: Entry d counts the steps in which at least d + 1 drafts became output.
     """
 
     steps: int = 0
@@ -27,7 +31,7 @@ class Stats:
         return self.emitted / self.steps if self.steps else 0.0
 
     def count(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Add one step. accepted, emitted: what of it became output, after a stop cut it."""
+        """Add one step, of which `accepted` drafts and `emitted` tokens became output after a stop cut it."""
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -38,14 +42,19 @@ class Stats:
 
 @dataclass
 class GenerateStats(Stats):
-    """Totals over the batch; a row's step counts once for that row. rows: the same per output row. seeds: the seed of
-    each output row, None when greedy."""
+    """Statistics of a batch: totals, in which a row's step counts once for that row, and those of each row.
+
+    Attributes:
+        rows: Statistics of each output row.
+        seeds: The seed of each output row; None when greedy.
+    """
 
     rows: list[Stats] = field(default_factory=list)
     seeds: list[int] | None = None
 
     @classmethod
     def of(cls, rows: list[Stats], seeds: list[int] | None) -> "GenerateStats":
+        """Sum the statistics of rows."""
         depths = zip(*(row.accepted_by_depth for row in rows), strict=True)
         return cls(
             steps=sum(row.steps for row in rows),
@@ -60,6 +69,6 @@ class GenerateStats(Stats):
 
 @dataclass
 class GenerateOutput(GenerateDecoderOnlyOutput):
-    """As transformers' output of a decoder-only model, plus `stats`."""
+    """The output of a decoder-only model in transformers, plus `stats`."""
 
     stats: GenerateStats | None = None

@@ -1,4 +1,4 @@
-"""PromptLookup: a Hugging Face model that drafts for itself, from its own text."""
+"""PromptLookup: a Hugging Face model whose own text drafts for it."""
 
 from pathlib import Path
 from typing import Any

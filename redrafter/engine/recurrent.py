@@ -1,4 +1,4 @@
-"""ReDrafter: a Hugging Face model that a recurrent drafter makes write faster."""
+"""ReDrafter: a Hugging Face model with a recurrent drafter."""
 
 import warnings
 from pathlib import Path
@@ -39,15 +39,23 @@ class ReDrafter(Engine):
         options: EngineOptions | None = None,
         tuning: Tuning | None = None,
     ):
-        """shape: what it leaves open comes from the drafter's config; the node budget, from the device and the batch
-        size. tuning: shapes by batch size, in place of `shape`."""
+        """Bind a target to its drafter.
+
+        Args:
+            target: The bound model whose text is wanted.
+            drafter: The recurrent drafter that was trained for it.
+            shape: Beam search and tree. What it leaves open comes from the drafter's config; the node budget, from the
+                device and the batch size.
+            options: Limits of memory and lengths; None for the defaults.
+            tuning: Shapes by batch size, in place of `shape`.
+        """
         config = drafter.config
         self._default = TreeShape(config.draft_beams, config.draft_len_per_beam)
         shape = (shape or TreeShape()).over(self._default)
         depth = shape.draft_len_per_beam
         assert depth is not None
-        if told := draft_length_warning(config, depth):
-            warnings.warn(told, stacklevel=3)
+        if message := draft_length_warning(config, depth):
+            warnings.warn(message, stacklevel=3)
         target.read_aux_hidden(config.target_layers)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._proposers: dict[tuple[int, int, int], RecurrentProposer] = {}
@@ -80,14 +88,30 @@ class ReDrafter(Engine):
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
 
-        Without `drafter`, `model` is a merged checkpoint, such as `boxed_pair()`. num_beams, draft_len_per_beam: the
-        beam search; from the checkpoint when None. node_budget: nodes verified per step, 1 + beams * length at most;
-        None: as many as suit the device and the batch size. tuning: shapes by batch size, from the file that
-        `redrafter tune` wrote for this pair on this device if there is one ("auto"), from the file at a path, or not
-        at all (None); any of the three before it, where given, wins over all of it. kv_cache_free_gpu_memory_fraction,
-        max_input_len, max_seq_len, compile: see `EngineOptions`. model_kwargs: for `AutoModelForCausalLM`.
+        Args:
+            model: The target.
+            drafter: The drafter; None where `model` is a merged checkpoint, such as `boxed_pair()`.
+            num_beams: Width of the beam search; None for the checkpoint's.
+            draft_len_per_beam: Depth of the beam search; None for the checkpoint's.
+            node_budget: Nodes verified per step, 1 + beams * length at most; None for as many as suit the device and
+                the batch size.
+            tuning: Shapes by batch size: from the file that `redrafter tune` wrote for this pair on this device if
+                there is one ("auto"), from the file at a path, or not at all (None). Any of the three arguments before
+                it, where given, wins over all of it.
+            dtype: The models' dtype; "auto" for the checkpoint's.
+            device: Where the models go; None for where Hugging Face puts the target.
+            trust_remote_code: Whether code that comes with the checkpoint may run.
+            kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
+            max_input_len: See `EngineOptions`.
+            max_seq_len: See `EngineOptions`.
+            compile: See `EngineOptions`.
+            model_kwargs: For `AutoModelForCausalLM`.
 
-        Raises `CheckpointError`, `MismatchError`, `UnsupportedError` or `ArgumentError`, for unknown keywords too.
+        Raises:
+            CheckpointError: When a checkpoint cannot be loaded.
+            MismatchError: When the drafter, or the tuning, belongs to another model.
+            UnsupportedError: When the model cannot be decoded here.
+            ArgumentError: For an argument that is unknown or out of range.
         """
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
         options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
@@ -96,30 +120,35 @@ class ReDrafter(Engine):
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
         target = Target(load_model(model, device=device, **load, **model_kwargs))
         drafter, defaults = load_drafter(model, drafter, target, model_kwargs.get("revision"))
-        found = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
-        engine = cls(target, drafter, asked.over(defaults.shape), options=options, tuning=found)
+        shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
+        engine = cls(target, drafter, asked.over(defaults.shape), options=options, tuning=shapes)
         engine.do_sample = defaults.do_sample
         return engine
 
     def proposer_for(self, rows: int) -> Proposer:
-        """By the tuning, if there is one; else by what a forward over so many nodes costs on the device, unless a node
-        budget was asked for."""
+        """Return the proposer for a batch of `rows` rows.
+
+        Its shape follows from the tuning, if there is one; else from what a forward over so many nodes costs on the
+        device, unless a node budget was asked for.
+        """
         shape: TreeShape | None = self.shape
         if self.tuning is not None:
             shape = self.tuning.shape_for(rows)
         elif self.shape.node_budget is None:
             beams, depth = self.shape.num_beams, self.shape.draft_len_per_beam
-            assert beams is not None and depth is not None
+            assert beams is not None
+            assert depth is not None
             shape = default_shape(rows, beams, depth, self.target.device.type)
             if shape is not None and (shape.node_budget or 0) >= self.proposer.nodes:
                 shape = self.shape
         return self.plain if shape is None else self._propose(self.target, shape)
 
     def _propose(self, target: Target, shape: TreeShape) -> RecurrentProposer:
-        """One object per shape, by which captured steps are kept."""
+        """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""
         shape = shape.over(self._default)
         beams, depth = shape.num_beams, shape.draft_len_per_beam
-        assert beams is not None and depth is not None
+        assert beams is not None
+        assert depth is not None
         check_beams(self.drafter.config, beams)
         nodes = node_count(shape.node_budget, beams, depth, target.device)
         new = RecurrentProposer(self.drafter, target, beams, depth, nodes, self._compiled)

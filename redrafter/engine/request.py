@@ -1,4 +1,4 @@
-"""One call of `generate`, checked and turned into tensors.
+"""A call of `generate`, checked and turned into tensors.
 
 Hugging Face's own `generate` prepares the call (configs merged, processors and criteria built, sequences expanded), so
 that names and meanings are its own. What it prepared is read here; what cannot be honoured is refused by name.
@@ -45,7 +45,7 @@ __all__ = [
 
 Seed = int | Sequence[int] | None
 
-LONGEST = 1 << 31  # tokens; what may be longer than this need not fit into an integer of the machine
+MAX_TEXT_TOKENS = 1 << 31  # a longer limit need not fit into an integer of the machine
 
 # Arguments of `model.generate` that are not in its GenerationConfig and are honoured here.
 CALL_ARGUMENTS = frozenset(
@@ -79,13 +79,24 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that one decoding needs.
+    """Everything that decoding one call needs.
 
-    prompts: `[B, P]` int64, each row's own tokens first. length: `[B]`, how many they are; lengths: the same on the
-    host. limits: the most tokens that each row may come to; cut_short: whether that is the end of the target's context,
-    and the call asked for more. eos: ids that end a row. criteria: what must be asked token
-    by token on the host. deadline: `time.time()` after which no step begins. slow_processors: names of processors that
-    run node by node.
+    Attributes:
+        prompts: Each row's own tokens first, `[B, P]` int64.
+        length: Prompt length of each row, `[B]` int64.
+        lengths: `length` on the host.
+        limits: The most tokens that each row may come to, prompt included.
+        cut_short: Whether a row's limit is the end of the target's context, and the call asked for more.
+        eos: Ids that end a row.
+        pad_token: Id that fills rows behind their end.
+        sampler: How tokens are drawn.
+        seeds: Seed of each row; None when greedy.
+        criteria: Stopping criteria that are asked token by token on the host.
+        deadline: `time.time()` after which no step begins.
+        want_scores: Whether processed scores are recorded.
+        want_logits: Whether logits are recorded.
+        as_dict: Whether a `GenerateOutput` is returned in place of ids.
+        slow_processors: Names of processors that run node by node.
     """
 
     prompts: Tensor
@@ -111,7 +122,7 @@ def known_arguments() -> set[str]:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of `generate` that nobody knows, and those that cannot be honoured."""
+    """Refuse arguments of `generate` that are unknown, and those that cannot be honoured."""
     known = known_arguments()
     for name, value in arguments.items():
         if name not in known:
@@ -122,30 +133,30 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def with_openai_arguments(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """`frequency_penalty`, `presence_penalty` and `logit_bias` in transformers' terms. width: of the padded prompt."""
-    found = {name: value for name, value in arguments.items() if name not in OPENAI_ARGUMENTS}
+    """Return the arguments with OpenAI's ones in transformers' terms; `width` is the padded prompt's."""
+    others = {name: value for name, value in arguments.items() if name not in OPENAI_ARGUMENTS}
     frequency, presence = (arguments.get(name) or 0.0 for name in OPENAI_ARGUMENTS[:2])
     for name, value in (("frequency_penalty", frequency), ("presence_penalty", presence)):
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ArgumentError(f"{name} must be a finite number, got {value!r}")
     if frequency or presence:
-        given = found.get("logits_processor") or []
-        found["logits_processor"] = LogitsProcessorList([*given, TokenPenalties(frequency, presence, width)])
+        given = others.get("logits_processor") or []
+        others["logits_processor"] = LogitsProcessorList([*given, TokenPenalties(frequency, presence, width)])
     if bias := arguments.get("logit_bias"):
         if not isinstance(bias, Mapping) or not all(isinstance(token, int) for token in bias):
             raise ArgumentError(f"logit_bias is a dict from token ids to numbers, got {bias!r}")
-        found["sequence_bias"] = {(token,): float(value) for token, value in bias.items()} | dict(
-            found.get("sequence_bias") or {}
+        others["sequence_bias"] = {(token,): float(value) for token, value in bias.items()} | dict(
+            others.get("sequence_bias") or {}
         )
-    return found
+    return others
 
 
 def with_grammar(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """`grammar` as a logits processor, the last of the user's own. width: of the padded prompt."""
-    found = {name: value for name, value in arguments.items() if name != "grammar"}
+    """Return the arguments with `grammar` as the last logits processor; `width` is the padded prompt's."""
+    rest = {name: value for name, value in arguments.items() if name != "grammar"}
     given, tokenizer = arguments.get("grammar"), arguments.get("tokenizer")
     if given is None:
-        return found
+        return rest
 
     def read(each: Any) -> Grammar | None:
         if each is None or isinstance(each, Grammar):
@@ -155,8 +166,8 @@ def with_grammar(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
         return Grammar.of(each, tokenizer)
 
     grammars = [read(each) for each in given] if isinstance(given, list | tuple) else read(given)
-    others = found.get("logits_processor") or []
-    return found | {"logits_processor": LogitsProcessorList([*others, GrammarProcessor(grammars, width)])}
+    processors = rest.get("logits_processor") or []
+    return rest | {"logits_processor": LogitsProcessorList([*processors, GrammarProcessor(grammars, width)])}
 
 
 def _refuse_mode(name: str, value: Any) -> None:
@@ -165,8 +176,13 @@ def _refuse_mode(name: str, value: Any) -> None:
 
 
 def _check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
-    """Refuse what a prepared config asks for and cannot be honoured. own: the checkpoint's, whose choice of a cache
-    nobody made in the call; it is ignored where it changes no token, as only one that rounds keys and values does."""
+    """Refuse what a prepared config asks for and cannot be honoured.
+
+    Args:
+        config: The call's, with the model's own merged into it.
+        own: The checkpoint's, whose choice of a cache nobody made in the call. It is ignored where it changes no token,
+            as only a cache that rounds keys and values does.
+    """
     for name in _REFUSED:
         value = getattr(config, name, None)
         if name == "cache_implementation" and value == own.cache_implementation != "quantized":
@@ -222,9 +238,23 @@ def read_request(
     seed: Seed,
     temperature: Any,
 ) -> Request:
-    """What Hugging Face prepared, as a `Request`.
+    """Turn what Hugging Face prepared into a `Request`.
 
-    prepared: what else it would have given to the model. temperature: one value per row, in place of the processor's.
+    Args:
+        target: The model that is to continue the prompts.
+        input_ids: Prompts, `[B, P]` integer, left-padded.
+        attention_mask: 1 at tokens and 0 at padding, `[B, P]`; None where no row is padded.
+        config: The generation config of the call.
+        processors: Logits processors.
+        criteria: Stopping criteria.
+        prepared: What else would have been given to the model, by name.
+        options: Limits of lengths.
+        seed: One int, or one per row; None for fresh ones.
+        temperature: One value per row, in place of the config's; None for the config's.
+
+    Raises:
+        ArgumentError: For values out of range.
+        UnsupportedError: For what cannot be honoured.
     """
     _check_modes(config, target.model.generation_config)
     _check_ids(input_ids, target)
@@ -236,7 +266,7 @@ def read_request(
     length = seen.sum(dim=1)
     _check_length(int(length.max()), target.context, options)
     max_length, eos, deadline, others = _read_criteria(criteria, config.max_length)
-    limit = asked = min(max_length, LONGEST) - (width - length)
+    limit = asked = min(max_length, MAX_TEXT_TOKENS) - (width - length)
     for most in (target.context, options.max_seq_len):
         if most is not None:
             limit = limit.clamp(max=most)
@@ -343,7 +373,7 @@ def _check_length(longest: int, context: int | None, options: EngineOptions) -> 
 def _read_criteria(
     criteria: StoppingCriteriaList, default: int
 ) -> tuple[int, frozenset[int], float, list[StoppingCriteria]]:
-    """Length, EOS and time belong to the loop; the others are asked token by token."""
+    """Return the length, the end tokens and the deadline, which the loop keeps to, and the other criteria."""
     lengths, eos, deadline = list[int](), frozenset[int](), float("inf")
     others = []
     for criterion in criteria:
@@ -367,7 +397,7 @@ def _pad_token(config: GenerationConfig, eos: frozenset[int]) -> int:
 
 
 def _row_seeds(seed: Seed, rows: int) -> list[int]:
-    """An int s means s, s+1, ...; a list gives one per output row; None draws fresh ones."""
+    """Return a seed per row: s, s+1, ... for an int s, the values of a list, fresh ones for None."""
     if seed is None:
         return [secrets.randbits(62) for _ in range(rows)]
     if isinstance(seed, Sequence) and not isinstance(seed, str):

@@ -1,4 +1,4 @@
-"""Where a row ends. On the host: the tokens of a step are read once anyway, and few rows end at any step."""
+"""Where a row ends, decided on the host: it reads the tokens of a step anyway, and few rows end at any step."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -11,29 +11,43 @@ __all__ = ["cut", "end_tokens", "first_stop"]
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
-    """The ids that end a text: the generation config's and, where a tokenizer is given, that one's, with which a chat
-    model may end its turns though its base never did."""
+    """Return the ids that end a text, in ascending order.
+
+    Args:
+        model: A Hugging Face model, whose generation config names some.
+        tokenizer: Its tokenizer, with whose end token a chat model may end its turns though its base never did.
+    """
     ends = model.generation_config.eos_token_id
-    found = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id if tokenizer else None}
-    return sorted(end for end in found if isinstance(end, int))
+    ids = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id if tokenizer else None}
+    return sorted(end for end in ids if isinstance(end, int))
 
 
-def cut(new: Sequence[int], room: int, eos: Collection[int]) -> tuple[list[int], bool]:
-    """What of a step's tokens becomes output, and whether the row ends with the last of it.
+def cut(new: Sequence[int], max_new_tokens: int, eos: Collection[int]) -> tuple[list[int], bool]:
+    """Return which of a step's tokens become output, and whether the row ends with the last of them.
 
-    room: how many tokens the row may still come to, at least 1.
+    Args:
+        new: Tokens of the step.
+        max_new_tokens: How many tokens the row may still gain, at least 1.
+        eos: Ids that end a row.
     """
     for index, token in enumerate(new):
-        if token in eos or index + 1 == room:
+        if token in eos or index + 1 == max_new_tokens:
             return list(new[: index + 1]), True
     return list(new), False
 
 
 def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[int], pad: int) -> int | None:
-    """Index of the first of `new` tokens after which `criterion` says stop, each asked about exactly the text up to it.
+    """Return the index of the first of `new` tokens after which `criterion` stops; None where it does not.
 
-    text: the row before them, padding included. Hugging Face's stop strings look at a fixed number of last tokens, so
-    all of `new` are asked at once; a user's own criterion is called once per token with ids `[1, L]` and no scores.
+    Each token is asked about with exactly the text up to it. Hugging Face's stop strings look at a fixed number of last
+    tokens, so all of `new` are asked at once; a user's own criterion is called once per token with ids `[1, L]` and no
+    scores.
+
+    Args:
+        criterion: Hugging Face's, or a user's own.
+        text: Tokens of the row before them, padding included.
+        new: Tokens of the step.
+        pad: Id that fills a text in front.
     """
     whole = [*text, *new]
     ends = range(len(text) + 1, len(whole) + 1)

@@ -1,4 +1,4 @@
-"""Text as it is made."""
+"""Streamers, which are given tokens as they are made."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,14 +16,21 @@ class StepStreamer(Protocol):
     """
 
     def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
-        """tokens: what a step added to output row `row`; the first `accepted` of them were drafts. ended: the last."""
+        """Take the tokens that a step added to an output row.
+
+        Args:
+            row: Index of the output row.
+            tokens: What the step added.
+            accepted: How many of `tokens`, from the first on, were drafts.
+            ended: Whether the row ended with them.
+        """
 
     def end(self) -> None:
-        """Every row has ended."""
+        """Take note that every row has ended."""
 
 
 class ColumnStream:
-    """Feeds a Hugging Face streamer as `model.generate` does: column by column, each once every row has come to it."""
+    """Feeds a Hugging Face streamer column by column, each once every row has come to it, as `model.generate` does."""
 
     def __init__(self, streamer: BaseStreamer, rows: int, pad: int):
         self._streamer, self._pad, self._sent = streamer, pad, 0
@@ -31,6 +38,7 @@ class ColumnStream:
         self._ended = [False] * rows
 
     def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
+        """Take the tokens of a row, and pass on the columns that they complete."""
         self._texts[row].extend(tokens)
         self._ended[row] = ended
         running = [len(text) for text, done in zip(self._texts, self._ended, strict=True) if not done]
@@ -43,5 +51,6 @@ class ColumnStream:
         self._sent = max(self._sent, ready)
 
     def end(self) -> None:
+        """Pass on the columns that are left, and end the streamer."""
         self._send(max(map(len, self._texts)))
         self._streamer.end()

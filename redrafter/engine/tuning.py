@@ -45,8 +45,16 @@ _DEFAULTS = {"cuda": (128, 256, 2), "cpu": (64, 64, 3)}
 
 
 def default_shape(rows: int, beams: int, depth: int, device: str = "cuda") -> TreeShape | None:
-    """The tree for `rows` rows where nothing was measured, of a drafter that is searched `beams` x `depth`; None:
-    speculation would lose, decode plainly. A small tree is a short one: deep nodes are what the budget drops."""
+    """Return the tree for `rows` rows where nothing was measured; None where speculation would lose.
+
+    A small tree is a short one: deep nodes are what the budget drops.
+
+    Args:
+        rows: Rows of the batch.
+        beams: Width of the drafter's beam search.
+        depth: Depth of the drafter's beam search.
+        device: Type of the device.
+    """
     free, most, least = _DEFAULTS.get(device, _DEFAULTS["cuda"])
     rows, lattice = bucket(rows), 1 + beams * depth
     nodes = min(lattice, max(free // rows, least))
@@ -59,11 +67,18 @@ def default_shape(rows: int, beams: int, depth: int, device: str = "cuda") -> Tr
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tree shapes by batch size, and where they come from.
+    """Tree shapes by batch size, and what they were measured on.
 
-    shapes: from a batch size to the shape for it; None where speculation loses and is off. device, dtype, target,
-    drafter: what it was measured on, the last two as fingerprints. prompts: name of the file measured with. measured:
-    what was timed, for the record.
+    Attributes:
+        shapes: From a batch size to the shape for it; None where speculation loses and is off.
+        device: Name of the device.
+        dtype: Name of the target's dtype.
+        target: Fingerprint of the target.
+        drafter: Fingerprint of the drafter.
+        versions: Versions of packages.
+        prompts: Name of the file of prompts.
+        date: When it was measured.
+        measured: What was timed, for the record.
     """
 
     shapes: Mapping[int, TreeShape | None]
@@ -84,11 +99,11 @@ class Tuning:
                 raise ArgumentError(f"a tuning's batch sizes are positive integers, got {rows!r}")
 
     def shape_for(self, rows: int) -> TreeShape | None:
-        """The shape of the smallest batch size measured that holds so many rows; of the largest, if none does."""
+        """Return the shape of the smallest measured batch size that holds `rows` rows; of the largest, if none does."""
         return self.shapes[min((size for size in self.shapes if size >= rows), default=max(self.shapes))]
 
     def check(self, target: Target, drafter: RecurrentDrafter, name: str) -> None:
-        """Raise `MismatchError`, with both values, when this was measured on anything else. name: its file's."""
+        """Raise `MismatchError`, with both values, when file `name` was measured on anything else."""
         for what, mine, theirs in (
             ("device", self.device, device_name(target.device)),
             ("dtype", self.dtype, _dtype_name(target)),
@@ -102,12 +117,13 @@ class Tuning:
                 )
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document."""
         shapes = {str(rows): shape and asdict(shape) for rows, shape in sorted(self.shapes.items())}
         rest = {each.name: getattr(self, each.name) for each in fields(self)}
         return rest | {"shapes": shapes, "versions": dict(self.versions), "measured": [*map(dict, self.measured)]}
 
     def write(self, path: str | Path) -> None:
-        """One JSON document; a reader finds the old one or the new one, never a half."""
+        """Write the JSON document; a reader finds the old one or the new one, never a half."""
         with suppress(OSError):  # said by the next line
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         check_writable(Path(path), "a tuning")
@@ -115,7 +131,7 @@ class Tuning:
 
     @classmethod
     def read(cls, path: str | Path) -> "Tuning":
-        """Raises `CheckpointError` when the file cannot be read or is not a tuning."""
+        """Read a tuning; `CheckpointError` when the file cannot be read or is not one."""
         try:
             return _from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -125,7 +141,7 @@ class Tuning:
 
 
 def _from_dict(document: Any) -> Tuning:
-    """Raises `ValueError` or `TypeError` for what is not a tuning."""
+    """Read a document; `ValueError` or `TypeError` where it is not a tuning."""
     if not isinstance(document, dict) or not isinstance(document.get("shapes"), dict):
         raise TypeError('it must be a JSON object with "shapes" by batch size')
     shapes = {int(rows): None if shape is None else TreeShape(**shape) for rows, shape in document["shapes"].items()}
@@ -144,7 +160,7 @@ def _from_dict(document: Any) -> Tuning:
 
 
 def find_tuning(tuning: str | Path | None, target: Target, drafter: RecurrentDrafter) -> Tuning | None:
-    """What `from_pretrained(tuning=...)` means. "auto": the file at `tuning_path`, if there is one."""
+    """Return the tuning that `from_pretrained(tuning=...)` means: for "auto", the one at `tuning_path`, if any."""
     if tuning is None:
         return None
     if not isinstance(tuning, str | Path) or not str(tuning):
@@ -152,13 +168,13 @@ def find_tuning(tuning: str | Path | None, target: Target, drafter: RecurrentDra
     path = tuning_path(target, drafter) if tuning == "auto" else Path(tuning)
     if tuning == "auto" and not path.is_file():
         return None
-    found = Tuning.read(path)
-    found.check(target, drafter, str(path))
-    return found
+    shapes = Tuning.read(path)
+    shapes.check(target, drafter, str(path))
+    return shapes
 
 
 def tuning_path(target: Target, drafter: RecurrentDrafter) -> Path:
-    """Where the tuning of this pair on this device is kept: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
+    """Return where this pair's tuning for this device is: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
     home = Path(os.environ.get(HOME) or Path.home() / ".cache" / "redrafter")
     device = "-".join("".join(c if c.isalnum() else " " for c in device_name(target.device).lower()).split())
     pair = f"{target_fingerprint(target)}-{drafter_fingerprint(drafter)}"
@@ -166,27 +182,27 @@ def tuning_path(target: Target, drafter: RecurrentDrafter) -> Path:
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it: "NVIDIA H200", "cpu x86_64"."""
+    """Return the device's name as its maker has it: "NVIDIA H200", "cpu x86_64"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} {platform.machine()}".strip()
 
 
 def target_fingerprint(target: Target) -> str:
-    """Of its sizes and a few norms, which tell it from another model of the same sizes."""
+    """Return a digest of the model's sizes and a few norms, which tell it from another model of the same sizes."""
     layers = getattr(target.config, "num_hidden_layers", None)
     return _digest([target.hidden_size, target.vocab_size, layers, *_rounded(target.embedding)])
 
 
 def drafter_fingerprint(drafter: RecurrentDrafter) -> str:
-    """The same of a drafter: one that was trained anew is accepted otherwise, and wants a tuning of its own."""
+    """Return a digest of a drafter, which one that was trained anew does not share: it needs a tuning of its own."""
     config = drafter.config
     names = ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size")
     return _digest([*(getattr(config, name) for name in names), *_rounded(drafter.lm_head)])
 
 
 def _rounded(table: Any) -> list[str]:
-    """Two digits, so that the order in which a sum was taken does not show."""
+    """Return norms of a table in two digits, so that the order in which a sum was taken does not show."""
     return [f"{norm:.1e}" for norm in embedding_norms(table)]
 
 

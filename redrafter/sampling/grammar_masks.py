@@ -1,4 +1,4 @@
-"""Masks of grammars over the vocabulary, at every node of a token tree.
+"""Grammars as logits processors: masks over the vocabulary at every node of a token tree.
 
 A grammar is asked at each node, for the text that leads there, before the target draws: so what is drawn follows the
 grammar, whatever was drafted, and is what is drawn without drafts.
@@ -21,10 +21,13 @@ __all__ = ["GrammarProcessor", "RowGrammars", "check_grammars"]
 
 
 class RowGrammars:
-    """A `Processor`: forbids what rows' grammars forbid. states: by place, None for a row that is free, as are places
-    past the last; they may be changed between steps, each belongs to one text.
+    """A `Processor` that forbids what the rows' grammars forbid.
 
     Where something else forbids all that a grammar allows, the grammar wins.
+
+    Attributes:
+        states: State of each row's text in its grammar; None for a row without one, as are rows past the last. They may
+            be changed between steps.
     """
 
     on_host = True
@@ -33,6 +36,7 @@ class RowGrammars:
         self.states = states
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` `[B, N, V]` with -inf at what the grammars forbid."""
         guided = [(row, state) for row, state in enumerate(self.states[: len(scores)]) if state is not None]
         if not guided:
             return scores
@@ -42,7 +46,7 @@ class RowGrammars:
         return _masked(scores, packed.to(scores.device, non_blocking=True))
 
     def _packed(self, guided: Sequence[tuple[int, GuidedText]], scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """`[B, N, V / 32]` int32, a bit for each id, on the host; all bits are set where nothing is forbidden."""
+        """Return `[B, N, V / 32]` int32 on the host, with a bit set for each id that is allowed."""
         rows, nodes, vocabulary = scores.shape
         width = 4 * -(-vocabulary // 32)
         packed = bytearray(b"\xff") * (rows * nodes * width)
@@ -60,8 +64,8 @@ class RowGrammars:
                 continue  # what stands past the limit follows no grammar
             text = texts[row, prompt - first : length + 1 - first].tolist()
             asked.append((row, state, TextTree(text, rest[:whole], rest[whole:], limit - length - 1)))
-        found = compute_masks([(state, tree) for _, state, tree in asked])
-        for (row, *_), masks in zip(asked, found, strict=True):
+        tree_masks = compute_masks([(state, tree) for _, state, tree in asked])
+        for (row, *_), masks in zip(asked, tree_masks, strict=True):
             for node, mask in masks.items():
                 if node >= skipped:
                     begin = (row * nodes + node - skipped) * width
@@ -70,7 +74,7 @@ class RowGrammars:
 
 
 def _masked(scores: Tensor, packed: Tensor) -> Tensor:
-    """-inf at ids whose bit is not set; where that leaves none that was not -inf before, those that are set are 0."""
+    """Return scores with -inf at ids whose bit is not set; where all would be -inf, ids whose bit is set get 0."""
     bit = torch.arange(32, dtype=torch.int32, device=packed.device)
     allowed = ((packed[..., None] >> bit) & 1).bool().flatten(-2)[..., : scores.shape[-1]]  # [B, N, V]
     masked = scores.masked_fill(~allowed, -math.inf)
@@ -79,8 +83,13 @@ def _masked(scores: Tensor, packed: Tensor) -> Tensor:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """The same for `model.generate`, one text in a row. grammars: one for all rows, or one per row, None for free ones.
-    prompt_length: of the padded prompt. ends: ids that end a text."""
+    """Grammars as a processor for `model.generate`.
+
+    Attributes:
+        grammars: One for all rows, or one per row, None for rows without one.
+        prompt_length: Length of the padded prompt.
+        ends: Ids that end a text.
+    """
 
     def __init__(
         self, grammars: Grammar | Sequence[Grammar | None] | None, prompt_length: int, ends: Collection[int] = ()
@@ -89,29 +98,30 @@ class GrammarProcessor(LogitsProcessor):
         self._rows: RowGrammars | None = None
 
     def of_request(self, rows: int, ends: Collection[int]) -> "GrammarProcessor":
-        """The same for so many output rows with these end tokens."""
+        """Return the processor for `rows` output rows with these end tokens."""
         given = self._of(rows)
         if len(given) != rows:
             raise ArgumentError(f"grammar has {len(given)} entries for {rows} output rows; give one, or one per row")
         return GrammarProcessor(given, self.prompt_length, ends)
 
     def begin(self, rows: int) -> RowGrammars:
-        """For texts of so many rows, of which nothing is written yet."""
+        """Begin the texts of `rows` rows, of which nothing is written yet."""
         given = self._of(rows)
-        for each in given:
-            if each is not None:
-                each.restore()
-        return RowGrammars([None if each is None else GuidedText(each, self.ends) for each in given])
+        for grammar in given:
+            if grammar is not None:
+                grammar.restore()
+        return RowGrammars([None if grammar is None else GuidedText(grammar, self.ends) for grammar in given])
 
     def _of(self, rows: int) -> Sequence[Grammar | None]:
         return self.grammars if isinstance(self.grammars, Sequence) else [self.grammars] * rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return `scores` `[B, V]` with -inf at what the grammars forbid after the texts `input_ids` `[B, L]`."""
         rows, length = input_ids.shape
-        place = torch.full((rows,), length - 1, device=input_ids.device)
-        prompt = torch.full_like(place, self.prompt_length)
+        committed = torch.full((rows,), length - 1, device=input_ids.device)
+        prompt = torch.full_like(committed, self.prompt_length)
         root = chain(input_ids[:, -1:])
-        prefixes = Prefixes(input_ids, place, prompt, torch.full_like(place, length + 1), root, length)
+        prefixes = Prefixes(input_ids, committed, prompt, torch.full_like(committed, length + 1), root, length)
         self._rows = self._rows or self.begin(rows)
         return self._rows(scores[:, None], prefixes)[:, 0]
 

@@ -299,7 +299,7 @@ REFUSED = {
 
 
 def _known(processor: object) -> str:
-    """The exact class's name if it is Hugging Face's own; a subclass may do anything."""
+    """Return the exact class's name if it is Hugging Face's own, else ""; a subclass may do anything."""
     return type(processor).__name__ if type(processor).__module__ == _HUGGING_FACE else ""
 
 

@@ -1,4 +1,4 @@
-"""Gumbel noise that is a function of (seed, position, token id) and of nothing else.
+"""Gumbel noise that depends on seed, position and token id alone.
 
 The token at position t is `argmax(scores_t + gumbel(seed, t))`, which is a sample from `softmax(scores_t)` (the
 Gumbel-max trick). Because the noise is keyed by position, the same seed gives the same tokens with speculation on or
@@ -16,40 +16,45 @@ __all__ = ["ACCEPT", "DRAFT", "branch", "gumbel", "streams"]
 # Streams beside the target's own, for rejection sampling: sharing one would bias its result.
 DRAFT, ACCEPT = 1, 2
 
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio, odd, as a signed 64-bit integer
+GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # the golden ratio, odd, as a signed 64-bit integer
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def _shift_xor(x: Tensor, bits: int) -> Tensor:
-    """`x ^= x >>> bits` in place; torch shifts arithmetically, so the sign's copies are masked off."""
+    """Compute `x ^= x >>> bits` in place; torch shifts arithmetically, so the sign's copies are masked off."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer, in place, on int64 that wraps."""
+def mix(x: Tensor) -> Tensor:
+    """Apply SplitMix64's finalizer in place, on int64 that wraps."""
     _shift_xor(x, 30).mul_(_MIX_1)
     _shift_xor(x, 27).mul_(_MIX_2)
     return _shift_xor(x, 31)
 
 
 def streams(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Where the noise of each seed `[B]` and position `[B, P]` begins, `[B, P]` int64."""
-    return _mix(_mix(seeds * _GAMMA)[:, None] + positions * _GAMMA)
+    """Return the start of each noise stream, `[B, P]` int64, for seeds `[B]` and positions `[B, P]`."""
+    return mix(mix(seeds * GAMMA)[:, None] + positions * GAMMA)
 
 
 def branch(seeds: Tensor, stream: int) -> Tensor:
-    """Seeds `[B]` of a stream that is independent of the one that `seeds` `[B]` themselves key."""
-    return _mix(_mix(seeds * _GAMMA) + (stream * _MIX_2) % (1 << 63))
+    """Return seeds `[B]` of a noise stream that is independent of the stream of `seeds` `[B]`."""
+    return mix(mix(seeds * GAMMA) + (stream * _MIX_2) % (1 << 63))
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise.
+    """Return standard Gumbel noise.
 
-    seeds: `[B]` int64, one per row. positions: `[B, P]` int64, of the tokens to be drawn. ids: `[V]` int64.
-    Returns `[B, P, V]` float32, finite.
+    Args:
+        seeds: One per row, `[B]` int64.
+        positions: Positions of the tokens to be drawn, `[B, P]` int64.
+        ids: Token ids, `[V]` int64.
+
+    Returns:
+        Finite noise, `[B, P, V]` float32.
     """
-    bits = _mix(streams(seeds, positions)[:, :, None] + (ids + 1) * _GAMMA)  # [B, P, V]
+    bits = mix(streams(seeds, positions)[:, :, None] + (ids + 1) * GAMMA)  # [B, P, V]
     # `v` keeps its relative precision near 0, where -log(-log(1 - v)) is large and decides who wins.
     v = (bits >> 11).bitwise_and_((1 << 53) - 1).to(torch.float32).add_(0.5).mul_(2.0**-53)
     return v.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()

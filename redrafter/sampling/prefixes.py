@@ -1,4 +1,4 @@
-"""The text before every node of a tree: what a logits processor looks at.
+"""The text before every node of a tree, which logits processors look at.
 
 Shapes depend on `N` and on `window`, which the host knows, never on data.
 """
@@ -16,15 +16,17 @@ __all__ = ["Prefixes", "marks"]
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What stands before each node's draw.
+    """The tokens before each node's draw.
 
-    tokens: `[B, T]` int64, the row's own tokens by position, no padding; valid at positions 0..length, where position
-        `length` holds the pending token (node 0); anything after.
-    length: `[B]` int64, n: committed tokens. Node i stands at position `n + depth[i]`, what is drawn at it one further.
-    prompt: `[B]` int64, length of the row's own prompt.
-    limit: `[B]` int64, length at which the row ends: Hugging Face's `max_length` without the row's padding.
-    tree: the candidates; asked are its last M nodes, all N of a whole tree.
-    window: bound known to the host, `length + 1 <= window <= T`.
+    Attributes:
+        tokens: Each row's own tokens by position, without padding, `[B, T]` int64; valid at positions 0..length, where
+            position `length` holds the pending token (node 0); anything after.
+        length: Committed tokens n of each row, `[B]` int64. Node i stands at position `n + depth[i]`, what is drawn at
+            it one further.
+        prompt: Length of each row's own prompt, `[B]` int64.
+        limit: Length at which each row ends, `[B]` int64: Hugging Face's `max_length` without the row's padding.
+        tree: The candidates. The last M nodes are asked about, all N of a whole tree.
+        window: Bound known to the host, `length + 1 <= window <= T`.
     """
 
     tokens: Tensor
@@ -36,19 +38,19 @@ class Prefixes:
 
     @property
     def counts(self) -> Tensor:
-        """`[B, M]`: how many tokens stand before each node's draw, the node included (`input_ids.shape[1]`)."""
+        """Number of tokens before each node's draw, the node included (`input_ids.shape[1]`), `[B, M]` int64."""
         return self.length[:, None] + self.tree.depth[:, -self.tree.new :] + 1
 
     @cached_property
     def paths(self) -> Tensor:
-        """`[B, M, N + 1]`: at depth d, the token passed there on the way to the node; anything below the node."""
+        """Tokens by depth on the way to each node, `[B, M, N + 1]`; anything below the node."""
         rows, new, nodes = self.tree.ancestors.shape
         depth = torch.where(self.tree.ancestors, self.tree.depth[:, None], nodes)  # the last column takes the others
         tokens = self.tree.tokens[:, None].expand(rows, new, nodes)
         return tokens.new_zeros(rows, new, nodes + 1).scatter(2, depth, tokens)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Each node's tokens at `positions` `[B, M, L]`, -1 where its text has none."""
+        """Return each node's tokens at `positions` `[B, M, L]`, -1 where its text has none."""
         _, new, nodes = self.tree.ancestors.shape
         length = self.length[:, None, None]
         committed = self.tokens[:, None].expand(-1, new, -1).gather(2, positions.clamp(0, self.window - 1))
@@ -57,7 +59,7 @@ class Prefixes:
         return torch.where(positions < length, committed, drafted).masked_fill(~inside, -1)
 
     def last(self, count: int) -> Tensor:
-        """`[B, M, count]`: the last tokens before the draw, -1 in front of a shorter text."""
+        """Return the last tokens before each draw, `[B, M, count]`, -1 in front of a shorter text."""
         return self.at(self.counts[..., None] + torch.arange(-count, 0, device=self.tokens.device))
 
     def occurrences(self, vocabulary: int, first: Tensor) -> Tensor:
@@ -99,7 +101,7 @@ class Prefixes:
         return committed, self.tree.ancestors & (length + self.tree.depth >= first)[:, None]
 
     def sequences(self) -> Tensor:
-        """`[B, M, window + N - 1]`: the whole text before each node's draw, -1 after its end."""
+        """Return the whole text before each node's draw, `[B, M, window + N - 1]`, -1 after its end."""
         rows, new, nodes = self.tree.ancestors.shape
         positions = torch.arange(self.window + nodes - 1, device=self.tokens.device)
         return self.at(positions.expand(rows, new, -1))

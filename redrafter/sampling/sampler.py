@@ -1,4 +1,4 @@
-"""From the target's logits to its own draw at every node."""
+"""The sampler: from the target's logits to its own draw at every node."""
 
 import itertools
 from collections.abc import Callable
@@ -22,11 +22,17 @@ __all__ = ["Sampler"]
 class Sampler:
     """How `B` rows draw. Greedy and sampling are the same code: an argmax, of scores or of scores plus noise.
 
-    seeds: `[B]` int64, or None for greedy. processors: applied in order to float32 scores. temperature: `[B]` float32,
-    what `processors` divides by; the drafter, which sees no other processor, guesses better with it. prompt, limit:
-    `[B]` int64, each row's own prompt length and the most tokens it may come to. ids: `[V]` int64, `arange(V)`.
-    keep_scores: whether somebody wants the processed scores too. greedy: `[B]` bool, rows that draw without noise where
-    others sample; None for none. plain: `[B]` bool, rows that keep no drafts where others do; None for none.
+    Attributes:
+        seeds: Seed of each row, `[B]` int64; None for greedy.
+        processors: Applied in order to float32 scores.
+        temperature: What `processors` divides by, `[B]` float32. The drafter, which sees no other processor, guesses
+            better with it.
+        prompt: Each row's own prompt length, `[B]` int64.
+        limit: The most tokens that each row may come to, `[B]` int64.
+        ids: `arange(V)`, `[V]` int64.
+        keep_scores: Whether the processed scores are wanted too.
+        greedy: Rows that draw without noise where others sample, `[B]` bool; None for none.
+        plain: Rows that keep no drafts where others do, `[B]` bool; None for none.
     """
 
     seeds: Tensor | None
@@ -83,7 +89,7 @@ class Sampler:
 
     def load(self, other: "Sampler") -> None:
         """Copy the settings of another sampler of this kind into the first rows; the rows behind them end at once."""
-        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine[: len(theirs)] = theirs
         self.limit[len(other.limit) :] = 0
 
@@ -91,13 +97,13 @@ class Sampler:
         names = ("seeds", "temperature", "prompt", "limit", "greedy", "plain")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
-    def _tensors(self) -> list[Tensor]:
-        """Every tensor by row, the processors' too."""
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor by row, the processors' too."""
         settings = [processor.settings for processor in self.processors if isinstance(processor, RowProcessor)]
         return [*self._own_tensors().values(), *itertools.chain.from_iterable(settings)]
 
     def stream(self, which: int) -> "Sampler":
-        """The same, with noise of another stream."""
+        """Return the sampler with noise of another stream."""
         return self if self.seeds is None else replace(self, seeds=branch(self.seeds, which))
 
     def to(self, device: torch.device) -> "Sampler":
@@ -105,8 +111,11 @@ class Sampler:
         return replace(self.map(lambda tensor: tensor.to(device)), ids=self.ids.to(device))
 
     def noise(self, position: Tensor, count: int) -> Tensor | None:
-        """Noise of the tokens at positions `position[b] ... position[b] + count - 1`: `[B, count, V]`, None if
-        greedy."""
+        """Return the noise of tokens at positions `position[b] ... position[b] + count - 1`.
+
+        Returns:
+            `[B, count, V]` float32; None if greedy.
+        """
         if self.seeds is None:
             return None
         positions = position[:, None] + torch.arange(count, device=position.device)
@@ -117,11 +126,11 @@ class Sampler:
         return noise if self.greedy is None else noise.masked_fill_(self.greedy[:, None, None], 0.0)
 
     def scores(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Processed logits `[B, N, V]`, float32; the logits themselves where `draw` asks no more."""
+        """Return processed logits `[B, N, V]` float32; the logits themselves where `draw` needs no more."""
         return logits if self.fused else self.process(logits, prefixes)
 
     def process(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Processed logits `[B, N, V]`, float32; the logits themselves where greedy decoding processes nothing."""
+        """Return processed logits `[B, N, V]` float32; the logits themselves where greedy decoding has no processor."""
         if self.seeds is None and not self.processors:
             return logits
         scores = logits.float()
@@ -130,7 +139,7 @@ class Sampler:
         return scores
 
     def draw(self, scores: Tensor, noise: Tensor | None, depth: Tensor) -> Tensor:
-        """The target's own next token at every node, `[B, N]`. depth: `[B, N]`, which picks a node's noise."""
+        """Draw the target's own next token at every node, `[B, N]`; the node's `depth` `[B, N]` picks its noise."""
         if self.fused:
             return kernels.sample_tokens(scores, self.temperature, noise, depth)
         if noise is None:
@@ -138,8 +147,19 @@ class Sampler:
         return (scores + noise.gather(1, depth[:, :, None].expand_as(scores))).argmax(dim=-1)
 
     def draw_residual(self, scores: Tensor, noise: Tensor | None, tree: Tree, position: Tensor) -> Tensor:
-        """What follows each node of a sampled chain, `[B, N]`; position: `[B]`, of its first draft. See `rejection`."""
-        assert noise is not None and self.seeds is not None, "greedy drafts are chosen, not sampled"
+        """Draw what follows each node of a sampled chain by rejection sampling.
+
+        Args:
+            scores: The target's scores, `[B, N, V]`.
+            noise: Gumbel noise by position, `[B, K+1, V]`.
+            tree: A chain with `sampled_from`.
+            position: Position of each row's first draft, `[B]` int64.
+
+        Returns:
+            Tokens, `[B, N]` int64.
+        """
+        assert noise is not None, "greedy drafts are chosen, not sampled"
+        assert self.seeds is not None, "greedy drafts are chosen, not sampled"
         positions = position[:, None] + tree.depth
         # Noise of id 0 alone; a Gumbel variable is minus the logarithm of an exponential one.
         chance = gumbel(branch(self.seeds, ACCEPT), positions, self.ids[:1]).squeeze(2).neg().exp()
@@ -151,8 +171,16 @@ class Sampler:
         return drawn
 
     def draft_scores(self, logits: Tensor, noise: Tensor | None, step: int, ids: Tensor | None) -> Tensor:
-        """A drafter's logits `[B, w, V']` at search step `step`, as the target will draw: at its temperature, under its
-        noise. Choosing by shared noise changes how often a guess hits and nothing else (Daliri et al. 2024)."""
+        """Return a drafter's scores as the target will draw: at its temperature, under its noise.
+
+        Choosing by shared noise changes how often a guess hits and nothing else (Daliri et al. 2024).
+
+        Args:
+            logits: The drafter's logits, `[B, w, V']`.
+            noise: The target's noise, `[B, K+1, V]`; None if greedy.
+            step: Index of the search step.
+            ids: The target's ids of the drafter's vocabulary, `[V']`; None where they are the same.
+        """
         if noise is None:
             return logits
         here = noise[:, step] if ids is None else noise[:, step].index_select(1, ids)  # [B, V']

@@ -37,10 +37,14 @@ __all__ = [
 
 
 class PerNode:
-    """A processor that takes one text at a time, called once for every node in front of the row's end.
+    """A processor that takes one text at a time, called once for every node before the row's end.
 
     A tree may hold texts that the processor itself has forbidden, and a user's grammar need not know how to go on from
     those: an error at a node whose path holds a token of score -inf is not raised, since that node cannot be drawn.
+
+    Attributes:
+        name: What a warning calls the processor.
+        of_row: Gives the processor of a row, a function of ids `[1, L]` and scores `[1, V]`.
     """
 
     on_host = True
@@ -50,6 +54,7 @@ class PerNode:
         self.of_row = of_row
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `scores` `[B, N, V]` processed node by node."""
         tree, sequences, limits = prefixes.tree, prefixes.sequences(), prefixes.limit.tolist()
         whole = tree.tokens.shape[1] == tree.new
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
@@ -59,9 +64,9 @@ class PerNode:
             for node, count in enumerate(counts):
                 if count >= limits[row]:
                     continue
-                own = scores[row, node, None].clone()  # a user's processor may write into it
+                of_node = scores[row, node, None].clone()  # a user's processor may write into it
                 try:
-                    processed[row, node] = processor(sequences[row, node, None, :count], own)
+                    processed[row, node] = processor(sequences[row, node, None, :count], of_node)
                 except Exception:
                     # While a tree is drafted not all of it is here, and what is wrong with a draft is nobody's error.
                     if whole and not _forbidden(processed[row], tokens[row], parents[row], node):
@@ -70,7 +75,7 @@ class PerNode:
 
 
 def _forbidden(scores: Tensor, tokens: list[int], parents: list[int], node: int) -> bool:
-    """Whether a token on the way to `node` has score -inf (`[N, V]`) where it would be drawn."""
+    """Tell whether a token on the way to `node` has score -inf (`[N, V]`) where it would be drawn."""
     while node:
         if scores[parents[node], tokens[node]] == -math.inf:
             return True
@@ -79,7 +84,7 @@ def _forbidden(scores: Tensor, tokens: list[int], parents: list[int], node: int)
 
 
 def apply_to_scores(processor: Any) -> Processor:
-    """Hugging Face's own object, for those that look at nothing but scores and never wait for the device."""
+    """Apply Hugging Face's own object, which must look at scores alone and never wait for the device."""
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
         return processor(None, rearrange(scores, "b n v -> (b n) v")).view_as(scores)
@@ -88,13 +93,13 @@ def apply_to_scores(processor: Any) -> Processor:
 
 
 def forbid(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
-    """-inf at `ids` at the nodes where `when` `[B, N]` is true. Ids past the vocabulary say nothing."""
+    """Give -inf to `ids` at the nodes where `when` `[B, N]` is true. Ids past the vocabulary are passed over."""
     mask = _mask(ids)
     return lambda scores, prefixes: scores.masked_fill(when(prefixes)[..., None] & mask(scores), -math.inf)
 
 
 def force(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
-    """0 at `ids` and -inf elsewhere, at the nodes where `when` `[B, N]` is true."""
+    """Give 0 to `ids` and -inf to all others, at the nodes where `when` `[B, N]` is true."""
     ids = torch.as_tensor(ids).cpu().flatten()
 
     @cache
@@ -108,7 +113,7 @@ def force(ids: Any, when: Callable[[Prefixes], Tensor]) -> Processor:
 
 
 def _mask(ids: Any) -> Callable[[Tensor], Tensor]:
-    """`[V]` for scores `[..., V]`, true at `ids`. Made on the host, once: `isin` of many ids waits for the device."""
+    """Mark `ids` in a mask `[V]`, made once on the host: `isin` of many ids waits for the device."""
     ids = torch.as_tensor(ids).cpu()
 
     @cache
@@ -178,13 +183,14 @@ def decay_length(processor: Any, width: int) -> Processor:
 
 
 def _entropy(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities and entropy `[..., 1]` as `torch.distributions` has them, without its check on the host."""
+    """Return probabilities and entropy `[..., 1]` as `torch.distributions` has them, without its check on the host."""
     log_probs = scores - scores.logsumexp(-1, keepdim=True)
     probs = log_probs.softmax(-1)
     return probs, -(log_probs.clamp(min=torch.finfo(scores.dtype).min) * probs).sum(-1, keepdim=True)
 
 
 def cut_by_eta(processor: Any) -> Processor:
+    """Remove tokens whose probability is below a bound that falls with the entropy (eta sampling)."""
     cutoff, filler = processor.epsilon.cpu(), processor.filter_value
     on_device = cache(cutoff.to)
 
@@ -198,6 +204,8 @@ def cut_by_eta(processor: Any) -> Processor:
 
 
 def cut_by_entropy(processor: Any) -> Processor:
+    """Keep the likeliest tokens whose entropies sum to a share of the whole (top-H sampling)."""
+
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
         top, index = scores.topk(min(processor.top_n, scores.shape[-1]))
         probs, entropy = _entropy(top)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from redrafter.cache.paged import PagedCache
 from redrafter.drafting.proposer import Proposer, State
-from redrafter.engine.batch import room
+from redrafter.engine.batch import overshoot
 from redrafter.engine.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket, new_state
 from redrafter.engine.engine import Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -70,7 +70,7 @@ class RunningBatch:
             rows: engine.proposer_for(rows) if speculate else engine.plain for rows in sizes
         }
         self.depth = max(proposer.depth for proposer in self._proposers.values())
-        self.overshoot = max(room(proposer) + proposer.scratch_slots for proposer in self._proposers.values())
+        self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in self._proposers.values())
         self.params = SamplingTensors(max(sizes), engine.target.vocab_size, engine.target.device)
         self.sequences: list[TokenSequence] = []
         self._positions = 0  # of a row's buffers
@@ -157,7 +157,7 @@ class RunningBatch:
             self.captured_steps[key] = self._capture(*key)
         step = self.captured_steps[key]
         step.replay()
-        return step.drawn, step.read()
+        return step.output, step.read()
 
     def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
         """Return a sampler for sequences that have no rows yet, in their order."""

@@ -64,8 +64,8 @@ class TrainConfig:
     )
     length: int | None = option(
         None,
-        f"tokens in a row of a batch; longer documents are split (default: {DEFAULT_LENGTH}, or a shorter context of the "
-        "base)",
+        f"tokens in a row of a batch; longer documents are split (default: {DEFAULT_LENGTH}, or the base's context, "
+        "if that is shorter)",
     )
     pack: bool = option(True, "give each document a row of its own, padded")
     epochs: float | None = option(None, "passes over the data (default: 1 when neither --steps nor --minutes is given)")

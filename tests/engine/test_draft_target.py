@@ -337,7 +337,9 @@ def test_an_adaptive_engine_drafts_less_where_drafts_are_not_kept(llama, on, sam
 
 def test_a_tree_is_judged_by_how_deep_it_is(llama, monkeypatch):
     """Its 12 nodes are 4 drafts one below the other: when 4 are kept, none was refused."""
-    monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST", {"cpu": -0.99})  # no cost and no doubt shortens it
+    monkeypatch.setattr(
+        "redrafter.engine.draft_target.NODE_COST_FORWARDS", {"cpu": -0.99}
+    )  # no cost and no doubt shortens it
     told, after = [], AdaptiveDraftLength.next_proposer
     monkeypatch.setattr(
         AdaptiveDraftLength, "next_proposer", lambda self, *args: told.append(args) or after(self, *args)

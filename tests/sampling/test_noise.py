@@ -20,8 +20,8 @@ def test_the_stream_is_that_of_the_published_generator():
     """SplitMix64 from state 1234567: the first outputs listed with the reference implementation."""
     from redrafter.sampling import noise
 
-    state = torch.tensor([1234567]) + (torch.arange(3) + 1) * noise._GAMMA
-    found = [value % 2**64 for value in noise._mix(state).tolist()]
+    state = torch.tensor([1234567]) + (torch.arange(3) + 1) * noise.GAMMA
+    found = [value % 2**64 for value in noise.mix(state).tolist()]
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 

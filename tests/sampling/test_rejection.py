@@ -136,7 +136,7 @@ def test_ids_that_one_model_lacks_are_drawn_as_often_as_they_should(models, voca
 
 
 def test_a_draft_model_that_ends_in_doubt_biases_nothing(monkeypatch):
-    monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST", {"cpu": 0.005})  # doubts that come and go
+    monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST_FORWARDS", {"cpu": 0.005})  # doubts that come and go
     model = tiny_model("llama", num_hidden_layers=6, **SHAPE)
     draft_model = tiny_model("qwen2", num_hidden_layers=1, **SHAPE)
     engine = DraftTarget.from_pretrained(model, draft_model, draft_len=3, acceptance="rejection", adaptive=True)
