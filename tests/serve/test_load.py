@@ -265,6 +265,7 @@ def test_sixty_four_at_once_get_what_each_would_alone(alone):
     assert program.end() == 0
 
 
+@pytest.mark.slow
 def test_rows_that_are_put_back_write_the_same(alone):
     shapes = alone.engine.target.shapes
     share = 100 * KVCachePool.block_bytes(shapes) / psutil.virtual_memory().available

@@ -80,10 +80,11 @@ def test_a_load_that_fails_ends_it(start):
     assert "CheckpointError: this model is no good" in program.log[-1]
 
 
+@pytest.mark.slow
 def test_a_shortage_of_files_is_said_seldom_and_passes(start):
     program = start(
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60)); "
-        "front.room_for_connections = lambda _: 9999"
+        "server_process.room_for_connections = lambda _: 9999"
     )
     program.cue()
     program.said("ready")
