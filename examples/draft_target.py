@@ -46,7 +46,7 @@ for speculate in (False, True):
     out = engine.generate(
         batch.input_ids,
         batch.attention_mask,
-        max_new_tokens=30,
+        max_new_tokens=24,
         do_sample=True,
         temperature=0.7,
         seed=1,

@@ -143,13 +143,13 @@ class PagedBatch:
         self._rows = list(range(len(request.lengths)))  # by index in the captured step
         smaller = [1 << power for power in range(bucket(len(self._rows)).bit_length() - 1)] if proposer_for else []
         proposers = [proposer, *(proposer_for(rows) for rows in smaller if proposer_for is not None)]
-        self.depth = max(each.depth for each in proposers)
+        self.depth = max(candidate.depth for candidate in proposers)
         self._width = max(request.limits) + max(map(overshoot, proposers))
         ids = request.prompts.tolist()
         self._texts = [row[:length] for row, length in zip(ids, request.lengths, strict=True)]
         self.captured: CapturedStep | None = None
         self.block_tables: list[BlockTable] = []
-        extra = max(overshoot(each) + each.scratch_slots for each in proposers)
+        extra = max(overshoot(candidate) + candidate.scratch_slots for candidate in proposers)
         with graphs.lock:
             try:
                 for text, limit in zip(self._texts, request.limits, strict=True):

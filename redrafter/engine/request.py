@@ -158,14 +158,14 @@ def with_grammar(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
     if given is None:
         return rest
 
-    def read(each: Any) -> Grammar | None:
-        if each is None or isinstance(each, Grammar):
-            return each
+    def read(grammar: Any) -> Grammar | None:
+        if grammar is None or isinstance(grammar, Grammar):
+            return grammar
         if tokenizer is None:
             raise ArgumentError("grammar needs the tokenizer: pass tokenizer=tokenizer to generate(), or a Grammar")
-        return Grammar.of(each, tokenizer)
+        return Grammar.of(grammar, tokenizer)
 
-    grammars = [read(each) for each in given] if isinstance(given, list | tuple) else read(given)
+    grammars = [read(grammar) for grammar in given] if isinstance(given, list | tuple) else read(given)
     processors = rest.get("logits_processor") or []
     return rest | {"logits_processor": LogitsProcessorList([*processors, GrammarProcessor(grammars, width)])}
 
@@ -273,7 +273,8 @@ def read_request(
     own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
     seeds = _row_seeds(seed, rows) if config.do_sample else None
     processors = LogitsProcessorList(
-        each.of_request(rows, eos) if isinstance(each, GrammarProcessor) else each for each in processors
+        processor.of_request(rows, eos) if isinstance(processor, GrammarProcessor) else processor
+        for processor in processors
     )
     given = _with_temperature(processors, temperature, rows, sampled=config.do_sample)
     functions, slow = read_processors(given, width=width, prompt=length.to(target.device), vocabulary=target.vocab_size)
@@ -327,7 +328,8 @@ def _with_temperature(
             _check_temperatures(processor.temperature, rows)
     if not sampled:
         given = [processor for processor in given if not isinstance(processor, TemperaturePerRow)]
-    places = [index for index, each in enumerate(given) if type(each) in (TemperatureLogitsWarper, TemperaturePerRow)]
+    kinds = (TemperatureLogitsWarper, TemperaturePerRow)
+    places = [index for index, processor in enumerate(given) if type(processor) in kinds]
     if temperature is not None and places:
         given[places[0]] = TemperaturePerRow(temperature)
     elif sampled and not places:

@@ -119,7 +119,7 @@ class Tuning:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document."""
         shapes = {str(rows): shape and asdict(shape) for rows, shape in sorted(self.shapes.items())}
-        rest = {each.name: getattr(self, each.name) for each in fields(self)}
+        rest = {item.name: getattr(self, item.name) for item in fields(self)}
         return rest | {"shapes": shapes, "versions": dict(self.versions), "measured": [*map(dict, self.measured)]}
 
     def write(self, path: str | Path) -> None:
@@ -153,7 +153,7 @@ def _from_dict(document: Any) -> Tuning:
     if not all(isinstance(row, dict) for row in document.get("measured", ())):
         raise TypeError("measured must be a list of objects")
     missing = [name for name in ("device", "dtype", "target", "drafter") if name not in document]
-    unknown = sorted(set(document) - {each.name for each in fields(Tuning)})
+    unknown = sorted(set(document) - {item.name for item in fields(Tuning)})
     if missing or unknown:
         raise TypeError(f"it lacks {', '.join(missing)}" if missing else f"it has unknown keys: {', '.join(unknown)}")
     return Tuning(**(document | {"shapes": shapes, "measured": tuple(document.get("measured", ()))}))

@@ -21,7 +21,7 @@ def engine(llama):
 
 
 def with_config(**settings):
-    """An engine of a fresh model whose checkpoint's generation config says this, and the model."""
+    """Return an engine of a fresh model whose checkpoint's generation config says this, and the model."""
     model = tiny_model("llama")
     model.generation_config.update(**settings)
     return with_tree(model, tiny_drafter(), 3, 3), model
@@ -120,7 +120,7 @@ def test_stop_strings_of_the_checkpoint_need_no_more_than_the_tokenizer():
 
 @pytest.fixture
 def logged(monkeypatch):
-    """What transformers warns of in its log."""
+    """Collect what transformers warns of in its log."""
     found = []
     for name in ("warning", "warning_once"):
         monkeypatch.setattr(f"transformers.generation.utils.logger.{name}", lambda text, *_: found.append(text))
@@ -155,7 +155,8 @@ def test_a_generation_config_has_the_place_that_transformers_gives_it(logged, ow
     if isinstance(found, torch.Tensor):
         assert torch.equal(found, expected)
         return
-    assert torch.equal(found.sequences, expected.sequences) and found.stats.steps > 0
+    assert torch.equal(found.sequences, expected.sequences)
+    assert found.stats.steps > 0
     for name in ("scores", "logits"):
         mine, others = getattr(found, name), getattr(expected, name)
         assert (mine is None) == (others is None)
@@ -169,7 +170,9 @@ def test_stop_strings_of_a_generation_config_warn_of_nothing(logged, llama, engi
     expected = llama.generate(IDS, attention_mask=MASK, generation_config=config, tokenizer=letters())
     logged.clear()
     found = engine.generate(IDS, MASK, generation_config=config, tokenizer=letters())
-    assert torch.equal(found, expected) and config.stop_strings == ["never"] and logged == []
+    assert torch.equal(found, expected)
+    assert config.stop_strings == ["never"]
+    assert logged == []
 
 
 def test_what_is_no_generation_config_is_named(engine):
@@ -233,7 +236,8 @@ def test_rows_that_ended_are_padded_as_transformers_pads_them(ends, pad):
     arguments = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": ends, "pad_token_id": pad}
     expected = model.generate(IDS, attention_mask=MASK, **arguments)
     found = with_tree(model, tiny_drafter(), 3, 3).generate(IDS, MASK, **arguments)
-    assert torch.equal(found, expected) and expected[1, -1] == (ends[0] if pad is None else pad)
+    assert torch.equal(found, expected)
+    assert expected[1, -1] == (ends[0] if pad is None else pad)
 
 
 def test_a_text_that_ends_with_the_context_says_so_once(llama, engine):

@@ -45,7 +45,7 @@ PAIRS = [
 
 
 def blurred(model, amount=0.02):
-    """A copy that often says what the model says, and often does not."""
+    """Return a copy that often says what the model says, and often does not."""
     copied, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in copied.parameters():
@@ -74,9 +74,11 @@ def test_greedy_equals_model_generate(architecture, draft_architecture):
     for engine in engines:
         ours, steps = Collect(), Steps()
         assert torch.equal(engine.generate(IDS, MASK, streamer=ours, **arguments), expected)
-        assert torch.equal(torch.cat(ours.columns, 1), torch.cat(theirs.columns, 1)) and ours.ended
+        assert torch.equal(torch.cat(ours.columns, 1), torch.cat(theirs.columns, 1))
+        assert ours.ended
         out = engine.generate(IDS, MASK, streamer=steps, return_dict_in_generate=True, **arguments)
-        assert torch.equal(out.sequences, expected) and steps.drafts == out.stats.accepted
+        assert torch.equal(out.sequences, expected)
+        assert steps.drafts == out.stats.accepted
         for row, text in steps.texts.items():
             assert text == expected[row, IDS.shape[1] :][: len(text)].tolist()
         assert torch.equal(engine.generate(IDS, MASK, speculate=False, **arguments), expected)
@@ -137,7 +139,8 @@ def test_scores_and_logits_are_those_of_plain_decoding(llama, similar, on, shape
         arguments |= NO_EOS | sampling
         plain = engine.generate(IDS, MASK, speculate=False, **arguments)
         out = engine.generate(IDS, MASK, **arguments)
-        assert torch.equal(out.sequences, plain.sequences) and out.stats.accepted > 0
+        assert torch.equal(out.sequences, plain.sequences)
+        assert out.stats.accepted > 0
         for found, expected in ((out.scores, plain.scores), (out.logits, plain.logits)):
             torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
@@ -164,7 +167,8 @@ def test_all_is_kept_of_a_draft_model_that_is_the_target(llama, on, acceptance, 
         assert (engine.draft_model is engine.target) == (draft_model is llama)
         seed = None if not sampling["do_sample"] else 7
         stats = engine.generate(IDS, MASK, seed=seed, **arguments).stats
-        assert stats.tokens_per_step == 5 and stats.accepted == stats.drafted == 4 * 4 * steps
+        assert stats.tokens_per_step == 5
+        assert stats.accepted == stats.drafted == 4 * 4 * steps
 
 
 @BOTH_CACHES
@@ -183,7 +187,8 @@ def test_an_unrelated_draft_model_changes_nothing_but_the_steps(llama, on):
         engine = on(DraftTarget.from_pretrained(llama, draft_model))
         found[name] = engine.generate(IDS, MASK, max_new_tokens=26, do_sample=True, seed=7, **NO_EOS)
     assert torch.equal(found["right"].sequences, found["wrong"].sequences)
-    assert found["right"].stats.steps == 4 * 5 and found["wrong"].stats.steps > 4 * 15
+    assert found["right"].stats.steps == 4 * 5
+    assert found["wrong"].stats.steps > 4 * 15
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 5), (3, 3, 99), (3, 3, 5)])
@@ -249,7 +254,7 @@ def test_a_draft_model_may_have_more_ids_or_fewer(llama, on, vocabulary):
 
 
 def save(path, tokens, **changes):
-    """A tiny model beside a tokenizer of these tokens."""
+    """Write a tiny model beside a tokenizer of these tokens."""
     vocabulary = {token: id for id, token in enumerate(tokens)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token=tokens[0]))
     PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(path)
@@ -308,10 +313,12 @@ def test_a_row_whose_drafts_are_kept_is_drafted_far():
             length = lengths.next_proposer(drafted, [[0] * 9 + [kept] if kept is not None else [] for kept in rows])
         return length
 
-    assert after(8) == 8 and after(0) == 1
+    assert after(8) == 8
+    assert after(0) == 1
     assert 1 < after(2) < 8
     assert after(8, cost=1.5) == 1  # a draft that costs more than it can bring
-    assert after(8, 0, active=[True, False]) == 8 and after(8, 0, active=[False, True]) == 1
+    assert after(8, 0, active=[True, False]) == 8
+    assert after(8, 0, active=[False, True]) == 1
     assert after(8, None) > 1  # of a row that stands still nothing is reported
     assert after(3, drafted=3) == 8  # what was not drafted was not refused either
 
@@ -320,7 +327,8 @@ def test_how_long_ago_decides_what_a_draft_counts():
     lengths = AdaptiveDraftLength({length: length for length in (1, 2, 4, 8)}, 1, 0.1)
     assert [lengths.next_proposer(8, [[0, 8]]) for _ in range(30)][-1] == 8
     found = [lengths.next_proposer(8, [[0, 0]]) for _ in range(40)]
-    assert found == sorted(found, reverse=True) and found[-1] == 1
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == 1
 
 
 @BOTH_CACHES
@@ -346,7 +354,8 @@ def test_a_tree_is_judged_by_how_deep_it_is(llama, monkeypatch):
     )
     engine = DraftTarget.from_pretrained(llama, llama, num_beams=3, node_budget=99, adaptive=True)
     engine.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
-    assert len(told) > 5 and 1 < max(drafted for drafted, _ in told) <= 4
+    assert len(told) > 5
+    assert 1 < max(drafted for drafted, _ in told) <= 4
 
 
 @BOTH_CACHES
@@ -403,7 +412,8 @@ def test_requests_in_several_threads_disturb_none(llama, similar, sampling):
     work = lambda row: engine.generate(IDS[row : row + 1], MASK[row : row + 1], seed=row, **arguments)  # noqa: E731
     expected, found = [work(row) for row in range(4)], in_threads(work, 4)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert engine.graphs.lent == 0 and engine.graphs.blocks.num_free_blocks == 199
+    assert engine.graphs.lent == 0
+    assert engine.graphs.blocks.num_free_blocks == 199
 
 
 def test_a_text_that_the_draft_model_has_not_read_is_read_again(llama):
@@ -413,7 +423,8 @@ def test_a_text_that_the_draft_model_has_not_read_is_read_again(llama):
     plain = engine.generate(prompt, speculate=False, **arguments)
     for _ in range(2):  # the second time the text is found, in both models' blocks
         out = engine.generate(prompt, **arguments)
-        assert torch.equal(out.sequences, plain.sequences) and out.stats.tokens_per_step == 5
+        assert torch.equal(out.sequences, plain.sequences)
+        assert out.stats.tokens_per_step == 5
     assert engine.graphs.blocks.admit(prompt[0].tolist(), 60).reused == 32
 
 

@@ -27,14 +27,16 @@ def test_a_streamer_gets_what_model_generate_would_give_it(llama, engine):
     ours, theirs = Collect(), Collect()
     engine.generate(IDS, MASK, streamer=ours, **GREEDY)
     llama.generate(IDS, attention_mask=MASK, streamer=theirs, **GREEDY)
-    assert torch.equal(torch.cat(ours.columns, 1), torch.cat(theirs.columns, 1)) and ours.ended
+    assert torch.equal(torch.cat(ours.columns, 1), torch.cat(theirs.columns, 1))
+    assert ours.ended
 
 
 def test_a_step_streamer_gets_each_rows_tokens_and_how_many_were_drafts(oracle):
     steps = Steps()
     out = oracle.generate(IDS[:1], streamer=steps, return_dict_in_generate=True, **GREEDY)
     assert steps.texts[0] == out.sequences[0, IDS.shape[1] :].tolist()
-    assert steps.drafts == out.stats.accepted > 0 and steps.ends == 1
+    assert steps.drafts == out.stats.accepted > 0
+    assert steps.ends == 1
 
 
 def test_the_custom_generate_adapter_gives_the_same(llama, engine):
@@ -53,7 +55,8 @@ def test_the_adapter_streams_and_returns_statistics(llama, engine):
         return_dict_in_generate=True,
         **GREEDY,
     )
-    assert len(steps.texts) == 4 and out.stats.steps > 0
+    assert len(steps.texts) == 4
+    assert out.stats.steps > 0
 
 
 def test_the_adapter_belongs_to_its_model(engine):
@@ -65,9 +68,11 @@ def test_statistics_add_up(oracle):
     out = oracle.generate(IDS[:1], max_new_tokens=30, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
     stats = out.stats
     assert stats.emitted == 29  # the first token is the prefill's
-    assert stats.accepted == sum(stats.accepted_by_depth) and stats.drafted == 10 * stats.steps
+    assert stats.accepted == sum(stats.accepted_by_depth)
+    assert stats.drafted == 10 * stats.steps
     assert stats.tokens_per_step == 29 / stats.steps
-    assert stats.rows[0].steps == stats.steps == 5 and stats.seeds is None
+    assert stats.rows[0].steps == stats.steps == 5
+    assert stats.seeds is None
 
 
 @pytest.mark.parametrize("many", [(1 << 63) - 1, 1 << 70])
@@ -85,7 +90,8 @@ def test_eos_in_the_middle_of_an_accepted_path_ends_the_row_at_once(llama):
     out = scripted_engine(llama, plain, 1, 20).generate(
         IDS[:1], max_new_tokens=30, do_sample=False, eos_token_id=[90, eos], streamer=steps
     )
-    assert torch.equal(out, expected) and out.shape[1] < plain.shape[1]
+    assert torch.equal(out, expected)
+    assert out.shape[1] < plain.shape[1]
     assert steps.texts[0] == expected[0, IDS.shape[1] :].tolist()
 
 
@@ -112,7 +118,8 @@ def test_a_users_own_criterion_is_asked_about_every_token_and_named_in_a_warning
     expected = llama.generate(IDS[:1], stopping_criteria=[StopAt()], max_new_tokens=30, do_sample=False)
     with pytest.warns(UserWarning, match="StopAt"):
         out = oracle.generate(IDS[:1], stopping_criteria=[StopAt()], max_new_tokens=30, do_sample=False)
-    assert torch.equal(out, expected) and out.shape[1] == IDS.shape[1] + 7
+    assert torch.equal(out, expected)
+    assert out.shape[1] == IDS.shape[1] + 7
 
 
 def test_a_users_own_processor_is_honoured_and_named_in_a_warning(llama, oracle):

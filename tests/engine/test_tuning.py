@@ -93,7 +93,8 @@ def test_a_tuning_is_picked_up_and_what_is_asked_for_wins(llama, target, home):
     drafter = tiny_drafter()
     assert ReDrafter.from_pretrained(llama, drafter).tuning is None
     path = tuning_path(target, drafter)
-    assert home in path.parents and "float32" in path.name
+    assert home in path.parents
+    assert "float32" in path.name
     tuned(target, drafter).write(path)
     assert ReDrafter.from_pretrained(llama, drafter).proposer_for(3).depth == 3
     assert ReDrafter.from_pretrained(llama, drafter, tuning=None).tuning is None
@@ -185,7 +186,8 @@ def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
     found = [default_shape(rows, 5, 5) for rows in sizes]
     assert [shape and shape.node_budget for shape in found] == [26, 26, 26, 16, 16, 8, 4, 2, 2, None]
     assert [shape and shape.draft_len_per_beam for shape in found] == [5, 5, 5, 4, 4, 3, 2, 1, 1, None]
-    assert default_shape(1, 10, 5) == TreeShape(10, 5, 51) and default_shape(64, 1, 2) == TreeShape(1, 1, 2)
+    assert default_shape(1, 10, 5) == TreeShape(10, 5, 51)
+    assert default_shape(64, 1, 2) == TreeShape(1, 1, 2)
     gpu = types.SimpleNamespace(device=torch.device("cuda"), read_aux_hidden=lambda layers: None)
     engine = ReDrafter(gpu, tiny_drafter())
     assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
@@ -198,7 +200,8 @@ def test_an_untuned_cpu_verifies_fewer_nodes_in_larger_batches(target):
     engine = ReDrafter(target, tiny_drafter())
     found = [engine.proposer_for(rows) for rows in (1, 2, 4, 5, 8, 16, 17, 500)]
     assert [each.nodes for each in found] == [12, 12, 12, 8, 8, 4, 1, 1]
-    assert found[0] is found[2] is engine.proposer and [each.depth for each in found[3:6]] == [3, 3, 2]
+    assert found[0] is found[2] is engine.proposer
+    assert [each.depth for each in found[3:6]] == [3, 3, 2]
     asked = ReDrafter(target, tiny_drafter(), TreeShape(node_budget=20))
     assert {asked.proposer_for(rows) for rows in (1, 8, 64, 500)} == {asked.proposer}
 

@@ -6,7 +6,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 def letters() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer whose token i < 94 is one printable character; the last three are pairs."""
+    """Return a byte-level tokenizer whose token i < 94 is one printable character; the last three are pairs."""
     vocabulary = {chr(33 + i): i for i in range(94)} | {"aa": 94, "bb": 95, "cc": 96}
     inner = Tokenizer(models.BPE(vocabulary, [("a", "a"), ("b", "b"), ("c", "c")]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -10,7 +10,8 @@ IDS = torch.arange(500)
 def test_noise_depends_on_seed_position_and_id_alone():
     seeds, positions = torch.tensor([3, 9]), torch.tensor([[5, 6, 7], [6, 7, 8]])
     noise = gumbel(seeds, positions, IDS)
-    assert noise.shape == (2, 3, 500) and noise.dtype == torch.float32
+    assert noise.shape == (2, 3, 500)
+    assert noise.dtype == torch.float32
     assert torch.equal(gumbel(seeds[1:], positions[1:, 2:], IDS[100:])[0, 0], noise[1, 2, 100:])
     assert not torch.equal(noise[0, 1], noise[1, 0])  # same position, another seed
     assert not torch.equal(noise[0, 0], noise[0, 1])  # same seed, another position

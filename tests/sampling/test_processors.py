@@ -77,7 +77,7 @@ def text(prefixes: Prefixes, row: int, node: int) -> Tensor:
 
 
 def reference(make: Make, scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """The object made for each row alone, called at every node alone."""
+    """Call the object made for each row alone at every node alone."""
     expected = scores.clone()
     for row, prompt in enumerate(prefixes.prompt.tolist()):
         processor = make(prompt)
@@ -97,12 +97,13 @@ def ours(given: list, scores: Tensor, prefixes: Prefixes) -> Tensor:
         scores_in, kept = scores, scores.clone()
         scores = processor(scores_in, prefixes)
         torch.testing.assert_close(scores_in, kept, rtol=0, atol=0, equal_nan=True)  # never in place
-        assert scores.dtype == torch.float32 and scores.shape == before.shape
+        assert scores.dtype == torch.float32
+        assert scores.shape == before.shape
     return scores
 
 
 def alone(width: int) -> int:
-    """What `max_length=40` of the padded call means to a row whose prompt is `width` long."""
+    """Return what `max_length=40` of the padded call means to a row whose prompt is `width` long."""
     return 40 - WIDTH + width
 
 
@@ -337,7 +338,8 @@ def test_scores_that_are_nan_or_infinite_become_finite() -> None:
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
     scores[0, 0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     got = ours([hf.InfNanRemoveLogitsProcessor()], scores, prefixes)
-    assert got.isfinite().all() and got[0, 0, 0] == 0
+    assert got.isfinite().all()
+    assert got[0, 0, 0] == 0
 
 
 def test_a_RowTemperature_divides_its_own_row() -> None:
@@ -434,7 +436,8 @@ def test_a_users_own_processor_runs_node_by_node_and_is_named() -> None:
     for mine in (ForbidsTheLastToken(), MyRepetitionPenalty(1.7), halve):
         built, slow = read([mine, hf.TopKLogitsWarper(5)])
         assert slow == [getattr(mine, "__name__", type(mine).__name__)]
-        assert isinstance(built[0], PerNode) and not isinstance(built[1], PerNode)
+        assert isinstance(built[0], PerNode)
+        assert not isinstance(built[1], PerNode)
         expected = reference(lambda width, mine=mine: mine, scores, prefixes)
         torch.testing.assert_close(ours([mine], scores, prefixes), expected)
 
@@ -473,7 +476,8 @@ def test_a_draft_that_a_grammar_forbids_is_no_error() -> None:
     tree, scores = prefixes.tree, torch.zeros(*prefixes.tree.tokens.shape, VOCAB)
     got = ours([hf.PrefixConstrainedLogitsProcessor(allowed, 1)], scores, prefixes)
     odd = (tree.ancestors & (tree.tokens % 2 == 1)[:, None]).any(-1)  # [B, N], an odd token on the way
-    assert odd.any() and not odd.all()
+    assert odd.any()
+    assert not odd.all()
     assert torch.equal(got[odd], scores[odd])
     assert (got[~odd].isfinite().nonzero()[:, 1].unique() == torch.tensor([0, 2, 4])).all()
 

@@ -36,14 +36,14 @@ def processed(model, texts, *, temperature=1.0, top_k=0):
 
 
 def law(model, prompt=PROMPT, **sampling):
-    """The probability of each of TEXTS after the prompt, from the target alone."""
+    """Return the probability of each of TEXTS after the prompt, from the target alone."""
     texts = torch.cat([prompt.expand(len(TEXTS), -1), TEXTS], dim=1)
     found = processed(model, texts, **sampling)[:, prompt.shape[1] - 1 : -1]  # [T, NEW, V]
     return found.gather(2, TEXTS[:, :, None]).sum(dim=(1, 2)).exp().numpy()
 
 
 def draw(engine, draws, *, batch=10_000, ids=PROMPT, mask=None, **arguments):
-    """New tokens `[draws, NEW]` and the statistics of each call, under seeds 0, 1, ..."""
+    """Return new tokens `[draws, NEW]` and the statistics of each call, under seeds 0, 1, ..."""
     arguments = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "eos_token_id": None} | arguments
     mask = torch.ones_like(ids) if mask is None else mask  # id 0 is no padding here
     ids, mask = (x.repeat(batch // len(ids), 1) for x in (ids, mask))
@@ -76,7 +76,7 @@ def assert_drawn_from(drawn, expected):
 
 
 def one_position(draws):
-    """What `draw_residual` puts after a pending token, drafts included, and p and q."""
+    """Return what `draw_residual` puts after a pending token, drafts included, and p and q."""
     p, q = torch.randn(2, 6, generator=torch.Generator().manual_seed(3)).log_softmax(-1)
     rows, position = torch.zeros(draws).long(), torch.full((draws,), 9)
     sampler = Sampler(torch.arange(draws), (), torch.ones(draws), rows, rows, torch.arange(6))
