@@ -1,3 +1,3 @@
-"""`redrafter bench`: how fast a pair writes, and what it was measured on."""
+"""The measurements behind `redrafter bench` and `redrafter tune`."""
 
 __all__: list[str] = []

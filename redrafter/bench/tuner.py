@@ -1,4 +1,4 @@
-"""Measurements of `redrafter tune`: which tree is fastest at which batch size.
+"""The measurements of `redrafter tune`: tokens per step of each tree, and its step times by batch size.
 
 Tokens per step do not depend on the batch size, and the time of a step does not depend on which tokens it writes. So
 each tree continues the prompts once, and a few of its steps are timed at each batch size.
@@ -84,11 +84,11 @@ class Tuner:
             self._run(trees)
 
     def _run(self, trees: Sequence[RecurrentProposer]) -> None:
-        plainly = self.engine.plain
-        self.step_ms(plainly, 1)  # pays for what only a first request pays for: compiling may take minutes
+        plain_proposer = self.engine.plain
+        self.step_ms(plain_proposer, 1)  # pays for what only a first request pays for: compiling may take minutes
         began = time.monotonic()
         self._deadline = began + self.seconds
-        for plain in self._timed(plainly, None, 1.0, self.sizes, first=True):
+        for plain in self._timed(plain_proposer, None, 1.0, self.sizes, first=True):
             self.report(f"batch {plain.batch}: plain decoding takes {plain.step_ms:.2f} ms a step")
         self.sizes = [timing.batch for timing in self.timings]
         if not self.sizes:
@@ -100,11 +100,13 @@ class Tuner:
             if index and self._late():
                 self.open_sizes |= {size for size in self.sizes if size * tree.nodes <= MAX_BATCH_NODES}
                 continue
-            rate = self.tokens_per_step(tree)
-            timed = self._timed(tree, shape, rate, self._sizes_of(tree), first=not index)
+            tokens_per_step = self.tokens_per_step(tree)
+            timed = self._timed(tree, shape, tokens_per_step, self._sizes_of(tree), first=not index)
             times = ", ".join(f"{timing.step_ms:.2f} at {timing.batch}" for timing in timed)
             done = time.monotonic() - began
-            self.report(f"{name}: {rate:.2f} tokens a step; ms a step: {times or 'not timed'} ({done:.0f} s)")
+            self.report(
+                f"{name}: {tokens_per_step:.2f} tokens a step; ms a step: {times or 'not timed'} ({done:.0f} s)"
+            )
             self._forget()
         if self.open_sizes:
             self.report(f"{self.seconds:g} seconds are over; not all was measured (--seconds gives more)")
