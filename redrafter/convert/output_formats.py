@@ -11,7 +11,7 @@ import torch
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
 from redrafter.checkpoints.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.convert import apple, trtllm, trtllm_base
+from redrafter.convert import apple, trtllm, trtllm_base, trtllm_base_config
 from redrafter.convert.plan import ConversionPlan
 from redrafter.convert.request import ConversionRequest, ConversionSource
 from redrafter.convert.source_base import TOKENIZER_FILES, SourceBase
@@ -149,7 +149,7 @@ def _trtllm_base(base: SourceBase, request: ConversionRequest) -> tuple[dict[str
     if base.quantization_method:
         raise UnsupportedError(f"{base.directory} is quantised; convert what it was made from, and quantise it there")
     trtllm_base.check_base(base.config, base.tensors, tp, base.directory)
-    config = trtllm_base.to_trtllm_config(base.config, dtype, tp)
+    config = trtllm_base_config.to_trtllm_config(base.config, dtype, tp)
     parts = (trtllm_base.split_base(base.tensors, base.config, rank, tp) for rank in range(tp))
     return config, [_cast_floats(part, dtype) for part in parts]
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.headers import kind_of, read_base
-from redrafter.convert import trtllm, trtllm_base
+from redrafter.convert import trtllm, trtllm_base, trtllm_base_config
 from redrafter.convert.tensors import LazyTensor, file_tensor
 from redrafter.drafting.drafter import DrafterConfig
 from redrafter.files.checkpoint_kind import SHAPE_FILE
@@ -122,6 +122,6 @@ def open_base(directory: Path) -> SourceBase:
     if base.quantization_method:
         return base
     tensors = trtllm_base.join_base(ranks, config, directory)
-    hf_config = trtllm_base.to_hf_config(config, trtllm_base.LM_HEAD not in tensors, directory)
+    hf_config = trtllm_base_config.to_hf_config(config, trtllm_base.LM_HEAD not in tensors, directory)
     trtllm_base.check_complete(hf_config, {name: tensor.shape for name, tensor in tensors.items()}, directory)
     return replace(base, config=hf_config, tensors=tensors)
