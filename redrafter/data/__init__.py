@@ -1,1 +1,1 @@
-"""From files and datasets to prompts and to batches of token ids with a loss mask."""
+"""Training data: rows, documents, prompts, and batches of token ids with a loss mask."""

@@ -109,7 +109,8 @@ def talk(**message: Any) -> dict[str, Any]:
 def test_an_error_names_the_field_and_the_real_reason(path, body, status, says):
     body = ({"messages": [HELLO]} if path == CHAT else {"prompt": "a"}) | body
     code, message, param = refusal(path, body)
-    assert code == status and message.startswith(says), message
+    assert code == status, message
+    assert message.startswith(says), message
     assert param is None or message.startswith(param)
 
 

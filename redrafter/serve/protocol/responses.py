@@ -1,4 +1,4 @@
-"""OpenAI's Responses requests, and their translation to chat requests.
+"""OpenAI's Responses requests and answers.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -6,8 +6,7 @@ https://platform.openai.com/docs/api-reference/responses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field, StrictBool, Tag, ValidationError, field_validator
+from pydantic import BaseModel, Field, StrictBool, Tag, field_validator
 
 from redrafter.serve.protocol.fields import (
     LIST_TAG,
@@ -19,9 +18,19 @@ from redrafter.serve.protocol.fields import (
     refuse_with,
     tag_text_or_list,
 )
-from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, ChatRequest
+from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError
 
-__all__ = ["ResponseAnswer", "ResponsesRequest", "as_chat"]
+__all__ = [
+    "CallItem",
+    "CallOutputItem",
+    "FlatTool",
+    "FlatToolChoice",
+    "Part",
+    "ReasoningItem",
+    "ResponseAnswer",
+    "ResponsesRequest",
+    "TextFormat",
+]
 
 _ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 _PART_TYPES = ("input_text", "output_text", "reasoning_text", "text")
@@ -236,82 +245,3 @@ class ResponseAnswer(BaseModel):
     model: str
     output: list[dict[str, Any]]
     usage: dict[str, Any] | None
-
-
-def as_chat(request: ResponsesRequest) -> ChatRequest:
-    """Translate a Responses request to a chat request.
-
-    Raises:
-        ApiError: If a JSON schema is missing.
-        RequestValidationError: If the chat request is invalid.
-    """
-    shared = ("model", "parallel_tool_calls", "service_tier", "temperature", "top_p", "user", "seed", "top_k", "min_p")
-    chat: dict[str, Any] = {name: getattr(request, name) for name in shared}
-    chat |= {"messages": _messages(request), "max_completion_tokens": request.max_output_tokens}
-    chat |= {"ignore_eos": request.ignore_eos, "stream": request.stream}
-    if request.reasoning is not None:
-        chat["reasoning_effort"] = request.reasoning.effort
-    if request.stream:
-        chat["stream_options"] = {"include_usage": True}
-    if request.tools:
-        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in request.tools]
-    choice = request.tool_choice
-    named = isinstance(choice, FlatToolChoice)
-    chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice  # type: ignore[union-attr]
-    if request.text is not None and request.text.format is not None:
-        chat["response_format"] = _format(request.text.format)
-    try:
-        return ChatRequest.model_validate(chat)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors()) from error
-
-
-def _function(tool: FlatTool) -> dict[str, Any]:
-    return tool.model_dump(exclude={"type"}, exclude_none=True)
-
-
-def _format(text_format: TextFormat) -> dict[str, Any]:
-    """Return the `response_format` of a chat request."""
-    if text_format.type != "json_schema":
-        return {"type": text_format.type}
-    if text_format.schema_ is None:
-        raise ApiError(400, "text.format of type json_schema needs a schema", "text.format.schema")
-    schema = {"name": text_format.name or "schema", "schema": text_format.schema_, "strict": text_format.strict}
-    return {"type": "json_schema", "json_schema": schema}
-
-
-def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the chat messages of a request.
-
-    Thoughts, a text of the assistant and calls that follow each other become one message.
-    """
-    messages: list[dict[str, Any]] = []
-    if request.instructions is not None:
-        messages.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
-    for item in request.input:
-        if isinstance(item, ReasoningItem):
-            messages.append({"role": "assistant", "content": None, "reasoning_content": _text(item.content or [])})
-        elif isinstance(item, CallItem):
-            call = {"id": item.call_id, "type": "function"}
-            call["function"] = {"name": item.name, "arguments": item.arguments}  # type: ignore[assignment]
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append(call)
-        elif isinstance(item, CallOutputItem):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-        elif item.role == "assistant" and messages and _only_thoughts(messages[-1]):
-            messages[-1]["content"] = _text(item.content)
-        else:
-            messages.append({"role": item.role, "content": _text(item.content)})
-    return messages
-
-
-def _only_thoughts(message: dict[str, Any]) -> bool:
-    """Return whether a message of the assistant has neither content nor calls yet."""
-    return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message
-
-
-def _text(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -17,7 +17,8 @@ from redrafter.serve.answers.responses_stream import (
     responses_usage,
 )
 from redrafter.serve.protocol.response_models import answer_responses
-from redrafter.serve.protocol.responses import ResponseAnswer, ResponsesRequest, as_chat
+from redrafter.serve.protocol.responses import ResponseAnswer, ResponsesRequest
+from redrafter.serve.protocol.responses_as_chat import as_chat
 from redrafter.serve.service import Service
 
 __all__ = ["add_responses"]
