@@ -17,10 +17,12 @@ class Steps:
     """Prints each step's accepted drafts in brackets, and the target's own token after them."""
 
     def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
+        """Print a step's tokens."""
         drafts, own = tokenizer.decode(tokens[:accepted]), tokenizer.decode(tokens[accepted:])
         print(f"[{drafts}]{own}", end="", flush=True)
 
     def end(self) -> None:
+        """End the line."""
         print()
 
 

@@ -35,9 +35,8 @@ def test_examples_import_public_names_alone():
             if isinstance(node, ast.Import):
                 assert not any(alias.name.startswith("redrafter.") for alias in node.names), script
             elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "redrafter":
-                assert node.module == "redrafter" and {alias.name for alias in node.names} <= {*redrafter.__all__}, (
-                    script
-                )
+                assert node.module == "redrafter", script
+                assert {alias.name for alias in node.names} <= {*redrafter.__all__}, script
 
 
 def test_no_example_is_left_out():
@@ -61,4 +60,5 @@ def test_the_recipe_of_the_boxed_pair_runs(tmp_path):
         [sys.executable, *map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert found.returncode == 0, found.stderr
-    assert "lattice, coupled" in found.stdout and (tmp_path / "out" / "pair" / "model.safetensors").is_file()
+    assert "lattice, coupled" in found.stdout
+    assert (tmp_path / "out" / "pair" / "model.safetensors").is_file()

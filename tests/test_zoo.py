@@ -58,7 +58,8 @@ def test_an_architecture_writes_what_transformers_writes(model_type, name, serve
 )
 def test_an_architecture_that_cannot_be_served_is_refused(model_type, name, reason):
     outcome = checked(model_type, name)
-    assert outcome.status == REFUSED and reason in outcome.detail
+    assert outcome.status == REFUSED
+    assert reason in outcome.detail
 
 
 def test_a_window_that_is_not_seen_is_reported(monkeypatch):
@@ -71,7 +72,8 @@ def test_a_window_that_is_not_seen_is_reported(monkeypatch):
 
     monkeypatch.setattr(checking, "Target", Blind)
     outcome = checked("mistral", "window 67")
-    assert outcome.status == DIFFERENT and outcome.failed
+    assert outcome.status == DIFFERENT
+    assert outcome.failed
     assert "dense, greedy, no drafts: first other token of row 0 is new token" in outcome.detail
 
 
@@ -81,7 +83,8 @@ def test_an_error_that_is_not_ours_is_reported(monkeypatch):
 
     monkeypatch.setattr(checking, "Target", broken)
     outcome = checked("llama", "plain")
-    assert outcome.status == CRASHED and outcome.failed
+    assert outcome.status == CRASHED
+    assert outcome.failed
     assert "ValueError: no such thing (test_zoo.py:" in outcome.detail
 
 

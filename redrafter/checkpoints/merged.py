@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.errors import ArgumentError, CheckpointError

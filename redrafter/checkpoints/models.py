@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from redrafter.checkpoints.load_keywords import check_no_load_keywords, check_reserved_keywords, unknown_keyword_error
 from redrafter.errors import ArgumentError, CheckpointError, first_line

@@ -9,11 +9,11 @@ import torch
 from transformers import PretrainedConfig
 
 from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
-from redrafter.checkpoints.headers import kind_of, read_base
+from redrafter.checkpoints.headers import read_base
 from redrafter.convert import trtllm, trtllm_base, trtllm_base_config
 from redrafter.convert.tensors import LazyTensor, file_tensor
-from redrafter.drafting.drafter import DrafterConfig
-from redrafter.files.checkpoint_kind import SHAPE_FILE
+from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.files.checkpoint_kind import SHAPE_FILE, kind_of
 from redrafter.target.supported import config_width
 
 __all__ = ["FLOAT_DTYPES", "TOKENIZER_FILES", "SourceBase", "open_base"]

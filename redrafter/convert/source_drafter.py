@@ -13,18 +13,16 @@ from redrafter.checkpoints.headers import (
     WEIGHTS_FILE,
     check_tensors,
     drafter_shapes,
-    kind_of,
     read_drafter,
     read_headers,
-    read_json,
 )
 from redrafter.checkpoints.merged import Defaults
 from redrafter.convert import apple, trtllm
 from redrafter.convert.source_base import FLOAT_DTYPES
 from redrafter.convert.tensors import SAFETENSORS_CODES, LazyTensor, file_tensor, memory_tensor
-from redrafter.drafting.drafter import DrafterConfig
+from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
+from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, kind_of, read_json
 from redrafter.files.dtype_names import dtype_name
 
 __all__ = ["SourceDrafter", "open_drafter"]

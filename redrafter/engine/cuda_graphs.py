@@ -137,9 +137,10 @@ class CapturedStep:
 
 def new_state(target: Target, rows: int, width: int) -> State:
     """Return rows that stand still, with room for texts of `width` tokens."""
-    zeros = lambda *shape: torch.zeros(*shape, dtype=torch.long, device=target.device)  # noqa: E731
-    hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype, device=target.device)
-    return State(zeros(rows, width), zeros(rows), hidden, zeros(rows).bool())
+    with target.device:
+        tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
+        hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
+        return State(tokens, length, hidden, torch.zeros(rows, dtype=torch.bool))
 
 
 class CUDAGraphRunner:
@@ -161,7 +162,7 @@ class CUDAGraphRunner:
     def __init__(self, target: Target, store: KVCachePool, draft_store: KVCachePool | None = None):
         self.target, self.store, self.draft_store = target, store, draft_store
         self.blocks = BlockManager(store.num_blocks)
-        self.kept: dict[tuple, CapturedStep] = {}
+        self.kept: dict[tuple[object, ...], CapturedStep] = {}
         self.lent = 0
         self.lock = threading.RLock()
         self._capturable = True

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from redrafter.sampling.grammar_masks import RowGrammars
-from redrafter.sampling.hf_processors import Processor
 from redrafter.sampling.processors import (
+    Processor,
     RowBias,
     RowMinimum,
     RowMinP,
@@ -34,14 +34,14 @@ class SamplingTensors:
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
         """Make tensors of parameters that leave every logits processor off."""
-        zeros = lambda kind: torch.zeros(rows, dtype=kind, device=device)  # noqa: E731
-        ones = lambda: torch.ones(rows, device=device)  # noqa: E731
-        self.seeds, self.prompt, self.limit = (zeros(torch.long) for _ in range(3))
-        self.greedy, self.plain = zeros(torch.bool), zeros(torch.bool)
-        self.temperature, self.repetition, self.top_p = ones(), ones(), ones().double()
-        self.frequency, self.presence, self.min_p = (zeros(torch.float32) for _ in range(3))
-        self.top_k, self.minimum = zeros(torch.long), zeros(torch.long)
-        self.ids = torch.arange(vocabulary, device=device)
+        with device:
+            self.seeds, self.prompt, self.limit = (torch.zeros(rows, dtype=torch.long) for _ in range(3))
+            self.greedy, self.plain = (torch.zeros(rows, dtype=torch.bool) for _ in range(2))
+            self.temperature, self.repetition = torch.ones(rows), torch.ones(rows)
+            self.top_p = torch.ones(rows, dtype=torch.float64)
+            self.frequency, self.presence, self.min_p = (torch.zeros(rows) for _ in range(3))
+            self.top_k, self.minimum = (torch.zeros(rows, dtype=torch.long) for _ in range(2))
+            self.ids = torch.arange(vocabulary)
         self._bias_and_stops: tuple[Tensor, Tensor] | None = None  # as large as the logits: made when first needed
 
     @property

@@ -161,7 +161,7 @@ class Worker:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         params: SamplingParams,
-        make_find_stop: Callable[[], Callable | None],
+        make_find_stop: Callable[[], Callable[[Sequence[int]], int | None] | None],
         client: str = "",
         cache_salt: str | None = None,
     ) -> AsyncIterator[tuple[int, TokenSequence, list[SequenceDelta]]]:

@@ -79,7 +79,8 @@ class BareServer:
         """Wait for a line of the log that holds a text, and return it."""
         end = time.monotonic() + seconds
         while not (found := [line for line in list(self.log) if text in line]):
-            assert time.monotonic() < end and self.process.poll() is None, self.log
+            assert time.monotonic() < end, self.log
+            assert self.process.poll() is None, self.log
             time.sleep(0.02)
         return found[0]
 

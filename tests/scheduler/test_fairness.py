@@ -117,7 +117,8 @@ def test_the_queue_agrees_with_a_slow_obvious_one(clients):
                 slow.placed.remove(placed)
         slow.check(queue)
     assert sorted(map(id, queue.clear())) == sorted(map(id, slow.waiting))
-    assert len(queue) == queue.waiting_clients == 0 and queue.first() is None
+    assert len(queue) == queue.waiting_clients == 0
+    assert queue.first() is None
 
 
 def test_a_million_clients_leave_nothing_behind():
@@ -205,7 +206,8 @@ def test_clients_get_equally_many_tokens_however_many_texts_they_send(engine):
     for _ in range(60):
         served.round()
     total = used(sequences)
-    assert min(total.values()) > 150 and abs(total["a"] - total["b"]) < 0.2 * min(total.values()), total
+    assert min(total.values()) > 150, total
+    assert abs(total["a"] - total["b"]) < 0.2 * min(total.values()), total
 
 
 def test_one_text_does_not_wait_for_the_hundreds_of_another_client(engine):
@@ -220,7 +222,8 @@ def test_one_text_does_not_wait_for_the_hundreds_of_another_client(engine):
     while not one.ended:
         served.round()
         rounds += 1
-    assert rounds < 2 * MIN_ROUNDS_IN_PLACE and sum(each.ended for each in many) < 100
+    assert rounds < 2 * MIN_ROUNDS_IN_PLACE
+    assert sum(each.ended for each in many) < 100
     assert one.sink.tokens == alone(engine, one)
     served.cancel(*many)
     run(served, [])
@@ -237,11 +240,14 @@ def test_a_client_that_holds_every_place_gives_one_up_and_writes_the_same(engine
     others = [make_sequence(f"other {n}", [8, 9 + n], max_new_tokens=3) for n in range(3)]
     served.submit(*others)
     served.round()
-    assert not any(each.written for each in others) and not served.preempted  # all have their places for a short while
+    assert not any(each.written for each in others)
+    assert not served.preempted
     for _ in range(8):
         served.round()
-    assert all(each.ended for each in others) and not any(each.ended for each in long)
-    assert served.preempted == 3 and long[0].admitted_round == 1  # the newest gave way, not the oldest
+    assert all(each.ended for each in others)
+    assert not any(each.ended for each in long)
+    assert served.preempted == 3
+    assert long[0].admitted_round == 1
     run(served, [])
     for each in (*long, *others):
         assert each.sink.tokens == alone(engine, each)
@@ -258,7 +264,8 @@ def test_nobody_gives_a_place_up_twice_at_once_nor_a_last_one(engine):
     served.submit(third)
     for _ in range(MIN_ROUNDS_IN_PLACE + 1):
         served.round()
-    assert not served.preempted and not third.written  # each of the others has one place
+    assert not served.preempted
+    assert not third.written
     run(served, [])
 
     served = scheduler(engine, max_batch_size=2, speculate=False)
@@ -268,11 +275,9 @@ def test_nobody_gives_a_place_up_twice_at_once_nor_a_last_one(engine):
     for number in range(60):  # a client with one token after another
         served.submit(make_sequence(f"one {number}", [7, 8], 1))
         served.round()
-    assert (
-        1 <= served.preempted <= 60 // MIN_ROUNDS_IN_PLACE
-        and long[0].written > 55
-        and long[1].written >= MIN_ROUNDS_IN_PLACE
-    )
+    assert 1 <= served.preempted <= 60 // MIN_ROUNDS_IN_PLACE
+    assert long[0].written > 55
+    assert long[1].written >= MIN_ROUNDS_IN_PLACE
     served.cancel_all()
     run(served, [])
 
@@ -298,7 +303,8 @@ def test_a_client_without_blocks_is_given_those_of_another(engine):
     served.submit(other)
     while not other.ended:
         served.round()
-    assert served.preempted and not all(each.ended for each in many)
+    assert served.preempted
+    assert not all(each.ended for each in many)
     run(served, [])
     for each in (*many, other):
         assert each.sink.tokens == alone(engine, each)
@@ -320,7 +326,8 @@ def test_texts_of_many_clients_that_come_and_go_are_what_each_is_alone(limits, e
     run(served, [])
     assert served.preempted
     for each in sequences:
-        assert each.ended and (each.cancelled or each.sink.tokens == alone(engine, each))
+        assert each.ended
+        assert each.cancelled or each.sink.tokens == alone(engine, each)
     nothing_is_held(served)
     assert not served.clients
 
@@ -335,7 +342,8 @@ def test_a_cancelled_text_costs_nothing_while_hundreds_of_others_wait(engine, mo
     touched = []
     monkeypatch.setattr(TokenSequence, "__eq__", lambda self, other: touched.append(1) or self is other)
     served.cancel(*left)
-    assert served.waiting == 58 and not any(each.ended for each in left)
+    assert served.waiting == 58
+    assert not any(each.ended for each in left)
     served.round()
     assert sum(each.ended for each in left) == MAX_CANCELLATIONS_PER_ROUND  # a round tells so many at most
     running = next(each for each in sequences[:60] if each.row is not None)
@@ -354,10 +362,12 @@ def test_a_cancelled_text_costs_nothing_while_hundreds_of_others_wait(engine, mo
 def test_cancelling_what_was_never_submitted_does_nothing(engine):
     served, never = scheduler(engine), make_sequence("a")
     served.cancel(never)
-    assert served.idle and not never.cancelled
+    assert served.idle
+    assert not never.cancelled
     run(served, [never])
     served.cancel(never)
-    assert served.idle and never.sink.deltas[-1].finish == "length"
+    assert served.idle
+    assert never.sink.deltas[-1].finish == "length"
 
 
 def reading(*left: int) -> list[TokenSequence]:
@@ -369,11 +379,14 @@ def test_a_short_prompt_is_read_beside_a_long_one_and_the_long_one_gets_on(padde
     texts = reading(5000, 4000, 3)
     [shares] = choose_chunks(texts, 256, padded, chunked=True)
     found = dict(shares)
-    assert found[texts[2]] == 3 and found[texts[0]] >= 64 and padded_tokens(shares, padded) <= 256
+    assert found[texts[2]] == 3
+    assert found[texts[0]] >= 64
+    assert padded_tokens(shares, padded) <= 256
     texts = reading(5000, *[3] * 200)
     [shares] = choose_chunks(texts, 256, padded, chunked=True)
     found = dict(shares)
-    assert found[texts[0]] >= 3 and sum(found.get(each, 0) == 3 for each in texts[1:]) >= 42
+    assert found[texts[0]] >= 3
+    assert sum(found.get(each, 0) == 3 for each in texts[1:]) >= 42
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -385,7 +398,8 @@ def test_what_a_forward_reads_fits_and_everything_is_read(padded, chunked):
         budget, forwards = made.choice((16, 60, 500)), 0
         while texts:
             for shares in choose_chunks(texts, budget, padded, chunked):
-                assert shares and len(dict(shares)) == len(shares)
+                assert shares
+                assert len(dict(shares)) == len(shares)
                 for each, share in shares:
                     assert 0 < share <= each.prefill_length - each.prefilled
                     assert chunked or share == each.prefill_length
@@ -393,7 +407,8 @@ def test_what_a_forward_reads_fits_and_everything_is_read(padded, chunked):
                 alone_and_whole = not chunked and len(shares) == 1
                 assert padded_tokens(shares, padded) <= budget or alone_and_whole
             oldest = texts[0]
-            assert oldest.prefilled and (chunked or oldest.prefilled == oldest.prefill_length)
+            assert oldest.prefilled
+            assert chunked or oldest.prefilled == oldest.prefill_length
             texts = [each for each in texts if each.prefilled < each.prefill_length]
             forwards += 1
             assert forwards < 400
@@ -429,7 +444,8 @@ def test_no_round_reads_more_than_its_pace(engine, monkeypatch):
     served.prefiller.pace.tokens = 2 * BLOCK_SIZE
     long = make_sequence("a", [3 + n % 50 for n in range(75)])
     run(served, [long])
-    assert chunks == [32, 32, 11] and long.sink.tokens == alone(engine, long)
+    assert chunks == [32, 32, 11]
+    assert long.sink.tokens == alone(engine, long)
 
 
 def test_the_queue_counts_what_cannot_begin(engine):
@@ -464,7 +480,8 @@ def test_one_client_cannot_fill_the_queue_for_all(engine):
         for number in range(99):  # nor can any number of clients
             served.submit(make_sequence(f"{number}"))
             taken += 1
-    assert taken >= 2 and served.waiting <= 16
+    assert taken >= 2
+    assert served.waiting <= 16
     served.cancel_all()
     run(served, [])
 
@@ -480,7 +497,8 @@ def test_a_round_that_fails_loses_nobody_who_waits(where, engine, monkeypatch):
         patched.setattr(f"redrafter.scheduler.{where}", lambda *_, **__: 1 / 0)
         served.round()
     failed = [each for each in sequences if each.ended]
-    assert 1 <= len(failed) <= 2 and served.waiting == 10 - len(failed)
+    assert 1 <= len(failed) <= 2
+    assert served.waiting == 10 - len(failed)
     assert all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) for each in failed)
     run(served, [])
     assert all(each.sink.tokens == alone(engine, each) for each in sequences if each not in failed)
@@ -493,7 +511,8 @@ def test_beginnings_are_shared_only_under_the_same_salt(engine):
     for salt, reused in ((None, 0), ("a", 0), ("a", 32), (None, 32), ("b", 0)):
         each = make_sequence("x", prompt, cache_salt=salt)
         run(served, [each])
-        assert each.reused == reused and each.sink.tokens == alone(engine, each)
+        assert each.reused == reused
+        assert each.sink.tokens == alone(engine, each)
 
 
 def test_a_request_is_served_for_its_client_and_under_its_salt(engine):

@@ -67,7 +67,8 @@ def test_a_prompts_scores_are_the_models_own(architecture, masked, monkeypatch):
     run(scheduler(engine), mine)
     for each in mine:
         check(engine, each)
-        assert each.sink.tokens == [] and each.sink.deltas[-1].finish == "length"
+        assert each.sink.tokens == []
+        assert each.sink.deltas[-1].finish == "length"
 
 
 @pytest.mark.parametrize("limits", [{"max_num_tokens": 16}, {"max_num_tokens": 50}, {"chunked": False}], ids=str)
@@ -96,7 +97,8 @@ def test_forwards_are_cut_where_their_logits_would_be_too_many(engine, monkeypat
     mine = [scored_sequence(40), scored_sequence(31, seed=2)]
     run(served, mine)
     hook.remove()
-    assert sum(seen) == 71 and max(seen) <= 7
+    assert sum(seen) == 71
+    assert max(seen) <= 7
     for each in mine:
         check(engine, each)
 
@@ -107,10 +109,12 @@ def test_a_prompt_that_was_read_is_read_again_to_be_scored_and_found_by_others(e
     run(served, [first])
     run(served, [plain])
     check(engine, plain)
-    assert plain.reused == 0 and plain.sink.tokens == first.sink.tokens
+    assert plain.reused == 0
+    assert plain.sink.tokens == first.sink.tokens
     again = make_sequence(plain.prompt, 4, GREEDY)
     run(served, [again])
-    assert again.reused == 32 and again.sink.tokens == first.sink.tokens
+    assert again.reused == 32
+    assert again.sink.tokens == first.sink.tokens
 
 
 def test_what_is_put_back_is_scored_once_and_whole(engine):
@@ -147,9 +151,11 @@ def test_a_rank_counts_what_is_likelier_and_minus_infinity_is_a_number():
     logits = torch.tensor([[0.0, 2.0, 1.0, -torch.inf], [5.0, 0.0, 0.0, 0.0]])
     first, second = score_prompt(logits, [3, 0], 4)
     assert (first.rank, first.logprob, list(first.likeliest)) == (4, -9999.0, [1, 2, 0, 3])
-    assert first.likeliest[3] == -9999.0 and second.rank == 1
+    assert first.likeliest[3] == -9999.0
+    assert second.rank == 1
     [none] = score_prompt(logits, [2], 0)
-    assert none.rank == 2 and none.likeliest == {}
+    assert none.rank == 2
+    assert none.likeliest == {}
 
 
 @pytest.fixture(scope="module")
@@ -180,16 +186,20 @@ def test_an_echoed_prompt_is_told_with_its_log_probabilities(program, pair):
         lines = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     told = choice["logprobs"]
     expected = lines[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    assert told["token_logprobs"][0] is None
+    assert told["top_logprobs"][0] is None
     assert told["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
     best = lines[:-1].max(dim=-1).values.tolist()
     assert [max(top.values()) for top in told["top_logprobs"][1:]] == pytest.approx(best, abs=1e-4)
     assert all(2 <= len(top) <= 3 for top in told["top_logprobs"][1:])
-    assert choice["text"] == TEXT and choice["finish_reason"] == "length"
+    assert choice["text"] == TEXT
+    assert choice["finish_reason"] == "length"
     offsets = told["text_offset"]
-    assert offsets == sorted(offsets) and TEXT[offsets[-1] :] == tokenizer.decode(ids[-1:])
+    assert offsets == sorted(offsets)
+    assert TEXT[offsets[-1] :] == tokenizer.decode(ids[-1:])
     assert told["tokens"] == [tokenizer.decode([token]) for token in ids]
-    assert answer["usage"]["completion_tokens"] == 0 and answer["usage"]["prompt_tokens"] == len(ids)
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["prompt_tokens"] == len(ids)
 
 
 def test_what_follows_is_told_behind_the_prompt_also_in_a_stream(program):
@@ -205,7 +215,8 @@ def test_what_follows_is_told_behind_the_prompt_also_in_a_stream(program):
     assert [choice["logprobs"]["text_offset"] for choice in whole] == [each["text_offset"] for each in found]
     for mine, theirs in zip(found, whole, strict=True):
         told = theirs["logprobs"]["token_logprobs"]
-        assert told[0] is None and mine["token_logprobs"][1:] == pytest.approx(told[1:], abs=1e-4)
+        assert told[0] is None
+        assert mine["token_logprobs"][1:] == pytest.approx(told[1:], abs=1e-4)
 
 
 def test_prompt_logprobs_are_told_as_vllm_tells_them(program, pair):
@@ -215,10 +226,13 @@ def test_prompt_logprobs_are_told_as_vllm_tells_them(program, pair):
         lines = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     [choice] = post(program, prompt=TEXT, max_tokens=1, prompt_logprobs=3).json()["choices"]
     first, *others = choice["prompt_logprobs"]
-    assert first is None and len(others) == len(ids) - 1 and choice["logprobs"] is None
+    assert first is None
+    assert len(others) == len(ids) - 1
+    assert choice["logprobs"] is None
     for told, token, line in zip(others, ids[1:], lines, strict=False):
         ranked = line.sort(descending=True).indices.tolist()
-        assert next(iter(told)) == f"{token}" and set(told) == {f"{each}" for each in (token, *ranked[:3])}
+        assert next(iter(told)) == f"{token}"
+        assert set(told) == {f"{each}" for each in (token, *ranked[:3])}
         for each, entry in told.items():
             assert entry["logprob"] == pytest.approx(float(line[int(each)]), abs=1e-4)
             assert entry["rank"] == ranked.index(int(each)) + 1
@@ -256,4 +270,5 @@ def test_the_best_of_several_are_those_of_the_likeliest_tokens(program):
 )
 def test_what_cannot_be_told_is_refused(body, status, says, program):
     answer = post(program, **{"prompt": "a"} | body)
-    assert answer.status_code == status and says in answer.json()["error"]["message"]
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]

@@ -109,7 +109,8 @@ def test_a_beginning_that_was_read_is_not_read_again(engine):
     again = make_sequence(second.prompt, 9, KINDS["greedy"])
     run(other, [make_sequence([*system, 7], 9, KINDS["sampled"])])
     run(other, [again])
-    assert again.reused == 0 and again.sink.tokens == second.sink.tokens
+    assert again.reused == 0
+    assert again.sink.tokens == second.sink.tokens
 
 
 def test_a_long_prompt_does_not_hold_running_texts_up(engine):
@@ -170,7 +171,8 @@ def test_a_log_probability_is_a_number_even_of_what_the_model_never_writes(engin
     each = make_sequence([5, 6, 7], 6, SamplingParams(temperature=0, logprobs=VOCAB))
     run(scheduler(engine), [each])
     told = [line for delta in each.sink.deltas for line in delta.logprobs]
-    assert len(told) == 6 and all(min(likeliest.values()) == -9999 for _, likeliest in told)
+    assert len(told) == 6
+    assert all(min(likeliest.values()) == -9999 for _, likeliest in told)
 
 
 def test_a_text_ends_where_it_is_told_to(engine):
@@ -184,7 +186,8 @@ def test_a_text_ends_where_it_is_told_to(engine):
     each = TokenSequence([5, 6, 7], 20, KINDS["greedy"], Sink(), stops)
     run(scheduler(engine), [each])
     end = whole.index(whole[7]) + 1
-    assert each.sink.tokens == whole[:end] and each.sink.deltas[-1].finish == "stop"
+    assert each.sink.tokens == whole[:end]
+    assert each.sink.deltas[-1].finish == "stop"
 
 
 def test_what_cannot_be_served_is_refused(engine):
@@ -229,7 +232,8 @@ def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(step, engine,
             served.submit(each)
         for _ in range(3):
             served.round()
-    assert served.idle and all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) for each in sequences)
+    assert served.idle
+    assert all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) for each in sequences)
     later = random_sequences(3, seed=4)
     run(served, later)
     assert all(each.sink.tokens == alone(engine, each) for each in later)
@@ -276,9 +280,12 @@ def test_after_a_warm_up_no_step_is_new_and_nothing_is_left(limits, engine):
     nothing_is_held(served)
     assert served.prefiller.pace.tokens == scheduler(engine, **limits).prefiller.pace.tokens
     kept, sequences = set(served.batch.captured_steps), random_sequences(12)
-    assert {rows for rows, *_ in kept} == set(served.batch.sizes) and served.idle and not served.preempted
+    assert {rows for rows, *_ in kept} == set(served.batch.sizes)
+    assert served.idle
+    assert not served.preempted
     served.limits = replace(served.limits, max_queue_size=0)
     run(served, sequences, 1)
-    assert not sequences[0].reused and set(served.batch.captured_steps) == kept
+    assert not sequences[0].reused
+    assert set(served.batch.captured_steps) == kept
     for each in sequences:
         assert each.sink.tokens == alone(engine, each)

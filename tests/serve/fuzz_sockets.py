@@ -57,7 +57,8 @@ ATTACKS: dict[str, list[bytes]] = {
 def attack(url: str, name: str, made: random.Random) -> list[int]:
     """Send one attack and leave, politely or not. Returns the statuses that came back."""
     where = urlsplit(url)
-    assert where.hostname is not None and where.port is not None
+    assert where.hostname is not None
+    assert where.port is not None
     found = b""
     try:
         with socket.create_connection((where.hostname, where.port), timeout=5) as connection:

@@ -71,7 +71,8 @@ def langchain(url: str, **more: object):
 def test_langchain_writes_and_streams(url):
     model = langchain(url, max_tokens=20)
     whole = model.invoke("Tell me of the sea")
-    assert whole.content and 0 < whole.usage_metadata["output_tokens"] <= 20
+    assert whole.content
+    assert 0 < whole.usage_metadata["output_tokens"] <= 20
     assert "".join(part.content for part in model.stream("Tell me of the sea")) == whole.content
 
 
@@ -84,7 +85,8 @@ def test_langchain_writes_by_the_responses_protocol(url):
 def test_langchain_binds_tools(url):
     found = langchain(url).bind_tools([Dog], tool_choice="any").invoke("Find Rex")
     [call] = found.tool_calls
-    assert call["name"] == "Dog" and Dog.model_validate(call["args"])
+    assert call["name"] == "Dog"
+    assert Dog.model_validate(call["args"])
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])

@@ -48,11 +48,16 @@ def test_every_part_tells_what_its_choice_has_come_to(path, program):
         written[choice["index"]] += len(told["tokens"] if path == "completions" else told["content"])
         assert usage["completion_tokens"] == written[choice["index"]]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"] and "metrics" not in part
-    assert written == [40, 40] and len(texts) > 4
-    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 80 and "metrics" in last
+        assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert "metrics" not in part
+    assert written == [40, 40]
+    assert len(texts) > 4
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 80
+    assert "metrics" in last
     once = parts(program.url, path, body | {"stream_options": {"include_usage": True}})
-    assert all(part["usage"] is None for part in once[:-1]) and once[-1]["usage"] == last["usage"]
+    assert all(part["usage"] is None for part in once[:-1])
+    assert once[-1]["usage"] == last["usage"]
     alone = parts(program.url, path, body | {"stream_options": {"continuous_usage_stats": True}})
     assert not any("usage" in part for part in alone)  # as vLLM has it
 
@@ -93,7 +98,8 @@ def test_counters_rise_by_what_the_answers_tell(program):
 def test_a_text_without_drafts_comes_to_one_token_a_step():
     told = speculation_metrics([Stats(accepted_by_depth=[0] * 3)])
     assert (told["mean_acceptance_length"], told["draft_acceptance_rate"]) == (1.0, 0.0)
-    assert told["acceptance_histogram"] == [0] * 4 and told["num_spec_steps"] == 0
+    assert told["acceptance_histogram"] == [0] * 4
+    assert told["num_spec_steps"] == 0
 
 
 def test_counters_are_there_before_the_first_request(program):

@@ -36,8 +36,10 @@ def test_a_runtime_json_is_taken_as_it_is(under, capsys, tmp_path):
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert (found["guaranteed_no_evict"], found["max_batch_size"], found["max_num_tokens"]) == (True, 12, 4096)
-    assert found["chunked_context"] is False and found["kv_cache_free_gpu_memory_fraction"] == 0.6
-    assert "kv_cache_host_memory_megabytes means nothing here" in err and "kv_cache_onboard_blocks" in err
+    assert found["chunked_context"] is False
+    assert found["kv_cache_free_gpu_memory_fraction"] == 0.6
+    assert "kv_cache_host_memory_megabytes means nothing here" in err
+    assert "kv_cache_onboard_blocks" in err
 
 
 def test_files_beside_the_model_are_read_first(capsys, tmp_path):
@@ -50,7 +52,8 @@ def test_files_beside_the_model_are_read_first(capsys, tmp_path):
     assert (found["max_batch_size"], found["max_num_tokens"], found["guaranteed_no_evict"]) == (13, 64, True)
     # Who may come in, and what code runs, is not for whoever made a model to say.
     assert (found["host"], found["trust_remote_code"]) == ("127.0.0.1", False)
-    assert "host is not read from a file beside a model" in err and "trust_remote_code is not read" in err
+    assert "host is not read from a file beside a model" in err
+    assert "trust_remote_code is not read" in err
     assert "tokenizer means nothing here: the tokenizer is the one beside the model" in err
     (tmp_path / "own.json").write_text('{"max_batch_size": 14}')
     assert printed(capsys, "--config", str(tmp_path / "own.json"), str(tmp_path))["max_batch_size"] == 14

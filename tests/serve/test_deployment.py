@@ -26,7 +26,8 @@ def test_the_unit_starts_a_server_that_ends_before_it_is_killed():
     program, serve, *words = shlex.split(command)
     options = read_options(ServeOptions, build_parser().parse_args(words))
     assert (program.rsplit("/", 1)[1], serve) == ("redrafter", "serve")
-    assert options.api_key_file == "%d/keys" and options.log_format == "json"
+    assert options.api_key_file == "%d/keys"
+    assert options.log_format == "json"
     [seconds] = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
     assert int(seconds) >= options.drain_timeout + 10
 
@@ -40,7 +41,8 @@ def test_the_options_of_the_readme_are_options(tmp_path):
 def test_the_dockerfile_copies_what_there_is():
     text = (SERVER / "Dockerfile").read_text()
     sources = [word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]]
-    assert len(sources) == 7 and all((ROOT / source).exists() for source in sources)
+    assert len(sources) == 7
+    assert all((ROOT / source).exists() for source in sources)
     needed = re.findall(r'= "(convert|train)[/"]', (ROOT / "pyproject.toml").read_text())
     assert set(needed) <= set(sources)
     [entry] = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
@@ -52,4 +54,5 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path):
         pytest.skip("there is no systemd")
     (tmp_path / "redrafter.service").write_text(UNIT.replace("/opt/redrafter/bin/redrafter", "/bin/true"))
     run = subprocess.run(["systemd-analyze", "verify", tmp_path / "redrafter.service"], capture_output=True, text=True)
-    assert run.returncode == 0 and "redrafter.service" not in run.stderr, run.stderr
+    assert run.returncode == 0, run.stderr
+    assert "redrafter.service" not in run.stderr, run.stderr

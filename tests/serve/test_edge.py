@@ -93,12 +93,14 @@ def test_without_keys_a_client_is_its_address():
     service = Service()
     app = create_app(service)
     assert posted(app, JSON | {"Authorization": "Bearer anything"}).json()["client"] == "127.0.0.1"
-    assert not service.apart and asked(app, "GET", "/metrics").status_code == 200
+    assert not service.apart
+    assert asked(app, "GET", "/metrics").status_code == 200
 
 
 def test_metrics_may_be_open():
     app = create_app(Service(), AccessPolicy(ApiKeys(["first"]), open_metrics=True))
-    assert asked(app, "GET", "/metrics").text == "numbers 1\n" and asked(app, "GET", "/v1/models").status_code == 401
+    assert asked(app, "GET", "/metrics").text == "numbers 1\n"
+    assert asked(app, "GET", "/v1/models").status_code == 401
 
 
 def test_every_key_is_compared(monkeypatch):
@@ -108,7 +110,8 @@ def test_every_key_is_compared(monkeypatch):
     compared: list[bytes] = []
     monkeypatch.setattr(api_keys.hmac, "compare_digest", lambda one, other: compared.append(one) or one == other)
     assert ApiKeys(["a", "bb", "ccc"]).client(b"Bearer a") == "key-1"
-    assert len(compared) == 3 and {len(each) for each in compared} == {32}
+    assert len(compared) == 3
+    assert {len(each) for each in compared} == {32}
 
 
 def test_keys_come_from_everywhere(monkeypatch, tmp_path):
@@ -134,11 +137,13 @@ def test_keys_are_shown_nowhere(capsys, tmp_path):
     words = ["--api-key", "geheim1", "--api-key", "geheim2"]
     assert main(["serve", "--print-config", *words]) == 0
     out, err = capsys.readouterr()
-    assert "geheim" not in out + err and "api_key" not in json.loads(out)
+    assert "geheim" not in out + err
+    assert "api_key" not in json.loads(out)
     (tmp_path / "c.json").write_text('{"api_key": ["geheim3"], "allowed_hosts": ["a", "b"]}')
     assert main(["serve", "--print-config", "--config", str(tmp_path / "c.json")]) == 0
     out, _ = capsys.readouterr()
-    assert "geheim" not in out and json.loads(out)["allowed_hosts"] == ["a", "b"]
+    assert "geheim" not in out
+    assert json.loads(out)["allowed_hosts"] == ["a", "b"]
     engine = SimpleNamespace(target=SimpleNamespace(name="t", dtype="torch.float32", device="cpu"))
     scheduler = SimpleNamespace(longest=9, graphs=SimpleNamespace(blocks=SimpleNamespace(count=1)))
     server = Server.__new__(Server)
@@ -151,7 +156,8 @@ def test_keys_are_shown_nowhere(capsys, tmp_path):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         said = "\n".join(server.summary(listening))
-    assert "Bearer $REDRAFTER_API_KEY" in said and "geheim" not in said
+    assert "Bearer $REDRAFTER_API_KEY" in said
+    assert "geheim" not in said
 
 
 # Hosts and origins
@@ -259,7 +265,9 @@ def test_what_is_not_there_is_said_to_the_operator(monkeypatch, caplog):
     service.error = UnsupportedError("llguidance is missing: pip install it")
     monkeypatch.setattr(logging.getLogger("redrafter"), "propagate", True)
     answer = posted(create_app(service))
-    assert answer.status_code == 501 and "pip" not in answer.text and answer.json()["error"]["type"] == "server_error"
+    assert answer.status_code == 501
+    assert "pip" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
     assert "llguidance is missing: pip install it" in caplog.text
 
 
@@ -409,14 +417,17 @@ def test_who_keeps_the_server_waiting_is_dropped(monkeypatch):
     monkeypatch.setattr(connections, "IDLE_SECONDS", 1.2)
     with served(simple) as (open_connections, port):
         silent, slow = told(port, b""), told(port, b"GET / HTTP/1.1\r\nX-a: ")
-        assert closed_after(silent) < 1 and closed_after(slow) < 1
+        assert closed_after(silent) < 1
+        assert closed_after(slow) < 1
         idle, again, busy = told(port, REQUEST % b""), told(port, REQUEST % b""), told(port, REQUEST % b"slow")
         heard = b""
         while not heard.endswith(b"ok"):
             heard += again.recv(1000)
         again.sendall(REQUEST[:9])  # a second request that does not come to its end
-        assert closed_after(again) < 1 and idle in select.select([idle], [], [], 0)[0]
-        assert idle.recv(1000).startswith(b"HTTP/1.1 200") and 0.1 < closed_after(idle) < 2
+        assert closed_after(again) < 1
+        assert idle in select.select([idle], [], [], 0)[0]
+        assert idle.recv(1000).startswith(b"HTTP/1.1 200")
+        assert 0.1 < closed_after(idle) < 2
         busy.settimeout(0.6)
         with pytest.raises(TimeoutError):
             busy.recv(10)  # a client may wait for its answer for as long as it takes
@@ -474,7 +485,8 @@ def test_waiting_connections_make_room(monkeypatch):
         slow = [told(port, b"GET / HTTP/1.1\r\n") for _ in range(60)]
         for _ in range(5):
             assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
-        assert len(open_connections.open) <= 20 and closed_after(slow[0]) < 1
+        assert len(open_connections.open) <= 20
+        assert closed_after(slow[0]) < 1
 
 
 def test_one_connection_too_many_is_told_so():
@@ -483,7 +495,8 @@ def test_one_connection_too_many_is_told_so():
         while len(open_connections.open) < 3 or open_connections.waiting:
             time.sleep(0.01)
         answer = httpx.get(f"http://127.0.0.1:{port}/")
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["message"] == "too many connections"
         busy[0].close()
         while len(open_connections.open) > 2:
@@ -493,7 +506,8 @@ def test_one_connection_too_many_is_told_so():
 
 def test_there_are_no_more_connections_than_files(monkeypatch):
     monkeypatch.setattr(connections, "open_file_limit", lambda: 500)
-    assert 300 < room_for_connections(None) < 500 and room_for_connections(200) == 200
+    assert 300 < room_for_connections(None) < 500
+    assert room_for_connections(200) == 200
     with pytest.raises(ArgumentError, match="--max-connections 600 needs more files"):
         room_for_connections(600)
     monkeypatch.setattr(connections, "open_file_limit", lambda: 100_000)
@@ -514,13 +528,16 @@ def test_nothing_that_a_client_sends_makes_a_line_of_its_own():
     line = log.TextLines().format(record(nasty, logging.WARNING))
     assert line == "redrafter: warning: a\\nredrafter: \\x1b[31mforged\\r\\u2028\\u202e\\ud800\\x00 é"
     line = log.JsonLines().format(record(nasty, facts={"id": nasty}))
-    assert line.isascii() and line.isprintable() and json.loads(line)["id"] == nasty
+    assert line.isascii()
+    assert line.isprintable()
+    assert json.loads(line)["id"] == nasty
     try:
         raise ValueError("one\nredrafter: forged")
     except ValueError as error:
         trace = (ValueError, error, error.__traceback__)
     lines = log.TextLines().format(record("it broke", logging.ERROR, exc_info=trace)).splitlines()
-    assert lines[0] == "redrafter: error: it broke" and all(line.startswith("  ") for line in lines[1:])
+    assert lines[0] == "redrafter: error: it broke"
+    assert all(line.startswith("  ") for line in lines[1:])
     assert "ValueError: one" in json.loads(log.JsonLines().format(record("x", exc_info=trace)))["exception"]
 
 
@@ -570,14 +587,16 @@ def test_every_line_is_json_whoever_says_it():
         "of asyncio",
         "SystemError",
     ]
-    assert "ZeroDivisionError" in lines[2]["exception"] and "the end" in lines[4]["exception"]
+    assert "ZeroDivisionError" in lines[2]["exception"]
+    assert "the end" in lines[4]["exception"]
     assert {line["level"] for line in lines} == {"warning", "error", "critical"}
 
 
 def test_the_same_warning_is_let_through_seldom():
     seldom = log.RateLimit()
     again = [seldom.filter(record("Invalid HTTP request received.", logging.WARNING)) for _ in range(100)]
-    assert again == [True] + [False] * 99 and seldom.filter(record("other", logging.WARNING))
+    assert again == [True] + [False] * 99
+    assert seldom.filter(record("other", logging.WARNING))
     assert all(seldom.filter(record("it broke", logging.ERROR)) for _ in range(3))
 
 

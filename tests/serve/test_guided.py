@@ -90,7 +90,8 @@ def test_one_compilation_serves_all(started):
     async def work(ask):
         found = await asyncio.gather(*(ask(QUICK, f"client {number}") for number in range(8)))
         assert len(set(found)) == 1 == len(started)
-        assert await ask(QUICK) is found[0] and len(started) == 1
+        assert await ask(QUICK) is found[0]
+        assert len(started) == 1
         named = (
             {"type": "object", "properties": {"a": {}, "b": {}}},
             {"type": "object", "properties": {"b": {}, "a": {}}},
@@ -104,10 +105,12 @@ def test_one_compilation_serves_all(started):
 def test_the_last_who_leaves_ends_a_compilation(started):
     async def work(ask):
         first, second = ask(slow(0), "one"), ask(slow(0), "two")
-        assert await come(lambda: len(compilations()) == 1) and len(started) == 1
+        assert await come(lambda: len(compilations()) == 1)
+        assert len(started) == 1
         first.cancel()
         await asyncio.sleep(0.3)
-        assert len(compilations()) == 1 and not second.done()
+        assert len(compilations()) == 1
+        assert not second.done()
         second.cancel()
         assert await come(lambda: not compilations(), 4)  # it had 9 s of a processor left
 
@@ -121,7 +124,8 @@ def test_slow_grammars_block_no_quick_ones_and_one_client_not_the_others(started
         begin = time.monotonic()
         await ask(QUICK, "another")
         assert time.monotonic() - begin < 8  # seconds; 0.2 where nothing else runs
-        assert len(started) == MAX_COMPILATIONS_PER_CLIENT + 1 and not any(task.done() for task in many)
+        assert len(started) == MAX_COMPILATIONS_PER_CLIENT + 1
+        assert not any(task.done() for task in many)
         shared = ask(slow(MAX_COMPILATIONS_PER_CLIENT), "another")  # which waits behind others of its own client
         assert await come(lambda: len(started) == MAX_COMPILATIONS_PER_CLIENT + 2)
         assert not shared.done()
@@ -155,7 +159,8 @@ def test_what_died_is_compiled_again(started):
         assert await ask(QUICK) is not before
         zygote = zygote_for(TOKENIZER).pid
         os.kill(zygote, signal.SIGKILL)
-        assert (await ask({"regex": "[cd]"})).process.alive and zygote_for(TOKENIZER).pid != zygote
+        assert (await ask({"regex": "[cd]"})).process.alive
+        assert zygote_for(TOKENIZER).pid != zygote
 
     among(Grammars(TOKENIZER), work)
 
@@ -216,9 +221,11 @@ def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(program, p
             slowest = max(slowest, time.monotonic() - begin)
             found = complete(program, QUICK).json()["choices"][0]
             expected = offline(pair, "Answer:", 40, do_sample=False, grammar=QUICK, tokenizer=pair[1])
-            assert found["text"] == text_of(pair, expected) and found["finish_reason"] == "stop"
+            assert found["text"] == text_of(pair, expected)
+            assert found["finish_reason"] == "stop"
     answer = hostile.result()
-    assert answer.status_code == 400 and "too complex" in answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "too complex" in answer.json()["error"]["message"]
     assert slowest < 2
 
 
@@ -242,7 +249,8 @@ def test_a_killed_grammar_ends_its_own_texts_only(program, pair):
         time.sleep(0.3)
         os.kill(child, signal.SIGKILL)
         answer = guided.result()
-        assert answer.status_code == 400 and "its process ended" in answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert "its process ended" in answer.json()["error"]["message"]
         assert beside.result().json()["usage"]["completion_tokens"] == 150
     again = complete(program, endless, max_tokens=30)
     expected = offline(pair, "Answer:", 30, do_sample=False, grammar=endless, tokenizer=pair[1])
@@ -260,7 +268,8 @@ HALVES = (
 @pytest.mark.parametrize("spec", HALVES, ids=str)
 def test_half_a_character_is_refused(program, spec):
     answer = complete(program, spec)
-    assert answer.status_code == 400 and "half a character" in answer.json()["error"]["message"], answer.text
+    assert answer.status_code == 400, answer.text
+    assert "half a character" in answer.json()["error"]["message"], answer.text
 
 
 def test_a_schema_that_is_too_large_is_refused_at_once(program):
@@ -270,5 +279,6 @@ def test_a_schema_that_is_too_large_is_refused_at_once(program):
     ):
         begin = time.monotonic()
         answer = complete(program, {"json": schema})
-        assert answer.status_code == 400 and "131072 are the most" in answer.text, answer.text
+        assert answer.status_code == 400, answer.text
+        assert "131072 are the most" in answer.text, answer.text
         assert time.monotonic() - begin < 8

@@ -126,7 +126,8 @@ def test_what_is_large_is_refused_soon(name, program):
     refused(post(program, path, body, timeout=60), 400, 413, 422)
     done.set()
     watching.join()
-    assert time.monotonic() - begin < SOON and max(waits) < SOON / 8
+    assert time.monotonic() - begin < SOON
+    assert max(waits) < SOON / 8
 
 
 def test_another_method_is_told_which_there_are(program):
@@ -142,12 +143,14 @@ def test_errors_are_documented(program):
         assert {int(status) for status in responses} == {200, 400, 401, 404, 408, 413, 422, 429, 500, 503}
         for status, response in responses.items():
             [reference] = (found["schema"].get("$ref", "") for found in list(response["content"].values())[:1])
-            assert reference.endswith("Answer") and ("Error" in reference) == (status != "200")
+            assert reference.endswith("Answer")
+            assert ("Error" in reference) == (status != "200")
 
 
 def test_an_error_can_be_sent_whatever_it_names():
     body = error_body(400, f"{HALF} is not known", "x" * 1000)["error"]
-    assert body["message"] == "? is not known" and len(body["param"]) == 100
+    assert body["message"] == "? is not known"
+    assert len(body["param"]) == 100
 
 
 def test_half_a_character_in_a_call_is_sent_as_it_was_written():

@@ -209,14 +209,17 @@ class Alone:
             text = self.text(ask, ids)
             tokens = [self.tokenizer.decode([token]) for token in ids if token != self.tokenizer.eos_token_id]
             if each.finish is None:
-                assert ask.leaves is not None and text.startswith(each.text), ask
+                assert ask.leaves is not None, ask
+                assert text.startswith(each.text), ask
                 assert each.tokens == tokens[: len(each.tokens)]
             elif each.finish == "tool_calls":
                 [[name, arguments]] = each.calls
                 assert {"name": name, "arguments": json.loads(arguments)} == json.loads(text), ask
             elif each.calls:  # no token was left before its end
                 [[name, arguments]] = each.calls
-                assert each.finish == "length" and f'"{name}"' in text and text.endswith(arguments), ask
+                assert each.finish == "length", ask
+                assert f'"{name}"' in text, ask
+                assert text.endswith(arguments), ask
             else:
                 assert each.text == text, ask
                 assert each.finish == ("stop" if self._ended(ask, ids, text) else "length")
@@ -252,11 +255,13 @@ def check_all(program: Program, alone: Alone, asks: list[Ask]) -> None:
     for each, told in zip(asks, found, strict=True):
         alone.check(each, told)
     whole = [told for each in found for told in each if told.finish is not None]
-    assert len(whole) > 0.5 * len(asks) and any(told.calls for told in whole)
+    assert len(whole) > 0.5 * len(asks)
+    assert any(told.calls for told in whole)
     end = time.monotonic() + 10
     while not is_idle(program) and time.monotonic() < end:
         time.sleep(0.05)
-    assert is_idle(program) and gauge(program, "kv_cache_usage_perc") == 0
+    assert is_idle(program)
+    assert gauge(program, "kv_cache_usage_perc") == 0
 
 
 def test_sixty_four_at_once_get_what_each_would_alone(alone):

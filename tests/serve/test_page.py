@@ -104,8 +104,10 @@ def test_runs_join_to_the_text_of_each_part_and_change_nothing(url, kind, body):
     assert not any("drafts" in choice for choice in plain)
     for choice in parts:
         runs = choice.pop("drafts", [])
-        assert "".join(run["text"] for run in runs) == text_in(choice) and all(run["text"] for run in runs)
-    assert whole(parts) == whole(plain) and any(map(text_in, parts))
+        assert "".join(run["text"] for run in runs) == text_in(choice)
+        assert all(run["text"] for run in runs)
+    assert whole(parts) == whole(plain)
+    assert any(map(text_in, parts))
 
 
 def whole(choices: list[dict[str, Any]]) -> dict[int, list[Any]]:
@@ -124,7 +126,8 @@ def whole(choices: list[dict[str, Any]]) -> dict[int, list[Any]]:
 def test_an_answer_that_is_a_call_has_no_runs(url):
     settings = {"messages": TALK, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "seed": 2}
     parts = choices_of(streamed(url, "chat/completions", **settings))
-    assert parts[-1]["finish_reason"] == "tool_calls" and not any(choice.get("drafts") for choice in parts)
+    assert parts[-1]["finish_reason"] == "tool_calls"
+    assert not any(choice.get("drafts") for choice in parts)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -146,7 +149,8 @@ def test_runs_hold_as_many_drafts_as_the_usage_counts(url, stopped):
             [own] = set(mine)  # it is plain English: no token ends within a character
             count += own
     spec = last["metrics"]["speculative_decoding"]
-    assert (hidden > 0) == stopped and count > 5
+    assert (hidden > 0) == stopped
+    assert count > 5
     assert 0 <= spec["num_accepted_draft_tokens"] - count <= hidden
 
 
@@ -159,8 +163,10 @@ def test_drafts_are_for_streams_only(url):
 def test_the_page_may_load_nothing_else(path, url):
     found = httpx.get(f"{url}{path}")
     policy = found.headers["Content-Security-Policy"]
-    assert found.headers["Content-Type"] == "text/html; charset=utf-8" and "unsafe" not in policy
-    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+    assert found.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "unsafe" not in policy
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
     elsewhere = r"src=|href=\"(?!data:)|@import|url\(|https?://(?!www\.w3\.org/2000/svg)"
     assert not re.search(elsewhere, found.text)
     assert path not in httpx.get(f"{url}/openapi.json").json()["paths"]
@@ -244,15 +250,16 @@ def test_a_conversation_is_what_the_server_answers(page, url):
         talk.append({"role": "user", "content": text})
         whole = httpx.post(f"{url}/v1/chat/completions", json=SETTINGS | {"messages": talk}, timeout=60).json()
         answer, spec = whole["choices"][0]["message"]["content"], whole["metrics"]["speculative_decoding"]
-        assert last(page, "asked") == text and last(page, "answer") == answer
-        assert last(page, "draft") in answer and last(page, "numbers").startswith(
-            f"{spec['mean_acceptance_length']:.2f} tokens per step"
-        )
+        assert last(page, "asked") == text
+        assert last(page, "answer") == answer
+        assert last(page, "draft") in answer
+        assert last(page, "numbers").startswith(f"{spec['mean_acceptance_length']:.2f} tokens per step")
         talk.append({"role": "assistant", "content": answer})
     assert page.run(f"{LOG}.scrollTop > 0 && {LOG}.scrollHeight - {LOG}.scrollTop - {LOG}.clientHeight < 2")
     assert page.run("document.documentElement.scrollWidth") == 400
     page.run("document.getElementById('new').click()")
-    assert page.run("document.querySelectorAll('article').length") == 0 and page.errors == []
+    assert page.run("document.querySelectorAll('article').length") == 0
+    assert page.errors == []
 
 
 def test_shift_and_enter_make_a_new_line(page, url):
@@ -286,13 +293,17 @@ def test_html_is_text_and_stop_stops(page):
         opened(page, url)
         sent(page, HOSTILE[1])
         page.wait("document.querySelector('.answer')?.textContent.endsWith('&amp;')")
-        assert not service.left.is_set() and last(page, "answer") == "".join(HOSTILE)
-        assert last(page, "asked") == HOSTILE[1] and page.run("document.title") == Stub.model
+        assert not service.left.is_set()
+        assert last(page, "answer") == "".join(HOSTILE)
+        assert last(page, "asked") == HOSTILE[1]
+        assert page.run("document.title") == Stub.model
         assert page.run("document.querySelectorAll('#log :is(script, img, b)').length") == 0
         assert page.run("document.querySelectorAll('#log .draft').length") == 2
         page.run("document.getElementById('stop').click()")
         ended(page)
-        assert service.left.wait(10) and last(page, "numbers") == "stopped" and last(page, "answer") == "".join(HOSTILE)
+        assert service.left.wait(10)
+        assert last(page, "numbers") == "stopped"
+        assert last(page, "answer") == "".join(HOSTILE)
 
 
 def test_thoughts_stand_above_the_answer_and_are_not_sent_back(page):
@@ -308,9 +319,8 @@ def test_thoughts_stand_above_the_answer_and_are_not_sent_back(page):
         for _ in range(2):
             sent(page, "Hello")
             page.wait("[...document.querySelectorAll('.answer')].at(-1)?.textContent == 'Yes.'")
-            assert last(page, "thoughts") == "Hm<b>m.</b>" and page.run(
-                "!!document.querySelector('.thoughts + .answer')"
-            )
+            assert last(page, "thoughts") == "Hm<b>m.</b>"
+            assert page.run("!!document.querySelector('.thoughts + .answer')")
             page.run("document.getElementById('stop').click()")
             ended(page)
     assert asked == [["Hello"], ["Hello", "Yes.", "Hello"]]
@@ -368,7 +378,9 @@ def test_the_protocol_is_shown_without_anything_from_elsewhere(page):
         page.run("document.getElementById('key').requestSubmit()")
         page.wait("document.querySelectorAll('#routes > details').length > 4")
         shown = page.run("document.getElementById('routes').textContent")
-        assert all(each in shown for each in DOCUMENTED) and "temperature" in shown and "at most 2" in shown
+        assert all(each in shown for each in DOCUMENTED)
+        assert "temperature" in shown
+        assert "at most 2" in shown
         page.run("document.querySelectorAll('details').forEach((each) => each.open = true)")
         page.wait("document.getElementById('routes').textContent.includes('json_schema')")
         assert not [error for error in page.errors if "401" not in str(error)]

@@ -23,9 +23,11 @@ from helpers.serving import PROMPTS, SCHEMA, Program, offline, text_of
 def test_a_completion_is_what_generate_writes(client, pair):
     found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=30, temperature=0)
     assert found.choices[0].text == text_of(pair, offline(pair, PROMPTS[0], 30, do_sample=False))
-    assert found.usage.completion_tokens == 30 and found.choices[0].finish_reason == "length"
+    assert found.usage.completion_tokens == 30
+    assert found.choices[0].finish_reason == "length"
     spec = found.model_extra["metrics"]["speculative_decoding"]
-    assert spec["num_spec_steps"] == sum(spec["acceptance_histogram"]) and spec["mean_acceptance_length"] > 1.5
+    assert spec["num_spec_steps"] == sum(spec["acceptance_histogram"])
+    assert spec["mean_acceptance_length"] > 1.5
 
 
 def test_seeds_and_settings_are_those_of_generate(client, pair):
@@ -76,7 +78,8 @@ def test_a_stream_joins_to_the_whole(client, kind):
 def test_a_stream_ends_with_done(program):
     body = {"prompt": "a", "max_tokens": 3, "stream": True}
     lines = [line for line in httpx.post(f"{program.url}/v1/completions", json=body).text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    assert all(line.startswith("data: ") for line in lines)
     assert all(json.loads(line[6:])["choices"] for line in lines[:-1])
 
 
@@ -92,7 +95,8 @@ def test_nothing_of_a_stop_string_is_shown(client, pair):
         "stop": [stop, "never this"],
     }
     found = client.completions.create(**settings)
-    assert found.choices[0].text == whole[: whole.index(stop)] and found.choices[0].finish_reason == "stop"
+    assert found.choices[0].text == whole[: whole.index(stop)]
+    assert found.choices[0].finish_reason == "stop"
     streamed = [part.choices[0].text for part in client.completions.create(**settings, stream=True)]
     assert "".join(streamed) == found.choices[0].text
     tokens = offline(pair, PROMPTS[0], 60, do_sample=False, stop_strings=[stop], tokenizer=pair[1])
@@ -102,7 +106,8 @@ def test_nothing_of_a_stop_string_is_shown(client, pair):
 def test_log_probabilities(client):
     found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=8, temperature=0, logprobs=3)
     told = found.choices[0].logprobs
-    assert len(told.tokens) == 8 and "".join(told.tokens) == found.choices[0].text
+    assert len(told.tokens) == 8
+    assert "".join(told.tokens) == found.choices[0].text
     assert all(max(top.values()) == own for top, own in zip(told.top_logprobs, told.token_logprobs, strict=True))
     talk = [{"role": "user", "content": "Hello"}]
     settings = {"model": "boxed", "messages": talk, "max_tokens": 5, "seed": 1, "logprobs": True, "top_logprobs": 2}
@@ -119,7 +124,8 @@ def test_echo_and_the_model_list(client):
     found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=3, temperature=0, echo=True)
     assert found.choices[0].text.startswith(PROMPTS[0])
     [model] = client.models.list().data
-    assert model.id == "boxed" and model.model_extra["max_model_len"] > 500
+    assert model.id == "boxed"
+    assert model.model_extra["max_model_len"] > 500
 
 
 def test_a_beginning_that_was_read_is_found(client, program):
@@ -150,13 +156,16 @@ def test_what_is_wrong_is_said_in_the_shape_of_openai(client, program):
     ):
         with pytest.raises(kind) as found:
             client.completions.create(**({"model": "boxed"} | body))
-        assert found.value.status_code == status and found.value.body["message"]
+        assert found.value.status_code == status
+        assert found.value.body["message"]
     with pytest.raises(openai.BadRequestError) as found:
         client.chat.completions.create(model="boxed", messages=talk, audio={"voice": "x", "format": "wav"})
-    assert found.value.param == "audio" and "not supported" in found.value.message
+    assert found.value.param == "audio"
+    assert "not supported" in found.value.message
     for raw in (b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000):
         answer = httpx.post(f"{program.url}/v1/completions", content=raw, headers={"content-type": "application/json"})
-        assert answer.status_code in (400, 413, 422) and answer.json()["error"]["message"]
+        assert answer.status_code in (400, 413, 422)
+        assert answer.json()["error"]["message"]
     assert httpx.post(f"{program.url}/v1/completions", content=b"x" * (17 << 20)).status_code == 413
     assert httpx.get(f"{program.url}/nowhere").json()["error"]["type"] == "not_found_error"
 
@@ -171,7 +180,8 @@ def test_texts_follow_their_grammars(client, pair):
             settings = {"prompt": "Answer:", "max_tokens": 60, "seed": 4, "temperature": temperature}
             found = client.completions.create(model="boxed", **settings, extra_body={"structured_outputs": spec})
             [choice] = found.choices
-            assert choice.finish_reason == "stop" and fits(choice.text), choice.text
+            assert choice.finish_reason == "stop", choice.text
+            assert fits(choice.text), choice.text
             own = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "seed": 4}
             grammar = {"json_schema": spec["json"]} if "json" in spec else spec
             ids = offline(pair, "Answer:", 60, grammar=grammar, tokenizer=pair[1], **own)
@@ -208,13 +218,17 @@ def test_tools_are_called(client, streamed):
         if streamed:
             parts = [part.choices[0] for part in found]
             call, *more = [call for part in parts for call in part.delta.tool_calls or ()]
-            assert call.id and call.type == "function" and call.function.arguments == "" and len(more) > 1
+            assert call.id
+            assert call.type == "function"
+            assert call.function.arguments == ""
+            assert len(more) > 1
             assert all((each.index, each.id, each.function.name) == (0, None, None) for each in more)
             call.function.arguments = "".join(each.function.arguments for each in more)
             finish = parts[-1].finish_reason
         else:
             [call], finish = found.choices[0].message.tool_calls, found.choices[0].finish_reason
-        assert finish == "tool_calls" and call.function.name in names
+        assert finish == "tool_calls"
+        assert call.function.name in names
         assert set(json.loads(call.function.arguments)) == {"name", "age"}
     answered = [
         *talk,
@@ -270,7 +284,8 @@ def test_the_example_runs(script, program):
         command += ["--requests", "4", "--concurrency", "1,2", "--max-tokens", "8"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert SAYS[script] in run.stdout and {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
+    assert SAYS[script] in run.stdout
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
 
 
 def test_requests_are_logged():
@@ -285,10 +300,14 @@ def test_requests_are_logged():
     lines = [json.loads(line) for line in program.log]
     first, second, last = [line for line in lines if "status" in line]
     speculation = found.json()["metrics"]["speculative_decoding"]
-    assert first["id"] == "mine" and first["status"] == 200 and first["completion_tokens"] == 9
+    assert first["id"] == "mine"
+    assert first["status"] == 200
+    assert first["completion_tokens"] == 9
     assert first["tokens_per_step"] == pytest.approx(speculation["mean_acceptance_length"], abs=1e-3)
-    assert 0 < first["first_token_seconds"] < first["seconds"] and first["finish"] == "length"
-    assert second["completion_tokens"] == 5 and second["prompt_tokens"] == first["prompt_tokens"]
+    assert 0 < first["first_token_seconds"] < first["seconds"]
+    assert first["finish"] == "length"
+    assert second["completion_tokens"] == 5
+    assert second["prompt_tokens"] == first["prompt_tokens"]
     assert (last["status"], last["path"]) == (404, "/v1/chat/comp%0aletions")
     assert last["id"] == refused.headers["x-request-id"]
 
@@ -306,7 +325,8 @@ def test_a_key_is_asked_for_and_stopping_lets_texts_end():
         while program.healthy:
             time.sleep(0.02)
         late = httpx.post(f"{program.url}/v1/completions", json=body, headers=key)
-        assert late.status_code == 503 and "Retry-After" in late.headers
+        assert late.status_code == 503
+        assert "Retry-After" in late.headers
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert program.process.wait(timeout=30) == 0
 
@@ -315,6 +335,5 @@ def test_a_port_that_is_taken_is_one_line(program):
     port = program.url.rsplit(":", 1)[1]
     words = [sys.executable, "-m", "redrafter", "serve", "--port", port]
     run = subprocess.run(words, capture_output=True, text=True)
-    assert run.returncode == 2 and re.fullmatch(
-        r"redrafter: error: cannot listen on .*choose another --port\n", run.stderr
-    )
+    assert run.returncode == 2
+    assert re.fullmatch(r"redrafter: error: cannot listen on .*choose another --port\n", run.stderr)

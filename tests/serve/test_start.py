@@ -39,7 +39,8 @@ def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never
     program = start("IDLE = False; server_process.LOADING_LOG_SECONDS = 0.2")  # texts that never end
     for path in ("/health", "/v1/health/ready", "/v1/models", "/"):
         answer = program.get(path)
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "5"
         assert answer.json()["error"]["code"] == "loading"
     assert program.get("/v1/health/live").status_code == 200
     assert httpx.head(f"{program.url}/health").status_code == 503
@@ -49,7 +50,8 @@ def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never
     assert program.get("/health").text == "fine"
     never_read = program.connect(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
     code, seconds = program.end()
-    assert code == 0 and 1 <= seconds < 6
+    assert code == 0
+    assert 1 <= seconds < 6
     never_read.close()
     assert "stopping: 1 texts are still written, for 1 s at most" in "".join(program.log)
     assert "dropped 1 connections" in program.log[-1]
@@ -63,13 +65,15 @@ def test_a_second_signal_ends_it_at_once_whatever_hangs(start):
     program.process.terminate()
     program.said("stopping")
     code, seconds = program.end()
-    assert code == 0 and seconds < 5
+    assert code == 0
+    assert seconds < 5
     assert "ended by force" in program.log[-1]
 
 
 def test_it_ends_soon_while_it_loads(start):
     code, seconds = start().end()
-    assert code == 0 and seconds < 3
+    assert code == 0
+    assert seconds < 3
 
 
 def test_a_load_that_fails_ends_it(start):
@@ -95,7 +99,8 @@ def test_a_shortage_of_files_is_said_seldom_and_passes(start):
         each.close()
     assert program.get("/health").status_code == 200
     code, _ = program.end()
-    assert code == 0 and len(program.log) < 10
+    assert code == 0
+    assert len(program.log) < 10
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +134,8 @@ def test_https_and_clients_that_prove_who_they_are(start, certificate):
     stalled = with_own.wrap_socket(program.connect(), server_hostname="127.0.0.1")
     stalled.sendall(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
     code, seconds = program.end()
-    assert code == 0 and seconds < 6
+    assert code == 0
+    assert seconds < 6
     stalled.close()
 
 
@@ -150,5 +156,7 @@ def test_what_cannot_be_loaded_is_one_line_and_code_2():
     words = [sys.executable, "-m", "redrafter", "serve", "/no/such/model", "--port", "0", "--log-format", "json"]
     run = subprocess.run(words, capture_output=True, text=True, timeout=120)
     first, last = map(json.loads, run.stderr.splitlines())
-    assert run.returncode == 2 and "loading /no/such/model" in first["message"]
-    assert last["level"] == "error" and "/no/such/model" in last["message"]
+    assert run.returncode == 2
+    assert "loading /no/such/model" in first["message"]
+    assert last["level"] == "error"
+    assert "/no/such/model" in last["message"]

@@ -38,7 +38,9 @@ def tokenizer():
 def test_a_prompt_is_told_as_tokens_and_back(http, tokenizer):
     found = http.post("/tokenize", json={"model": "boxed", "prompt": "The sea, é", "return_token_strs": True}).json()
     ids = tokenizer("The sea, é").input_ids
-    assert found["tokens"] == ids and found["count"] == len(ids) and found["max_model_len"] > 500
+    assert found["tokens"] == ids
+    assert found["count"] == len(ids)
+    assert found["max_model_len"] > 500
     assert found["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
     for special in (True, False):
         told = http.post("/tokenize", json={"prompt": "The sea", "add_special_tokens": special}).json()
@@ -114,11 +116,13 @@ def test_what_is_not_served_is_refused_by_name(path, says, http):
     for answer in (http.post(f"/v1/{path}", json={"input": "a"}), http.get(f"/v1/{path}")):
         assert answer.status_code == 404
         error = ErrorAnswer.model_validate(answer.json()).error
-        assert says in error.message and error.code == "unsupported_endpoint"
+        assert says in error.message
+        assert error.code == "unsupported_endpoint"
 
 
 def test_a_suffix_is_refused_with_what_to_type(http):
     answer = http.post("/v1/completions", json={"prompt": "a", "suffix": "b"})
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert error["param"] == "suffix" and "write it into prompt" in error["message"]
+    assert error["param"] == "suffix"
+    assert "write it into prompt" in error["message"]
