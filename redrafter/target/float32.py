@@ -16,7 +16,9 @@ _NOT_WIDENED = frozenset({"__get__", "__set__", "__setitem__"})  # functions tha
 class _Float32(TorchFunctionMode):
     """Widen every half-precision argument of every torch function; a weight exists in float32 only while it is used."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _NOT_WIDENED or (name.endswith("_") and not name.endswith("__")):  # in place
             return func(*args, **(kwargs or {}))
