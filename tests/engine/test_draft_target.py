@@ -442,7 +442,7 @@ def test_what_is_found_again_was_read_by_both_models(llama):
     assert lease.reused >= 2 * BLOCK_SIZE
     for store in (graphs.store, graphs.draft_store):
         found = PagedCache(store, torch.tensor([lease.blocks]).int())
-        for mine, theirs in zip(store.pools, fresh.store.pools, strict=True):
+        for mine, theirs in zip(store.pools, fresh.pool.pools, strict=True):
             assert_close_by_scale(mine[:, found.slots(at)], theirs[:, fresh.slots(at)], 2e-5)
 
 

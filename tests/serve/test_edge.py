@@ -145,7 +145,7 @@ def test_keys_are_shown_nowhere(capsys, tmp_path):
     assert "geheim" not in out
     assert json.loads(out)["allowed_hosts"] == ["a", "b"]
     engine = SimpleNamespace(target=SimpleNamespace(name="t", dtype="torch.float32", device="cpu"))
-    scheduler = SimpleNamespace(longest=9, graphs=SimpleNamespace(blocks=SimpleNamespace(count=1)))
+    scheduler = SimpleNamespace(longest=9, graphs=SimpleNamespace(blocks=SimpleNamespace(num_blocks=1)))
     server = Server.__new__(Server)
     server.options, server.keys, server.name = (
         ServeOptions(api_key=("geheim",), speculate=False),

@@ -245,16 +245,16 @@ def write_answer(
     form: ChatFormat, tokenizer: Any, ids: list[int], sizes: list[int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the message of a whole answer, and what the deltas of a stream in steps of these sizes join to."""
-    job: Any = SimpleNamespace(settings=SimpleNamespace(ends=frozenset()))
+    sequence: Any = SimpleNamespace(params=SimpleNamespace(stop_token_ids=frozenset()))
     choice, streamed = (
         Choice(tokenizer, (), True),
         {"content": "", "reasoning_content": "", "tool_calls": [], "finish": None},
     )
     while True:
         size, *sizes = sizes or [len(ids)]
-        piece = SequenceDelta(ids[:size], accepted=min(1, size), finish="stop" if size >= len(ids) else None)
+        gained = SequenceDelta(ids[:size], accepted=min(1, size), finish="stop" if size >= len(ids) else None)
         ids = ids[size:]
-        text, lines = choice.append(job, [piece])
+        text, lines = choice.append(sequence, [gained])
         for part in form.format_chunks(0, text, lines, choice, False):
             delta = part["delta"]
             assert "".join(run["text"] for run in part["drafts"]) == delta.get("content", "")
