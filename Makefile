@@ -11,15 +11,18 @@ TRANSFORMERS ?= pinned
 BENCHMARKS := build/benchmarks
 HELD_OUT := tests/data/held_out.jsonl
 
-.PHONY: benchmarks demo test test-all zoo hostile lint check docs format clean
+.PHONY: benchmarks demo test test-slow test-all zoo hostile lint check docs format clean
 
 demo: $(READY)
 	$(BIN)/redrafter generate --compare --max-new-tokens 120 --temperature 0.7 --seed 1 \
 		"The old man looked at the sea and"
 
-# The tests that take seconds. `make test-all` adds the slow ones and measures coverage.
+# The tests that take seconds; then those that take longer; then both, with coverage.
 test: $(READY)
 	$(PYTEST) -m "not slow"
+
+test-slow: $(READY)
+	$(PYTEST) -m slow
 
 test-all: $(READY)
 	$(PYTEST) --cov

@@ -28,6 +28,7 @@ def batches():
     return [tokenizer.pad({"input_ids": prompts[i : i + 50]}, return_tensors="pt") for i in range(0, len(prompts), 50)]
 
 
+@pytest.mark.slow
 def test_greedy_text_of_200_held_out_prompts_is_that_of_model_generate(pair, batches):
     emitted = steps = rows = 0
     for batch in batches:

@@ -43,6 +43,7 @@ def test_no_example_is_left_out():
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(SCRIPTS)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_boxed_pair_runs(tmp_path):
     """On this project's own pages, in the sizes that are there to try it out."""
     root = EXAMPLES.parent

@@ -106,6 +106,7 @@ def test_every_architecture_of_this_library_has_variants():
         assert variants(model_type), model_type
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_table_and_ends_with_0(tmp_path):
     command = [sys.executable, "-m", "zoo", "--only", "mamba", "gpt2", "--markdown", str(tmp_path / "table.md")]
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))

@@ -743,6 +743,7 @@ def words(large: Path, output: Path, *more: str) -> list[str]:
     return ["convert", *pair, "--output-dir", str(output), *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["redrafter", "trtllm"])
 def test_a_killed_conversion_leaves_nothing_that_loads(to, large, tmp_path):
     """Unless all of it was written and it was only not renamed yet. The next conversion removes what it left."""
@@ -773,6 +774,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(to, large, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "said", "whole"]
 
 
+@pytest.mark.slow
 def test_converting_takes_little_memory(large, tmp_path):
     """Only blocks of a few megabytes are in memory at a time."""
     for number, more in enumerate((["--copy"], ["--to", "trtllm", "--tp-size", "4"])):

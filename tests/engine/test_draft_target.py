@@ -58,6 +58,7 @@ def similar(llama):
     return blurred(llama)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "draft_architecture"), PAIRS)
 def test_greedy_equals_model_generate(architecture, draft_architecture):
     model = tiny_model(architecture)

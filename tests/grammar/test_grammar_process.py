@@ -82,6 +82,7 @@ def test_masks_are_those_of_a_state_in_this_process():
     assert sum(map(len, texts)) > 20
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_ended_and_what_waits_for_it_is_told():
     begin = time.monotonic()
     with pytest.raises(ArgumentError, match=r"^grammar: too complex: .* 10 s of a processor and 1024 MB of memory$"):
@@ -89,6 +90,7 @@ def test_what_takes_long_is_ended_and_what_waits_for_it_is_told():
     assert time.monotonic() - begin < 58
 
 
+@pytest.mark.slow
 def test_what_needs_much_memory_is_ended_and_this_process_goes_on():
     with pytest.raises(ArgumentError, match=r"^grammar: too complex: .* 1024 MB of memory$"):
         Grammar.of(LARGE, TOKENIZER)

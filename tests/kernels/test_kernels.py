@@ -140,18 +140,21 @@ def test_many_rows_are_not_split():
     check(problem([20, 3] * 34, 3), window=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "new"), [(2, 1), (7, 3), (26, 5), (26, 25), (50, 10)])
 @pytest.mark.parametrize("lengths", [[0], [1, 0, 40], [130, 67]])
 def test_nodes_of_earlier_forwards_are_read_from_the_cache(lengths, nodes, new):
     check(problem(lengths, nodes, new=new))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 2, 4, 33])
 def test_a_window_counts_positions_among_nodes_of_earlier_forwards_too(window):
     check(problem([90, 3, 15], 20, new=4), window=window)
     check(problem([40, 0], 40, new=7, causal=True), window=window)
 
 
+@pytest.mark.slow
 def test_nodes_of_earlier_forwards_may_fill_several_tiles():
     check(problem([5, 30], 150, new=3, causal=True))
     check(problem([0, 30], 150, new=70), window=9)
@@ -185,6 +188,7 @@ def test_half_precision():
     check(problem([130, 7], 26, dtype=torch.bfloat16 if CUDA else torch.float16), tolerance=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [16, 128])
 def test_prompts_in_half_precision_come_out_right_and_twice_the_same(width):
     """Use the largest tiles on a GPU: a race in a pipelined loop showed here and nowhere else."""

@@ -100,6 +100,7 @@ def test_what_follows_one_node_has_the_targets_distribution():
     assert abs(kept - overlap) < 5 * (overlap * (1 - overlap) / len(drawn)) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft_len", "draws", "sampling"),
     [
@@ -129,6 +130,7 @@ def test_rows_of_other_prompts_and_temperatures_have_their_own_distributions(mod
         assert_drawn_from(drawn[row::2], law(models[0], prompt, temperature=temperatures[row]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [VOCAB - 1, VOCAB + 2])
 def test_ids_that_one_model_lacks_are_drawn_as_often_as_they_should(models, vocabulary):
     draft_model = tiny_model("qwen2", num_hidden_layers=1, **SHAPE | {"vocab_size": vocabulary})
@@ -136,6 +138,7 @@ def test_ids_that_one_model_lacks_are_drawn_as_often_as_they_should(models, voca
     assert_drawn_from(draw(engine, 20_000)[0], law(models[0]))
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_ends_in_doubt_biases_nothing(monkeypatch):
     monkeypatch.setattr("redrafter.engine.draft_target.NODE_COST_FORWARDS", {"cpu": 0.005})  # doubts that come and go
     model = tiny_model("llama", num_hidden_layers=6, **SHAPE)
@@ -175,6 +178,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", BROKEN)
 def test_each_way_to_break_it_is_seen(models, broken, monkeypatch):
     engine = DraftTarget.from_pretrained(*models, draft_len=3, acceptance="rejection")

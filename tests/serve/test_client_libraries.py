@@ -44,6 +44,7 @@ def url(request) -> str:
 SETTINGS = {"model": "boxed", "max_tokens": 800, "seed": 3, "temperature": 0.5}
 
 
+@pytest.mark.slow
 def test_openai_parses_nested_types(url):
     import openai
 

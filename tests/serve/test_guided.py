@@ -210,6 +210,7 @@ def forked(program: Program) -> list[int]:
     return [child for zygote in children(program.process.pid) for child in children(zygote)]
 
 
+@pytest.mark.slow
 def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(program, pair):
     assert complete(program, QUICK).status_code == 200
     with ThreadPoolExecutor(1) as pool:

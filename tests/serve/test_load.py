@@ -264,6 +264,7 @@ def check_all(program: Program, alone: Alone, asks: list[Ask]) -> None:
     assert gauge(program, "kv_cache_usage_perc") == 0
 
 
+@pytest.mark.slow
 def test_sixty_four_at_once_get_what_each_would_alone(alone):
     program = Program("--max-batch-size", "64")
     check_all(program, alone, [ask(number) for number in range(64)])

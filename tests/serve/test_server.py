@@ -312,6 +312,7 @@ def test_requests_are_logged():
     assert last["id"] == refused.headers["x-request-id"]
 
 
+@pytest.mark.slow
 def test_a_key_is_asked_for_and_stopping_lets_texts_end():
     program = Program("--api-key", "secret", "--served-model-name", "mine")
     body = {"prompt": "The sea", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}

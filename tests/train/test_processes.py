@@ -130,6 +130,7 @@ def test_what_would_spread_the_drafter_is_refused_by_name_once(tmp_path, monkeyp
         new_accelerator(TrainConfig(cpu=True))
 
 
+@pytest.mark.slow
 def test_an_fsdp_configuration_of_accelerate_is_refused(tmp_path):
     """The launcher starts two processes, which once raced into one --output."""
     configuration = tmp_path / "fsdp.yaml"

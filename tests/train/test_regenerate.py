@@ -474,6 +474,7 @@ def test_defaults_are_those_of_the_dataclass():
     )
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_same_command_goes_on(saved, tmp_path):
     whole, own = tmp_path / "whole.jsonl", tmp_path / "own.jsonl"
     assert redrafter.cli.main(command(saved, whole)) == 0
