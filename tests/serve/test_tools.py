@@ -266,7 +266,7 @@ def write_answer(
                     streamed["tool_calls"].append([call["function"]["name"], ""])
                 streamed["tool_calls"][-1][1] += call["function"]["arguments"]
             streamed["finish"] = part["finish_reason"] or streamed["finish"]
-        if piece.finish:
+        if gained.finish:
             break
     entry = form.format_choice(0, choice)
     message = entry["message"]
