@@ -50,8 +50,11 @@ TOKENS_PER_FORWARD = 1.2  # what a target's forward is worth when drafting pays
 class DraftTarget(Engine):
     """A target and a draft model: a smaller LM with the same vocabulary, untrained for this and unchanged.
 
-    engine = DraftTarget.from_pretrained("my-70b", "my-1b", draft_len=4)
-    ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
+    Example:
+        ```python
+        engine = DraftTarget.from_pretrained("my-70b", "my-1b", draft_len=4)
+        ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
+        ```
     """
 
     def __init__(

@@ -18,7 +18,11 @@ __all__ = ["PromptLookup"]
 class PromptLookup(Engine):
     """A target that drafts for itself from its own text: no second model, and no gain but on text that repeats.
 
-    engine = PromptLookup.from_pretrained("my-base", ngram=2, draft_len=4)
+    Example:
+        ```python
+        engine = PromptLookup.from_pretrained("my-base", ngram=2, draft_len=4)
+        ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
+        ```
     """
 
     @classmethod

@@ -26,8 +26,11 @@ __all__ = ["ReDrafter"]
 class ReDrafter(Engine):
     """A target with its recurrent drafter.
 
-    engine = ReDrafter.from_pretrained("my-base", "my-drafter")
-    ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
+    Example:
+        ```python
+        engine = ReDrafter.from_pretrained("my-base", "my-drafter")
+        ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
+        ```
     """
 
     def __init__(
