@@ -20,6 +20,7 @@ from redrafter.app.templates import read_template
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.options import MOST_ROWS
 from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.files.dtype_names import dtype_name
 from redrafter.serve.config import LIMIT_OPTIONS, ServeOptions, config_beside, read_config
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys, collect_keys
 
@@ -100,7 +101,7 @@ class Server:
         key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if self.keys else ""
         body = f'{{"model": "{self.name}", "prompt": "Once upon a time", "max_tokens": 40}}'
         return [
-            f"{self.name}: {target.name}, {str(target.dtype).removeprefix('torch.')} on {target.device}; {drafts}",
+            f"{self.name}: {target.name}, {dtype_name(target.dtype)} on {target.device}; {drafts}",
             f"up to {self.options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
             f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values",
             f"ready on {url}; try",

@@ -11,6 +11,7 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import CheckpointError, first_line
 from redrafter.files.checkpoint_kind import load_error
+from redrafter.files.dtype_names import dtype_name
 from redrafter.target.target import context_of
 from redrafter.train.config import DEFAULT_LENGTH, TrainConfig
 from redrafter.train.head_loss import chunk_anchors
@@ -44,7 +45,7 @@ def describe_plan(config: TrainConfig, windows: Windows, processes: int) -> list
     learnt = int(windows.mask.sum())
     total = f"{steps:,} steps, at most {steps * step_tokens:,} tokens" if steps else "as many steps as there is time"
     return [
-        f"base: {type(base).__name__}, {base_size:,} parameters, {str(base.dtype).removeprefix('torch.')}, frozen",
+        f"base: {type(base).__name__}, {base_size:,} parameters, {dtype_name(base.dtype)}, frozen",
         f"drafter: {drafter_size:,} trainable parameters, {100 * drafter_size / base_size:.1f} % of the base's",
         *_memory(config, base, drafter, row, processes),
         f"data: {len(windows):,} windows, {len(windows.tokens):,} tokens, {learnt:,} of them learnt, in "
