@@ -182,7 +182,21 @@ def _typed_scalar(value: Any, arms: tuple[Any, ...]) -> Any:
 
 
 def _typed_tuple(value: Any, option: _Option) -> tuple[Any, ...]:
-    """Convert a list. Where a flag takes all of it as one word, such as 8,16,24, that word is taken too."""
+    """Convert the JSON value of an option that holds several elements to a tuple.
+
+    If the option's flag takes all elements as one word, such as `--target-layers 8,16,24`, the value may also be that
+    word, as a JSON string.
+
+    Args:
+        value: The value that a config file gives: a list or, with such a flag, a string.
+        option: The option, whose type hint says what the elements are.
+
+    Returns:
+        The elements, each of the type that the hint names.
+
+    Raises:
+        ValueError: If the value is neither, or an element has another type.
+    """
     read = option.field.metadata.get("type")
     if read is not None and isinstance(value, str):
         return tuple(read(value))

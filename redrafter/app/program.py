@@ -17,13 +17,16 @@ __all__ = ["print_message", "run_command"]
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; print an error of this library as one line on stderr.
+    """Run a command and return its exit code; print an error that the user can correct as one line on stderr.
+
+    Any other error is a bug: it is raised, so that its traceback is shown.
 
     Args:
         command: Function that runs the command and returns its exit code.
 
     Returns:
-        The exit code of `command`, or 2, 130 or 141 as in the module docstring.
+        The exit code of `command`; 2 after a `ReDrafterError`, a missing package or a file that cannot be opened; 130
+        after Ctrl-C; 141 if whoever reads stdout has closed it.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -67,7 +67,18 @@ def _mask_by_position(module: Any, positions: Tensor, visible: VisibleByKind | N
 
 @contextmanager
 def _scale_by_position(module: Any, positions: Tensor, visible: VisibleByKind | None) -> Iterator[None]:
-    """Let a Llama-4 layer without rope scale its queries by position (temperature tuning, arXiv 2501.19399)."""
+    """Make a Llama-4 layer scale its queries by the true position of each token inside the context.
+
+    Llama-4 scales the queries of layers without rope by a factor that grows with the position (temperature tuning,
+    arXiv 2501.19399), and counts positions by the length of the cache, which is wrong in a tree. Inside the context the
+    layer's own scaling is off, and a hook on its query projection scales instead. Layers with rope, and models without
+    the tuning, stay as they are.
+
+    Args:
+        module: A `Llama4TextAttention`; changed inside the context.
+        positions: Positions of the new nodes, `[B, M]` int64.
+        visible: Not used; it is there because all stand-ins are called with the same arguments.
+    """
     if module.use_rope or not module.attn_temperature_tuning:
         yield
         return

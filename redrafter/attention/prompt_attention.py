@@ -104,10 +104,19 @@ def _is_past_window(kind: AttentionKind, first: int) -> bool:
 
 
 def _blocks(kind: AttentionKind, piece: Piece) -> Iterator[tuple[int, int, int]]:
-    """Cut a piece into blocks of tokens that all see back to one slot, or are along the edge of a window.
+    """Cut a piece of a prompt into blocks of successive tokens whose attention is computed in one call.
+
+    All tokens of a block see back to the same slot: the first one of the prompt, or of their chunk. Only where a
+    sliding window no longer reaches the beginning of the prompt does each token see back to a slot of its own; a block
+    has at most `MAX_EDGE_TOKENS` of such tokens.
+
+    Args:
+        kind: How far back the layer looks.
+        piece: The tokens of a prompt that a forward reads.
 
     Yields:
-        First position, end, and the first slot that any token of the block sees.
+        Three numbers, all counted from the beginning of the prompt: the position of the block's first token, the
+        position behind its last token, and the first slot that any of its tokens sees.
     """
     first = piece.first
     while first < piece.end:

@@ -29,7 +29,7 @@ class Piece:
 
     @property
     def count(self) -> int:
-        """Number of tokens."""
+        """Number of prompt tokens in this piece, all of which one forward reads."""
         return self.end - self.first
 
 
@@ -143,12 +143,18 @@ class PromptPlan:
             yield key[piece.row], value[piece.row]
 
     def window_edge_mask(self, count: int, slots: int, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask `[1, 1, count, slots]` along the edge of a sliding window.
+        """Return the mask of successive tokens that a sliding window lets see equally many slots each.
+
+        The window moves by one slot from each token to the next: token i sees slots i to `i + slots - count`.
 
         Args:
-            count: Number of tokens, each of which sees as many slots as another.
-            slots: Number of slots that they see together.
+            count: Number of tokens.
+            slots: Number of slots that at least one of the tokens sees; slot 0 is the first one that token 0 sees.
             dtype: Dtype of the mask.
+
+        Returns:
+            What to add to attention scores, `[1, 1, count, slots]`: 0 where a token sees a slot, the lowest finite
+            value of `dtype` elsewhere. It is kept in `masks`, so never write to it.
         """
         key = (count, slots, dtype)
         if key not in self.masks:

@@ -134,24 +134,29 @@ def gathered_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend as `tree_attention` does, on a CPU: gather what rows hold side by side, and let torch attend to it.
+    """Compute what `tree_attention` computes, faster on a CPU, with torch's attention over copied keys and values.
+
+    The new keys and values are stored in the pools. Then the keys and values of each row, whose blocks are scattered
+    over the pools, are copied into contiguous tensors, and all rows attend to theirs in one call under a mask.
+
+    Arguments of `tree_attention` that are not named here are accepted and ignored: `plan` holds the same tensors.
 
     Args:
-        plan: What attention must know of the forward.
-        query: Queries of the new nodes, `[T, Hq, d]`.
+        plan: Lengths, block tables and trees of the rows.
+        query: Queries of the new nodes, `[T, Hq, d]`; T may include padding at the end.
         key: Keys of the new nodes, `[T, H, d]`.
         value: Values of the new nodes, `[T, H, dv]`.
-        keys: Pool of keys.
+        keys: Pool of keys; written in place.
         key_layer: Index of the layer in that pool.
-        values: Pool of values.
+        values: Pool of values; written in place.
         value_layer: Index of the layer in that pool.
         scale: Factor of the scores.
         window: Positions that a node looks back, 0 for all.
         softcap: Bound of the scores, 0 for none.
-        sinks: Attention sinks, `[Hq]`; None for none.
+        sinks: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
 
     Returns:
-        `[T, Hq, dv]`.
+        The attention output of each new node, `[T, Hq, dv]`; 0 for padding.
     """
     slots, new_slots = plan.slots
     rows, count = len(slots), len(new_slots)

@@ -100,7 +100,14 @@ class StandingBatch:
         return lambda: proposer.propose(self.state, self.sampler, noise, None)
 
     def check(self) -> StepChecks | None:
-        """Check whether the step waits or allocates; None where steps are not captured."""
+        """Check whether launching the captured step makes the CPU wait for the GPU, and count GPU allocations.
+
+        The step is launched once with torch set to raise an error at a wait, then `ALLOCATION_STEPS` times to count
+        allocations of GPU memory.
+
+        Returns:
+            What was found; None where steps are not captured (`captured` is None).
+        """
         if self.captured is None:
             return None
         self.restore()

@@ -212,12 +212,19 @@ class Tuner:
         return 1000 * statistics.median(times[WARM_UP_STEPS:] or times)
 
     def request(self, rows: Sequence[Sequence[int]], new: int, eos: frozenset[int]) -> Request:
-        """Make a request for `new` tokens after each prompt, whose beginning is cut off where the context is short.
+        """Make a request for `new` tokens after each prompt, with prompts shortened until both fit.
+
+        A text may have as many tokens as the target's context and `max_seq_len` allow. `new` is lowered only if it
+        alone leaves no room for a prompt of one token. After that, each prompt loses tokens at its beginning until it
+        fits in front of the new ones, and within `max_input_len`.
 
         Args:
             rows: Token ids of each row's prompt.
-            new: New tokens of each row; fewer where the context is shorter.
+            new: New tokens of each row.
             eos: Ids that end a text.
+
+        Returns:
+            The request. At the tuner's temperature 0 it is greedy; else row i draws with the seed `self.seed + i`.
         """
         device = self.engine.target.device
         new = max(min(new, self._longest - 1), 1)

@@ -71,14 +71,21 @@ def find_differences(
     plain: Sequence[list[int]],
     repeats: Sequence[Sequence[list[int]]],
 ) -> list[Difference]:
-    """Return the worst difference of each prompt whose outputs differ: any other before a near-tie, then the earliest.
+    """Return one difference for each prompt that plain decoding and another method continue differently.
+
+    The repeats of a prompt may differ from plain decoding in several ways. A difference that rounding cannot explain is
+    chosen before a near-tie, which it can (`Difference.near_tie`). Of several of the same kind, the one at the smallest
+    token index is chosen.
 
     Args:
-        pair: The pair for plain decoding.
+        pair: The model, tokenizer and engine for plain decoding, whose logits tell near-ties.
         generation: Options of plain decoding; prompt i was decoded with the seed `generation.seed + i`.
         prompts: Token ids of each prompt.
         plain: New token ids of plain decoding for each prompt.
         repeats: New token ids of the other method for each prompt, repeat by repeat.
+
+    Returns:
+        The chosen differences in the order of the prompts. Prompts whose outputs are all equal have none.
     """
     worst = []
     for row, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):

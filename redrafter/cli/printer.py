@@ -52,7 +52,15 @@ class Printer:
         self.texts = [""] * len(headings)
 
     def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
-        """Print the tokens of a step, of which the first `accepted` were drafted."""
+        """Add the tokens of a step to a row's text, and print all text that need not wait for a row above it to end.
+
+        Args:
+            row: Index of the row.
+            tokens: The ids that the step added to the row.
+            accepted: How many of them, from the first on, were accepted drafts, which may be printed in colour. The
+                others are the target's own.
+            ended: Whether the row's text ends with these tokens, so that the next row is printed below it.
+        """
         self._add(row, self._detokenizers[row].push(tokens[:accepted]), drafted=True)
         self._add(row, self._detokenizers[row].push(tokens[accepted:]), drafted=False)
         if ended:

@@ -38,7 +38,22 @@ GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command: measure, choose shapes, write the tuning file, print the table."""
+    """Run `redrafter tune`: find the fastest draft tree for each batch size, and write the tuning file.
+
+    The time of a step and the tokens per step are measured with trees of many shapes (beams, steps, nodes) and with
+    plain decoding. For each batch size, the shape with the most tokens per second is chosen, or none where no tree is
+    much faster than plain decoding. The choices are written to the file of `--out`, by default the one that
+    `ReDrafter.from_pretrained` looks for, and printed as a table.
+
+    Args:
+        args: The parsed command line.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ArgumentError: If an option is wrong, or no tree can be searched or measured with these options.
+    """
     options = read_options(TuneOptions, args)
     if options.plot is not None:
         check_picture(Path(options.plot))

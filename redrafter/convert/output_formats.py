@@ -209,7 +209,10 @@ def _is_unchanged(drafter: SourceDrafter, plan: ConversionPlan) -> bool:
 
 
 def _documents(drafter: SourceDrafter) -> dict[str, Path]:
-    """Return the model card and the training record of a drafter of this project."""
+    """Return the paths of a drafter's model card (README.md) and training record (training.json), by file name.
+
+    A file that does not exist is left out. Drafters that come in another project's format have neither.
+    """
     if drafter.kind not in ("drafter", "merged checkpoint"):
         return {}
     files = [drafter.directory / name for name in ("README.md", "training.json")]

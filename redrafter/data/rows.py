@@ -112,7 +112,20 @@ def open_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield where each JSON value of a file is, and the value."""
+    """Yield the JSON values of a data file, each with its place in the file.
+
+    A file holds one JSON value in each line. A `.json` file may instead hold one list, whose elements are yielded.
+
+    Args:
+        path: The file, which may be compressed (.gz, .xz).
+
+    Yields:
+        The place, for error messages: `<path>:<line>`, or `<path>:row <number>` in a list, counted from 1. And the
+        value, not checked yet.
+
+    Raises:
+        CheckpointError: If the file cannot be read or is not JSON.
+    """
     lines = open_lines(path)
     may_be_list = path.name.removesuffix(".gz").removesuffix(".xz").endswith(".json")
     for number, line in lines:

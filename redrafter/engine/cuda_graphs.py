@@ -261,7 +261,10 @@ class CUDAGraphRunner:
             self.lent -= 1
 
     def drop_steps(self) -> None:
-        """Forget the captured steps that are kept. None may be lent."""
+        """Forget the captured steps that are kept for later requests, so that their GPU memory can be freed.
+
+        Call it only while no step is borrowed (`lent` is 0); this is not checked. Later requests capture steps anew.
+        """
         self.kept.clear()
         self._pool = None  # a pool ends with the last graph in it
 

@@ -128,7 +128,15 @@ def _output(rows: list[_Row], input_ids: Tensor, request: Request) -> Tensor | G
 
 
 def _columns(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """Return one `[B, V]` per output column, as transformers does, from the rows' lists of `[count, V]`."""
+    """Regroup scores or logits by position of the new text, as transformers' `generate` returns them.
+
+    Args:
+        rows: For each of B rows, the tensors `[count, V]` of its steps, where `count` is the number of tokens that the
+            step added to the row.
+
+    Returns:
+        One tensor `[B, V]` for each new token of the longest row. Rows that ended before it have zeros there.
+    """
     return pad_sequence([torch.cat(pieces) for pieces in rows], batch_first=True).unbind(dim=1)
 
 

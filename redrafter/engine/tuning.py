@@ -117,7 +117,11 @@ class Tuning:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON document."""
+        """Return the content of the tuning file: a dict of nothing but what JSON can express.
+
+        Its keys are the names of the attributes. In `shapes`, batch sizes are strings, and each shape is a dict of its
+        fields or None.
+        """
         shapes = {str(rows): shape and asdict(shape) for rows, shape in sorted(self.shapes.items())}
         rest = {item.name: getattr(self, item.name) for item in fields(self)}
         return rest | {"shapes": shapes, "versions": dict(self.versions), "measured": [*map(dict, self.measured)]}

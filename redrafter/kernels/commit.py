@@ -16,7 +16,12 @@ def _move_kernel(
     POOL, LENGTH, NODES, TABLE, layer_stride, width, blocks, depth,
     PAGE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Move a chunk of the path's slots of one row and one layer."""
+    """Copy the keys (or values) of a row's accepted nodes to the slots behind its committed tokens, in one layer.
+
+    `NODES[row, d]` is the accepted node at depth d. It is copied from slot `LENGTH[row] + NODES[row, d]` of the row to
+    slot `LENGTH[row] + d`; `TABLE` says in which blocks of the pool the slots are. The grid is (rows, layers, chunks):
+    each program copies `CHUNK` of the `width` elements of every such slot.
+    """
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     d, c = tl.arange(0, BLOCK_D), tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
     n = tl.load(LENGTH + row)

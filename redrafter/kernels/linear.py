@@ -27,7 +27,13 @@ def _split_k_kernel(
     X, W, OUT, PARTS, COUNTS, tokens, features, inner, splits,
     TOKENS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of output features from one split of the input features."""
+    """Multiply with one tile of the weight: `TILE` output features by one of `splits` parts of the input features.
+
+    With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`. The
+    last program of a tile to do so adds up the parts in their order, writes the sum to `OUT`, and sets the count back
+    to 0. With one split, the product is written to `OUT` at once. `FOLLOW` says that the kernel may be launched before
+    the previous one is done (programmatic dependent launch) and must wait for it before it reads `X`.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * TILE + tl.arange(0, TILE)
     t, k = tl.arange(0, TOKENS), tl.arange(0, STEP)

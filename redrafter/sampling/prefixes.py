@@ -101,7 +101,12 @@ class Prefixes:
         return committed, self.tree.ancestors & (length + self.tree.depth >= first)[:, None]
 
     def sequences(self) -> Tensor:
-        """Return the whole text before each node's draw, `[B, M, window + N - 1]`, -1 after its end."""
+        """Return the text that each node's draw continues: the row's committed tokens, then the path to the node.
+
+        Returns:
+            Token ids by position for each of the M nodes that are asked about, the node's own token last, -1 after
+            it, `[B, M, window + N - 1]` int64. That is wide enough for any text: N is the number of all nodes.
+        """
         rows, new, nodes = self.tree.ancestors.shape
         positions = torch.arange(self.window + nodes - 1, device=self.tokens.device)
         return self.at(positions.expand(rows, new, -1))

@@ -90,7 +90,11 @@ class RunningBatch:
 
     @property
     def state(self) -> State:
-        """State of all rows, as steps read and write it in place. There is none before the first sequence."""
+        """Decoding state of all rows: the buffers that every step reads and writes in place.
+
+        Raises:
+            AssertionError: If no sequence was ever added, as the buffers are made for the first one.
+        """
         assert self._buffers is not None
         return self._buffers.state
 

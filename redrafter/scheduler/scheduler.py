@@ -170,7 +170,14 @@ class Scheduler:
         self._run(self._grow_block_tables, self._step)
 
     def _run(self, *phases: Callable[[], None]) -> None:
-        """Run phases of a round. If one fails, end every sequence with a place: none of them can be trusted."""
+        """Run phases of a round in their order. If one raises an exception, end all running sequences with that error.
+
+        Running are the sequences in the batch and those whose prompts are being read; any of them may be damaged. The
+        exception is logged and not raised again, so that later rounds serve the sequences that wait.
+
+        Args:
+            phases: Methods that make up a half of a round.
+        """
         try:
             for phase in phases:
                 phase()
@@ -181,7 +188,10 @@ class Scheduler:
 
     @property
     def _placed(self) -> tuple[TokenSequence, ...]:
-        """Sequences that hold a place, each once: one is in both containers if adding its row failed."""
+        """Running sequences: those in rows of the batch, then those whose prompts are being read, each once.
+
+        A sequence is in both `batch.sequences` and `_prefilling` if an error occurred while its row was added.
+        """
         return tuple(dict.fromkeys((*self.batch.sequences, *self._prefilling)))
 
     def _end_cancelled(self) -> None:

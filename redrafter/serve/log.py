@@ -60,7 +60,12 @@ class RateLimit(logging.Filter):
         self._logged_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is logged."""
+        """Return whether to log a record: not if it repeats a warning or tells of an answer that was cut off.
+
+        A warning is repeated if one with the same message, before arguments are filled in, was logged less than
+        `REPEATED_WARNING_SECONDS` ago. An answer that was cut off, because the server ends, is a record with an
+        `asyncio.CancelledError`.
+        """
         if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
             return False
         if (

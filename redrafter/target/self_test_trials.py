@@ -76,10 +76,17 @@ class Trial:
 
 
 def near_trial(target: TargetUnderTest, longest: int) -> tuple[Trial, Any]:
-    """Make a trial of two rows, of `longest` tokens and of two fewer, by plain forwards.
+    """Make a test case of a small token tree behind two short prompts, with the logits that the tree must give.
+
+    The logits come from plain forwards: for each prompt, the model reads the prompt with each of the tree's two paths
+    behind it. They are what the self-test compares the target's tree forwards with.
+
+    Args:
+        target: The target under test.
+        longest: Tokens of the first prompt; the second one has two fewer.
 
     Returns:
-        The trial, and the model's own output for the second row.
+        The test case, and the output of the plain forward of the second prompt, with the model's own cache.
     """
     ids = _ids(target, 2 * longest + 6)
     prompts, nodes = ids[: 2 * longest].view(2, longest), ids[2 * longest :]

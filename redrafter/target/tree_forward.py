@@ -122,7 +122,17 @@ class TreeForward(ABC):
             self._start_recording(None)
 
     def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Hand the head nothing but the selected tokens, and record them."""
+        """Pass only the hidden states of selected tokens on to the LM head, and record them.
+
+        This is a forward pre-hook of the head, so logits are computed for these tokens alone.
+
+        Args:
+            _: The head.
+            args: The head's arguments; the first one holds the hidden states of all tokens.
+
+        Returns:
+            The arguments, with the hidden states that `_select` picks in place of all.
+        """
         hidden = self._select(args[0])
         self._head_inputs = (*self._head_inputs, hidden)
         return (hidden, *args[1:])

@@ -34,7 +34,7 @@ def make_model_card(
     prompts: int,
     facts: dict[str, Any],
 ) -> str:
-    """Write README.md of a drafter.
+    """Compose the model card of a trained drafter; the caller writes it to README.md.
 
     Args:
         model: The base.
@@ -44,6 +44,9 @@ def make_model_card(
         validation: Result of the last validation; None when there was none.
         prompts: Prompts of the validation.
         facts: Content of training.json, as `provenance` makes it.
+
+    Returns:
+        The card: Markdown under a header in YAML.
     """
     base = drafter.config.base_model or type(model).__name__
     tree = served_shape(drafter)

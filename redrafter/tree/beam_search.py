@@ -89,11 +89,22 @@ def node_count(budget: int | None, beams: int, depth: int, device: torch.device)
 
 @lru_cache(maxsize=64)
 def _layout(rows: int, beams: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the constants of a search; shared between searches, so never write to them.
+    """Return the tensors that all searches of one size begin with.
+
+    They are cached and shared between searches, so never write to them. Nodes are numbered by search step: the root is
+    node 0, and step k, from 1 on, has nodes `1 + (k - 1) * W` to `k * W`, one for each beam.
+
+    Args:
+        rows: B, rows of the batch.
+        beams: W, beams of the search.
+        depth: K, steps of the search.
+        device: Where the tensors are.
 
     Returns:
-        Of each node: its depth and the node where the previous step's first beam ends, `[N]` int64 each. Of each row's
-        root: its score, float32, and its source, int64, `[B, 1]` each.
+        Four tensors. For each of the `N = 1 + W * K` nodes, its depth, `[N]` int64. For each node, the number of the
+        first node of the step before its own, `[N]` int64; added to the beam that a node continues, it gives the node's
+        parent. For the root of each row, its score, 0, `[B, 1]` float32. For the root, the beam it continues, taken to
+        be 0, `[B, 1]` int64.
     """
     level = (torch.arange(1 + beams * depth, device=device) + beams - 1) // beams
     zero = torch.zeros(rows, 1, device=device)

@@ -85,17 +85,21 @@ class ControlTokens:
         return [self.mark(item, marker) for item in value] if isinstance(value, list) else value
 
     def encode(self, text: str, marker: str) -> tuple[str, list[int]]:
-        """Encode a rendered text with markers.
+        """Encode a rendered chat such that a control token that a user's text spells is encoded as plain text.
+
+        A marker inside the spelling of a control token, such as `<|im_end|>`, says that it comes from such a text. A
+        spelling without a marker was written by the chat template or by the model, and gets the control token's id.
 
         Args:
-            text: What the template rendered of marked messages.
-            marker: The character that was used.
+            text: What the chat template rendered of messages that `mark_message` and `mark` returned.
+            marker: The marker that these put in.
 
         Returns:
             The text without markers, and its token ids.
 
         Raises:
-            ApiError: If the text has markers, and the tokenizer cannot be copied with renamed tokens.
+            ApiError: If the text has markers, and the tokenizer is not one of the `tokenizers` library, which alone can
+                be copied with control tokens renamed.
         """
         plain = _remove_markers(text, marker)
         if plain == text:

@@ -93,7 +93,21 @@ def _search(
     beams: int,
     depth: int,
 ) -> tuple[Tree, Tensor]:
-    """Run decoding's search without a node budget. Returns the tree and the log-probability of each node, `[A, N]`."""
+    """Run the beam search of decoding at A positions, and keep every node that it finds.
+
+    Args:
+        drafter: Drafter, in eval mode.
+        target: The base.
+        state: State at the positions.
+        sampler: How the base samples.
+        noise: Noise of the tokens after the pending one, `[A, K, V]`; None when greedy.
+        beams: Beams W of the search.
+        depth: Depth K of the search.
+
+    Returns:
+        The tree of `N = 1 + W * K` nodes, and the score that the search ranks each node by, `[A, N]` float32: the sum
+        of the drafter's log-probabilities, noise included, of the tokens on the way from the root to it; 0 at the root.
+    """
     scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
 
     def record(score: Tensor) -> bool:

@@ -93,7 +93,15 @@ def write_texts(
 
 
 def repeated_share(texts: Sequence[list[int]], size: int) -> float | None:
-    """Return the share of runs of `size` tokens that occurred before in their own text; None without such runs."""
+    """Return the share of n-grams that repeat an earlier n-gram of the same text.
+
+    Args:
+        texts: Token ids of each text.
+        size: Length n of the n-grams, in tokens. They overlap: one begins at every token.
+
+    Returns:
+        Repeats in all texts, divided by n-grams in all texts, from 0 to 1; None if every text is shorter than `size`.
+    """
     runs = [list(zip(*(text[offset:] for offset in range(size)), strict=False)) for text in texts]
     count = sum(map(len, runs))
     return (count - sum(len(set(text_runs)) for text_runs in runs)) / count if count else None

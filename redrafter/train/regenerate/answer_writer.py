@@ -116,7 +116,11 @@ class AnswerWriter:
                 self.open.append(task)
 
     def _answer_batch(self) -> None:
-        """Decode one batch, or go on with smaller ones where memory is short."""
+        """Decode one answer for each task of a batch that is chosen from `open`, and add finished tasks to the journal.
+
+        If memory runs out, the batch's tasks stay open and later calls take half as many; a task that was alone in its
+        batch is recorded as failed.
+        """
         batch, run, reason = choose_batch(self.open, self.size), None, ""
         try:
             run = self.decode(batch)
