@@ -27,7 +27,8 @@ class SamplingTensors:
     Attributes:
         seeds, prompt, limit: Seed, length of the prompt, and most tokens of the sequence, `[R]` int64.
         greedy, plain: Whether the row decodes greedily, and whether it verifies no drafts, `[R]` bool.
-        temperature, repetition, top_p, frequency, presence, min_p: `[R]` float32.
+        temperature, repetition, frequency, presence, min_p: `[R]` float32.
+        top_p: Probability that sampling keeps, `[R]` float64, as transformers counts it.
         top_k, minimum: Tokens to sample from, and tokens before the first stop token, `[R]` int64.
         ids: All token ids, `[V]` int64.
     """
