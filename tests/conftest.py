@@ -1,7 +1,8 @@
 """The environment of all tests, and the fixtures that many of them use."""
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,11 @@ def make_model() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
+def _quiet() -> Iterator[None]:
+    """Keep transformers silent, and forget the log handlers of commands, whose streams end with their test."""
     transformers.logging.set_verbosity_error()
+    yield
+    logging.getLogger("redrafter").handlers.clear()
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_example_runs(script, tmp_path):
     found = subprocess.run(

@@ -78,6 +78,7 @@ def test_all_of_the_package_comes_from_the_current_folder_or_all_from_the_instal
         assert [Path(line) for line in done.stdout.split()] == [root / "redrafter" / name for name in files]
 
 
+@pytest.mark.slow
 def test_commands_run_from_a_checkout_however_it_is_installed(checkout, installed):
     done = python("-m", "redrafter", "info", checkout / "redrafter" / "boxed", cwd=checkout, path=(installed,))
     assert done.returncode == 0, done.stderr
@@ -87,7 +88,10 @@ def test_commands_run_from_a_checkout_however_it_is_installed(checkout, installe
     assert "--drafter-model-dir" in done.stdout
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(name, marks=() if name.startswith("convert/conv") else pytest.mark.slow) for name in SCRIPTS],
+)
 @pytest.mark.parametrize("other", ["nothing", pytest.param("another copy", marks=pytest.mark.slow)])
 def test_a_launcher_runs_the_code_of_its_own_checkout(checkout, installed, tmp_path, script, other):
     path = () if other == "nothing" else (installed,)

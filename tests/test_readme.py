@@ -26,7 +26,7 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/quickstart.md", marks=pytest.mark.slow)])
 def test_the_first_python_block_of_a_page_runs_as_it_stands(page, tmp_path):
     assert run(python_blocks(page)[0], tmp_path).strip()
 

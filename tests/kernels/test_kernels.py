@@ -125,6 +125,7 @@ def test_a_window_counts_positions_and_not_slots(window):
     check(problem([90, 3], 12), window=window)
 
 
+@pytest.mark.slow
 def test_softcap_sinks_and_padding():
     sinks = torch.randn(4, device=DEVICE)
     check(problem([50, 20], 6, padding=4), softcap=2.0)
@@ -132,6 +133,7 @@ def test_softcap_sinks_and_padding():
     check(problem([50] * 70, 1, heads=2), sinks=sinks)  # so many rows that nothing is split
 
 
+@pytest.mark.slow
 def test_a_prompt_is_a_chain_longer_than_one_tile():
     check(problem([0, 30], 70, causal=True))
 
@@ -161,6 +163,7 @@ def test_nodes_of_earlier_forwards_may_fill_several_tiles():
     check(problem([14, 3] * 34, 20, new=2))  # so many rows that nothing is split
 
 
+@pytest.mark.slow
 def test_softcap_sinks_padding_and_widths_beside_nodes_of_earlier_forwards():
     check(problem([50, 20], 12, new=3, padding=2), softcap=2.0)
     check(problem([50, 20], 12, new=3, padding=2, heads=1, group=4, dk=24, dv=40), sinks=torch.randn(4, device=DEVICE))

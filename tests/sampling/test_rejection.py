@@ -117,6 +117,7 @@ def test_texts_have_the_targets_distribution(models, draft_len, draws, sampling)
     assert 0.2 < sum(s.accepted for s in stats) / sum(s.emitted for s in stats) < 0.8  # drafts are kept, and are not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", [lambda engine: engine, paged])
 def test_rows_of_other_prompts_and_temperatures_have_their_own_distributions(models, on):
     ids = torch.cat([PROMPT, torch.nn.functional.pad(SHORT, (1, 0))])
@@ -189,6 +190,7 @@ def test_each_way_to_break_it_is_seen(models, broken, monkeypatch):
     assert deviations > 20, (variation, deviations)
 
 
+@pytest.mark.slow
 def test_as_many_drafts_are_kept_as_the_two_distributions_overlap(models):
     engine = DraftTarget.from_pretrained(*models, draft_len=1, acceptance="rejection")
     drawn, stats = draw(engine, 50_000, max_new_tokens=2)

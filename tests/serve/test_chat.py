@@ -171,6 +171,7 @@ SAME: dict[str, Any] = {"model": "boxed", "messages": TALK, "max_tokens": 100, "
 ORDER = openai.pydantic_function_tool(Order, name="order")
 
 
+@pytest.mark.slow
 def test_models_within_models_are_parsed(client):
     completion = client.chat.completions.parse(**SAME | {"max_tokens": 400}, response_format=Order)
     assert isinstance(completion.choices[0].message.parsed, Order)

@@ -238,6 +238,7 @@ def test_a_client_that_leaves_ends_its_compilation(program):
     assert soon(lambda: set(forked(program)) <= before)
 
 
+@pytest.mark.slow
 def test_a_killed_grammar_ends_its_own_texts_only(program, pair):
     endless, other = {"regex": "[a-z ]{2000}"}, {"regex": "[b-y ]{2000}"}
     assert complete(program, other, max_tokens=1).status_code == 200

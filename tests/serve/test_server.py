@@ -288,6 +288,7 @@ def test_the_example_runs(script, program):
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS)
 
 
+@pytest.mark.slow
 def test_requests_are_logged():
     program = Program("--log-format", "json")
     body = {"prompt": "The sea", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
@@ -332,6 +333,7 @@ def test_a_key_is_asked_for_and_stopping_lets_texts_end():
     assert program.process.wait(timeout=30) == 0
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_one_line(program):
     port = program.url.rsplit(":", 1)[1]
     words = [sys.executable, "-m", "redrafter", "serve", "--port", port]

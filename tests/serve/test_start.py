@@ -57,6 +57,7 @@ def test_it_answers_503_until_the_model_is_loaded_and_ends_though_a_client_never
     assert "dropped 1 connections" in program.log[-1]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once_whatever_hangs(start):
     hangs = "threading.Thread(target=threading.Event().wait).start()"
     program = start(f"import threading; {hangs}; server_process.FORCED_END_SECONDS = 0.5; IDLE = False; DRAIN = 100.0")
@@ -76,6 +77,7 @@ def test_it_ends_soon_while_it_loads(start):
     assert seconds < 3
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_ends_it(start):
     program = start()
     program.cue("fail")
@@ -116,6 +118,7 @@ def certificate(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "cert.pem", folder / "key.pem"
 
 
+@pytest.mark.slow
 def test_https_and_clients_that_prove_who_they_are(start, certificate):
     cert, key = map(str, certificate)
     with_own = ssl.create_default_context(cafile=cert)
@@ -152,6 +155,7 @@ def test_a_certificate_that_cannot_be_used_is_named(tmp_path, certificate):
         ServeOptions(ssl_keyfile="key.pem")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_is_one_line_and_code_2():
     words = [sys.executable, "-m", "redrafter", "serve", "/no/such/model", "--port", "0", "--log-format", "json"]
     run = subprocess.run(words, capture_output=True, text=True, timeout=120)

@@ -82,6 +82,7 @@ def close(one: Path, other: Path) -> None:
     assert said["accuracy"] == pytest.approx(told["accuracy"])
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path):
     places = {name: tmp_path / name for name in ("one", "two", "shared")}
     for place in places.values():

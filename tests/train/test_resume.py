@@ -294,6 +294,7 @@ def killed(arguments: list[str], checkpoint: Path, later: float) -> bool:
     return process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on(tmp_path, kills=3):
     """For a longer trial, call it with kills=10."""
     many = ["--steps", "30", "--validate-every", "3", "--validate-tokens", "6"]
