@@ -75,7 +75,7 @@ class ConfigParser(Parser):
 
 
 class _ReadConfig(argparse.Action):
-    """What `--config FILE` does."""
+    """The action of `--config FILE`: read the file into the parser."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
         assert isinstance(parser, ConfigParser)

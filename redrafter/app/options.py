@@ -71,7 +71,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What drafts in place of a recurrent drafter: a smaller LM, or a lookup in the text itself."""
+    """Options of drafting without a recurrent drafter: with a smaller LM, or with a lookup in the text itself."""
 
     draft_model: str | None = option(
         None, "hub id or directory of a smaller LM with the same vocabulary, to draft with", metavar="D"
@@ -98,7 +98,7 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """How much of each row of a data set is the prompt, for every command that has `--prompts`."""
+    """Options that cut a prompt out of each row of a data set, for every command that has `--prompts`."""
 
     prompt_share: float = option(1.0, "share of the tokens of a row's text that is the prompt")
     prompt_tokens: int | None = option(None, "most tokens of a row's text that are the prompt (default: all)")
@@ -117,7 +117,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How to generate, with the names and meanings of Hugging Face; None takes the model's generation config."""
+    """Options of generation, under Hugging Face's names; None takes the value of the model's generation config."""
 
     max_new_tokens: int = option(128, "most new tokens")
     temperature: float | tuple[float, ...] | None = option(
@@ -179,7 +179,7 @@ class GenerationOptions:
 
     @property
     def sampling(self) -> bool:
-        """Whether a temperature above 0 asks for sampling."""
+        """True if the temperature asks for sampling: it is above 0, or given for each prompt."""
         return bool(self.temperature)
 
 

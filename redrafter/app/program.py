@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, one line on stderr for an error, and no messages of other libraries.
+"""Run a command as a program: exit codes, one line on stderr for an error, no messages of other libraries.
 
 Exit codes: 0 for success, 2 for an error that the user can correct, 130 after Ctrl-C, 141 when the reader of stdout has
 closed it. A bug keeps its traceback.

@@ -76,6 +76,11 @@ class BlockManager:
         self._nodes: dict[int, _Node] = {}  # of each block that stores a text
 
     @property
+    def num_holds(self) -> int:
+        """Number of holds of rows on blocks; a block that several rows share counts once for each of them."""
+        return sum(self._rows)
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks that rows may hold."""
         return self._blocks - 1

@@ -96,6 +96,7 @@ def random_sequences(count: int, seed: int = 0, longest: int = 40, max_new_token
 
 
 def nothing_is_held(scheduler: Scheduler) -> None:
-    pool = scheduler.graphs.blocks
-    assert pool.num_free_blocks == pool.num_blocks
+    manager = scheduler.graphs.blocks
+    assert manager.num_free_blocks == manager.num_blocks
+    assert manager.num_holds == 0
     assert not scheduler.batch.state.active.any()

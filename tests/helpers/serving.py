@@ -36,7 +36,7 @@ class Program:
         self.log: list[str] = []
         self._listening = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
-        assert self._listening.wait(180), self.log
+        assert self._listening.wait(60), self.log
         assert hasattr(self, "url"), self.log
         while not self.healthy:
             time.sleep(0.05)

@@ -1,5 +1,6 @@
 """What a drafter reads of its target is the same to the trainer, to verification and to plain forwards."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -129,6 +130,11 @@ def test_what_runs_the_model_between_readings_is_not_read():
             teacher.read(text)
         layer.forward = forward
         assert torch.equal(teacher.read(text).hidden, expected.hidden)
+        outputs: list[weakref.ref] = []
+        with model.lm_head.register_forward_pre_hook(lambda _, args: outputs.append(weakref.ref(args[0]))):
+            model(text)
+        assert outputs
+        assert all(output() is None for output in outputs)  # what others compute with the model is not kept
         Target(model)
         assert torch.equal(teacher.read(text).hidden, expected.hidden)
 
