@@ -42,6 +42,7 @@ from redrafter.engine.streaming import ColumnStream, StepStreamer
 from redrafter.errors import ArgumentError
 from redrafter.sampling.grammar_masks import check_grammars
 from redrafter.target.mode_checks import check_autocast, check_eval
+from redrafter.target.support import Support
 from redrafter.target.target import Target
 
 __all__ = ["Engine"]
@@ -97,7 +98,7 @@ class Engine:
             proposer_for: Gives what drafts once so few rows are left; None to keep the ended ones in the batch.
         """
         lengths = self.lengths_for(proposer, request)
-        reason = self.target.varlen.reason or (proposer.model and self.draft_unpacked)
+        reason = self.target.varlen.reason or (proposer.model and self.draft_varlen.reason)
         if reason is None:
             graphs = (self.lender or self).open_graphs()
             # A captured step that belongs to one request alone is not worth capturing for every length.
@@ -111,7 +112,7 @@ class Engine:
         """Return `graphs`, made by the first call."""
         with self._lock:
             if self.graphs is None:
-                draft_model = None if self.draft_unpacked else self.draft_model
+                draft_model = self.draft_model if self.draft_varlen.ok else None
                 self.graphs = CUDAGraphRunner.on(self.target, self.options, draft_model)
             return self.graphs
 
@@ -120,13 +121,14 @@ class Engine:
         return None
 
     @property
-    def draft_unpacked(self) -> str | None:
-        """Why steps with the draft model cannot be captured; None when they can, or when there is none."""
+    def draft_varlen(self) -> Support:
+        """Whether steps with the draft model can be captured as far as that model decides; ok where there is none."""
         if self.draft_model is None or not self.target.varlen.ok:
-            return None
+            return Support()
         if self.draft_model.device != self.target.device:
-            return f"the draft model is on {self.draft_model.device} and the target on {self.target.device}"
-        return self.draft_model.varlen.reason and f"the draft model: {self.draft_model.varlen.reason}"
+            return Support(f"the draft model is on {self.draft_model.device} and the target on {self.target.device}")
+        reason = self.draft_model.varlen.reason
+        return Support(None if reason is None else f"the draft model: {reason}")
 
     @property
     def kv_pool_bytes(self) -> int:

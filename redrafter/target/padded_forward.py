@@ -3,19 +3,16 @@
 It serves any model that can be served at all, on any device or spread over several.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.attention.mask import additive_mask, visible_slots
 from redrafter.attention.positions import answer_by_position
 from redrafter.cache.dense import DenseCache
-from redrafter.target.tree_forward import TreeForward
+from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.tree.token_tree import Tree
 
 __all__ = ["PaddedForward"]
@@ -24,28 +21,15 @@ __all__ = ["PaddedForward"]
 class PaddedForward(TreeForward):
     """A causal LM's forward over trees side by side, `[B, M]` new nodes, on a dense cache."""
 
-    def __init__(
-        self,
-        model: Any,
-        head: nn.Module,
-        context: int | None,
-        kinds: LayerKinds,
-        slot_readers: Sequence[nn.Module],
-        device: torch.device,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, parts: ModelParts, device: torch.device, dtype: torch.dtype):
         """Make the forward of a model.
 
         Args:
-            model: The causal LM.
-            head: Its language-modelling head.
-            context: Positions that it can tell apart; None when it names no limit.
-            kinds: What each of its layers attends to.
-            slot_readers: Its modules that take positions from the cache; see `answer_by_position`.
+            parts: The model's parts.
             device: Of its embedding, and of all that is returned.
             dtype: Of its hidden states, and of the masks.
         """
-        super().__init__(model, head, context, kinds, slot_readers)
+        super().__init__(parts)
         self._device, self._dtype = device, dtype
 
     def __call__(

@@ -26,7 +26,7 @@ from redrafter.target.quantization import warn_of_shared_scales
 from redrafter.target.rope import SwitchingRope, dynamic_context, find_rope, warn_of_dynamic_rope
 from redrafter.target.support import Support
 from redrafter.target.supported import check_supported, head_width, name_model_in_errors
-from redrafter.target.tree_forward import TreeForward
+from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import Tree, chain
 
@@ -100,9 +100,9 @@ class Target:
                 "seen depends on slots of the cache, and a tree fills others; use a model whose masks follow positions"
             )
         kinds, slot_readers = probe.layer_kinds(self.config), find_slot_readers(self.model)
-        parts = (self.model, self.head, self.context, kinds, slot_readers)
-        self._padded_forward = PaddedForward(*parts, self.device, self.dtype)
-        self.varlen_forward = VarlenForward(*parts, self.config)
+        parts = ModelParts(self.model, self.head, self.context, kinds, slot_readers)
+        self._padded_forward = PaddedForward(parts, self.device, self.dtype)
+        self.varlen_forward = VarlenForward(parts, self.config)
         self._forwards: tuple[TreeForward, ...] = (self._padded_forward, self.varlen_forward)
         without_masks = self.device.type == "cpu" and bool(kinds.by_layer)
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward, self.vocab_size, without_masks)

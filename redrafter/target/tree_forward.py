@@ -4,6 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,38 +16,42 @@ from redrafter.target.aux_hidden import join_hidden, only_in_this_thread, watch_
 from redrafter.target.rope import SwitchingRope
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["TreeForward"]
+__all__ = ["ModelParts", "TreeForward"]
 
 # One lock a model, for all forwards of all targets on it: what one sets on the model, another must not take down.
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
+@dataclass(frozen=True)
+class ModelParts:
+    """The parts of a causal LM that its forwards work with.
+
+    Attributes:
+        model: The causal LM.
+        head: Its language-modelling head.
+        context: Positions that it can tell apart; None when it names no limit.
+        kinds: What each of its layers attends to.
+        slot_readers: Its modules that take positions from the cache; see `answer_by_position`.
+    """
+
+    model: Any
+    head: nn.Module
+    context: int | None
+    kinds: LayerKinds
+    slot_readers: Sequence[nn.Module]
+
+
 class TreeForward(ABC):
     """A causal LM's forward over the new nodes of token trees. It leaves nothing on the model between calls."""
 
-    def __init__(
-        self,
-        model: Any,
-        head: nn.Module,
-        context: int | None,
-        kinds: LayerKinds,
-        slot_readers: Sequence[nn.Module],
-    ):
-        """Make the forward of a model.
-
-        Args:
-            model: The causal LM.
-            head: Its language-modelling head.
-            context: Positions that it can tell apart; None when it names no limit.
-            kinds: What each of its layers attends to.
-            slot_readers: Its modules that take positions from the cache; see `answer_by_position`.
-        """
-        self._model, self._head, self._context = model, head, context
-        self._kinds, self._slot_readers = kinds, slot_readers
+    def __init__(self, parts: ModelParts):
+        """Make the forward of a model."""
+        self._model, self._head, self._context = parts.model, parts.head, parts.context
+        self._kinds, self._slot_readers = parts.kinds, parts.slot_readers
         self._rope: SwitchingRope | None = None
         self._aux_layers: Sequence[nn.Module] = ()
         self._aux_layer_ids: tuple[int, ...] = ()
-        self._lock: Any = _LOCKS.setdefault(model, threading.RLock())
+        self._lock: Any = _LOCKS.setdefault(parts.model, threading.RLock())
         self._index: Tensor | None = None  # this and the next two hold something only during a call
         self._head_inputs: tuple[Tensor, ...] = ()
         self._aux_outputs: tuple[Tensor, ...] = ()

@@ -5,10 +5,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
-from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.attention.positions import answer_by_position
 from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME
 from redrafter.attention.prompt_plan import Piece, PromptPlan
@@ -17,7 +16,7 @@ from redrafter.attention.tree_plan import RUNNING_PLAN, Plan
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
-from redrafter.target.tree_forward import TreeForward
+from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.tree.token_tree import Tree
 
 __all__ = ["VarlenForward"]
@@ -39,26 +38,14 @@ class VarlenForward(TreeForward):
     varies and that is a dynamic dimension. Pieces of prompts are read on a CPU, on either kind of cache, uncompiled.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        head: nn.Module,
-        context: int | None,
-        kinds: LayerKinds,
-        slot_readers: Sequence[nn.Module],
-        config: Any,
-    ):
+    def __init__(self, parts: ModelParts, config: Any):
         """Make the forward of a model.
 
         Args:
-            model: The causal LM.
-            head: Its language-modelling head.
-            context: Positions that it can tell apart; None when it names no limit.
-            kinds: What each of its layers attends to.
-            slot_readers: Its modules that take positions from the cache; see `answer_by_position`.
+            parts: The model's parts.
             config: The config in which its decoder layers look up their attention function.
         """
-        super().__init__(model, head, context, kinds, slot_readers)
+        super().__init__(parts)
         self._config = config
         self._run: Any = self._plain
         self._long: Any = None  # `[T]` bool, only during a call
