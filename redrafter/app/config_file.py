@@ -20,13 +20,13 @@ from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError
 from redrafter.spelling import nearest
 
-__all__ = ["ConfigParser", "read_config_file"]
+__all__ = ["ConfigParser", "Option", "options_by_name", "union_arms"]
 
 # What a value must be, in a message, by the type of the option.
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
-class _Option(NamedTuple):
+class Option(NamedTuple):
     """A field of a dataclass of options, and its resolved type."""
 
     field: Field[Any]
@@ -42,7 +42,7 @@ class ConfigParser(Parser):
 
     def __init__(self, *, options: Iterable[type], **kwargs: Any):
         super().__init__(**kwargs)
-        self._options = _options_by_name(options)
+        self._options = options_by_name(options)
         self._config: dict[str, Any] = {}
         self.add_argument(
             "--config",
@@ -82,28 +82,16 @@ class _ReadConfig(argparse.Action):
         parser.load_config(values)
 
 
-def read_config_file(path: str | Path, options: Iterable[type]) -> dict[str, Any]:
-    """Read options by field name from a JSON file.
-
-    Args:
-        path: File with one JSON object.
-        options: Dataclasses that the options belong to.
-
-    Raises:
-        ArgumentError: The file cannot be read, is not a JSON object, or holds a key or a value that is not an option's.
-    """
-    return _read(path, _options_by_name(options))
-
-
-def _options_by_name(options: Iterable[type]) -> dict[str, _Option]:
+def options_by_name(options: Iterable[type]) -> dict[str, Option]:
+    """Return the fields of dataclasses of options, with their resolved types, by name."""
     return {
-        field.name: _Option(field, get_type_hints(dataclass)[field.name])
+        field.name: Option(field, get_type_hints(dataclass)[field.name])
         for dataclass in options
         for field in fields(dataclass)
     }
 
 
-def _read(path: str | Path, known: dict[str, _Option]) -> dict[str, Any]:
+def _read(path: str | Path, known: dict[str, Option]) -> dict[str, Any]:
     """Read the options of a file, where `known` are those that the command takes."""
     config: dict[str, Any] = {}
     for key, value in _load_object(path).items():
@@ -149,7 +137,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _suggestion(name: str, known: dict[str, _Option]) -> str:
+def _suggestion(name: str, known: dict[str, Option]) -> str:
     """Return what to write in place of an unknown key, as the end of a message."""
     positive = name.removeprefix("no_")
     if name != positive and positive in known and known[positive].hint is bool:
@@ -158,9 +146,9 @@ def _suggestion(name: str, known: dict[str, _Option]) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
-def _typed(value: Any, option: _Option) -> Any:
+def _typed(value: Any, option: Option) -> Any:
     """Convert a JSON value to what its option holds. Raises `ValueError` where it is of another type."""
-    arms = _arms(option.hint)
+    arms = union_arms(option.hint)
     if option.field.metadata.get("required") and value in (None, []):
         raise ValueError
     if value is None and type(None) in arms:
@@ -181,7 +169,7 @@ def _typed_scalar(value: Any, arms: tuple[Any, ...]) -> Any:
     raise ValueError
 
 
-def _typed_tuple(value: Any, option: _Option) -> tuple[Any, ...]:
+def _typed_tuple(value: Any, option: Option) -> tuple[Any, ...]:
     """Convert the JSON value of an option that holds several elements to a tuple.
 
     If the option's flag takes all elements as one word, such as `--target-layers 8,16,24`, the value may also be that
@@ -209,23 +197,23 @@ def _typed_tuple(value: Any, option: _Option) -> tuple[Any, ...]:
     return tuple(read(",".join(_typed_scalar(item, (str,)) for item in value))) if value else ()
 
 
-def _expected(option: _Option) -> str:
+def _expected(option: Option) -> str:
     """Describe the values that an option takes, for a message."""
     choices = option.field.metadata.get("choices")
     if choices:
         return f"one of {', '.join(choices)}"
-    if any(get_origin(arm) is tuple for arm in _arms(option.hint)):
+    if any(get_origin(arm) is tuple for arm in union_arms(option.hint)):
         plural = {int: "whole numbers", float: "numbers"}.get(_element(option.hint), "texts")
         example = option.field.metadata.get("metavar") if option.field.metadata.get("type") else None
         return f"a list of {plural}" + (f", as for {flag(option.field.name)} {example}" if example else "")
-    return " or ".join(_EXPECTED[arm] for arm in _arms(option.hint) if arm in _EXPECTED)
+    return " or ".join(_EXPECTED[arm] for arm in union_arms(option.hint) if arm in _EXPECTED)
 
 
-def _arms(hint: Any) -> tuple[Any, ...]:
+def union_arms(hint: Any) -> tuple[Any, ...]:
     """Return the types of a union; of another type, that alone."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _element(hint: Any) -> Any:
     """Return the type of the elements of a tuple, also of an optional one."""
-    return next(get_args(arm)[0] for arm in _arms(hint) if get_origin(arm) is tuple)
+    return next(get_args(arm)[0] for arm in union_arms(hint) if get_origin(arm) is tuple)

@@ -1,13 +1,13 @@
 """Options of `redrafter serve`, and the configuration files that set them, also those of TensorRT-LLM's server."""
 
 import json
-import types
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_origin
 
+from redrafter.app.config_file import Option, options_by_name, union_arms
 from redrafter.app.flags import flag, names, option
 from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
@@ -169,7 +169,7 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
     Raises:
         ArgumentError: A file cannot be read, or a key is unknown or has a wrong value.
     """
-    known = {item.name: (item, get_type_hints(kind)[item.name]) for kind in options for item in fields(kind)}
+    known = options_by_name(options)
     values: dict[str, Any] = {}
     for file in files:
         for key, value in _entries(file):
@@ -186,7 +186,7 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
                     stacklevel=2,
                 )
             elif value is not None:
-                values[name] = _typed(file, key, value, *known[name])
+                values[name] = _typed(file, key, value, known[name])
     return values
 
 
@@ -217,18 +217,17 @@ def _json5(file: str, text: str) -> Any:
         raise ArgumentError(f"{file} is neither JSON nor JSON5: {error}") from error
 
 
-def _typed(file: str, key: str, value: Any, item: Field[Any], hint: Any) -> Any:
+def _typed(file: str, key: str, value: Any, item: Option) -> Any:
     """Return a value as the type of its option, or raise `ArgumentError`."""
-    arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    kinds = tuple(arm for arm in arms if arm in (bool, int, float, str))
+    kinds = tuple(arm for arm in union_arms(item.hint) if arm in (bool, int, float, str))
     fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if get_origin(hint) is tuple:
+    if get_origin(item.hint) is tuple:
         if isinstance(value, list) and all(isinstance(text, str) for text in value):
             return tuple(value)
         raise ArgumentError(f"{file}: {key} must be a list of texts, got {json.dumps(value)}")
-    choices = item.metadata.get("choices")
+    choices = item.field.metadata.get("choices")
     if not fits or (choices and value not in choices):
         wanted = f"one of {', '.join(choices)}" if choices else " or ".join(kind.__name__ for kind in kinds)
         raise ArgumentError(f"{file}: {key} must be {wanted}, got {json.dumps(value)}")
