@@ -124,8 +124,7 @@ class StandingBatch:
         before = self._allocations()
         for _ in range(ALLOCATION_STEPS):
             self.restore()
-            self.captured.replay()
-            self.captured.read()
+            self.captured.replay().read()
         return StepChecks(waited is None, waited, self._allocations() - before, ALLOCATION_STEPS)
 
     def _allocations(self) -> int:

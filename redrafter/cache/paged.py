@@ -12,6 +12,7 @@ from redrafter.attention.prompt_plan import PagedPrompt, Piece
 from redrafter.attention.tree_plan import Plan
 from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.dense import DenseCache, LayerShape, group_by_shape
+from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.tree.token_tree import Tree
@@ -144,7 +145,7 @@ def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device)
     """Return the blocks of several rows in one tensor `[B, M]` int32, padded with 0."""
     width = max(len(table.blocks) for table in block_tables)
     rows = [table.blocks + [0] * (width - len(table.blocks)) for table in block_tables]
-    return torch.tensor(rows, dtype=torch.int32).to(device)
+    return to_device(rows, device, torch.int32)
 
 
 def _free_memory(device: torch.device) -> int:

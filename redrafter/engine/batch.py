@@ -186,9 +186,9 @@ class PagedBatch:
         if target.needs_reread(longest):
             with torch.inference_mode():
                 target.reread(state.tokens, state.length, state.active, self.captured.cache)
-        self.captured.replay()
+        lines = self.captured.replay().read()
         report: list[list[int]] = [[] for _ in self.block_tables]
-        for row, line in zip(self._rows, self.captured.read(), strict=False):
+        for row, line in zip(self._rows, lines, strict=False):
             report[row] = line
         output = self.captured.output
         if self._lengths is not None:

@@ -23,7 +23,7 @@ from redrafter.target.adapters import active_adapters
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
 
-__all__ = ["CUDAGraphRunner", "CapturedStep", "bucket", "capture", "new_state", "prepare"]
+__all__ = ["CUDAGraphRunner", "CapturedStep", "PendingReport", "bucket", "capture", "new_state", "prepare"]
 
 _LOG = logging.getLogger(__name__)
 MAX_TEXT_TOKENS = 32768  # of a text, where nothing says how long texts become
@@ -57,6 +57,27 @@ def capture(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph
     return graph
 
 
+class PendingReport:
+    """Numbers that the device is still computing, on their way to the host."""
+
+    def __init__(self, numbers: Tensor):
+        """Launch the copy of `numbers`, a tensor of any shape."""
+        self._done: torch.cuda.Event | None = None
+        self._host = numbers
+        if numbers.is_cuda:
+            # Pinned memory of its own: later copies may arrive before this one is read.
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def read(self) -> list[Any]:
+        """Wait for the numbers, and return them as nested lists."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host.tolist()
+
+
 class CapturedStep:
     """A step over buffers that stay where they are: load them, replay, read the report.
 
@@ -67,9 +88,8 @@ class CapturedStep:
         cache: The target's keys and values, on a block table of its own.
         sampler: Buffers of how the rows draw.
         draft_cache: The draft model's keys and values on the same block table, or None.
-        output: What the last replay drew.
-        host: The report on the host, `[B, K+2]` int64.
-        done: Event behind the last replay on a GPU; None elsewhere.
+        output: What the last replay drew. The next replay overwrites it.
+        report: What `StepOutput.pack_for_host` says of it, `[B, K+2]` int64, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
     """
 
@@ -84,9 +104,6 @@ class CapturedStep:
     ):
         self.state, self.proposer, self.target, self.sampler = state, proposer, target, sampler
         self.cache, self.draft_cache = cache, draft_cache
-        on_gpu = target.device.type == "cuda"
-        self.host = torch.zeros(len(state.length), proposer.depth + 2, dtype=torch.long, pin_memory=on_gpu)
-        self.done = torch.cuda.Event() if on_gpu else None
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
@@ -94,22 +111,19 @@ class CapturedStep:
         state, self.output = step(self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache)
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
-        self.host.copy_(self.output.pack_for_host(), non_blocking=True)
+        self.report = self.output.pack_for_host()
 
-    def replay(self) -> None:
-        """Start one step, without waiting for it."""
+    def replay(self) -> PendingReport:
+        """Launch one step without waiting for it.
+
+        Returns:
+            For each row its tokens and, last, the accepted length.
+        """
         if self.graph is None:
             self.run()
         else:
             self.graph.replay()
-        if self.done is not None:
-            self.done.record()
-
-    def read(self) -> list[list[int]]:
-        """Wait for the step, and return for each row its tokens and, last, the accepted length."""
-        if self.done is not None:
-            self.done.synchronize()
-        return self.host.tolist()
+        return PendingReport(self.report)
 
     def load(self, state: State, table: Tensor, sampler: Sampler) -> None:
         """Copy a batch into the first rows of the buffers. The rows behind it stand still.
@@ -240,7 +254,7 @@ class CUDAGraphRunner:
 
     def capture(self, step: CapturedStep, pool: Any = None) -> None:
         """Capture a step where possible; elsewhere it runs as it is. The rows of its buffers must stand still."""
-        if not step.sampler.capturable or not self._capturable or step.done is None:
+        if not step.sampler.capturable or not self._capturable or self.target.device.type != "cuda":
             return
         try:
             step.graph = capture(step.run, pool)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from redrafter.cache.paged import PagedCache
+from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.engine.batch import overshoot
-from redrafter.engine.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket, new_state
+from redrafter.engine.cuda_graphs import CapturedStep, CUDAGraphRunner, PendingReport, bucket, new_state
 from redrafter.engine.engine import Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.grammar_masks import RowGrammars
@@ -44,6 +45,8 @@ class _Buffers:
 class RunningBatch:
     """The running batch. `sequences[i]` occupies row i; there are no gaps.
 
+    Nothing here waits for the device: rows are changed by work that is launched behind the steps before.
+
     Attributes:
         engine: Target and proposers.
         graphs: Captured steps and KV cache.
@@ -70,7 +73,9 @@ class RunningBatch:
             rows: engine.proposer_for(rows) if speculate else engine.plain for rows in sizes
         }
         self.depth = max(proposer.depth for proposer in self._proposers.values())
-        self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in self._proposers.values())
+        # A row that has ended takes part in one more step, where that is launched before the host knows.
+        self.overshoot = self.depth + 1
+        self.overshoot += max(overshoot(proposer) + proposer.scratch_slots for proposer in self._proposers.values())
         self.params = SamplingTensors(max(sizes), engine.target.vocab_size, engine.target.device)
         self.sequences: list[TokenSequence] = []
         self._positions = 0  # of a row's buffers
@@ -104,19 +109,21 @@ class RunningBatch:
         assert self._buffers is not None
         return self._buffers.block_tables
 
-    def add(self, sequence: TokenSequence, hidden: Tensor) -> None:
+    def add(self, sequence: TokenSequence, pending: Tensor | int, hidden: Tensor) -> None:
         """Add a row for a sequence whose committed tokens are in the cache.
 
         Args:
-            sequence: A sequence with blocks and a pending token.
+            sequence: A sequence with blocks.
+            pending: Its pending token, which the host may not know yet, `[]` int64.
             hidden: What the target gave where the pending token was drawn, `[F]`.
         """
         self._reserve(sequence.max_length + self.overshoot)
         sequence.row = row = len(self.sequences)
         self.sequences.append(sequence)
-        state = self.state
-        state.tokens[row, : len(sequence.tokens)] = torch.tensor(sequence.tokens, device=state.tokens.device)
-        state.length[row] = len(sequence.tokens) - 1
+        state, committed = self.state, sequence.prefill_length
+        state.tokens[row, :committed] = to_device(sequence.tokens[:committed], state.tokens.device)
+        state.tokens[row, committed] = pending
+        state.length[row] = committed
         state.hidden[row], state.active[row] = hidden, True
         self.params.write(row, sequence.params, len(sequence.prompt), sequence.max_length)
         self.block_tables[row] = 0
@@ -128,7 +135,7 @@ class RunningBatch:
         assert sequence.row is not None
         tables = self.block_tables
         blocks = sequence.block_table.blocks[: tables.shape[1]]
-        tables[sequence.row, : len(blocks)] = torch.tensor(blocks, dtype=tables.dtype, device=tables.device)
+        tables[sequence.row, : len(blocks)] = to_device(blocks, tables.device, tables.dtype)
 
     def remove(self, sequence: TokenSequence) -> None:
         """Remove a sequence, and move the last row into its place."""
@@ -147,11 +154,17 @@ class RunningBatch:
         tables[last] = 0
         sequence.row = None
 
-    def step(self) -> tuple[StepOutput, list[list[int]]]:
-        """Run one step of all rows, without drafts if no row takes any.
+    @property
+    def guided(self) -> bool:
+        """Whether a row follows a grammar, so that a step needs its text on the host."""
+        return any(sequence.guide is not None for sequence in self.sequences)
+
+    def step(self) -> tuple[StepOutput, PendingReport]:
+        """Launch one step of all rows, without drafts if no row takes any.
 
         Returns:
-            What was drawn, and its report on the host: the tokens of each row and, last, its number of accepted drafts.
+            What is drawn, until the next step overwrites it, and its report on the way to the host: the tokens of each
+            row and, last, its number of accepted drafts.
         """
         rows, drafting = bucket(len(self.sequences)), any(sequence.params.speculate for sequence in self.sequences)
         simple = all(sequence.params.simple for sequence in self.sequences)
@@ -160,8 +173,8 @@ class RunningBatch:
         if key not in self.captured_steps:
             self.captured_steps[key] = self._capture(*key)
         step = self.captured_steps[key]
-        step.replay()
-        return step.output, step.read()
+        report = step.replay()
+        return step.output, report
 
     def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
         """Return a sampler for sequences that have no rows yet, in their order."""
@@ -181,7 +194,7 @@ class RunningBatch:
         rejection_sampling = drafting and self.engine.rejection_sampling
         sampler = self.params.sampler(rows, simple, self._grammars if guided else None, keep_scores=rejection_sampling)
         step = self.graphs.step_over(state, proposer, cache, sampler)
-        if step.done is not None:
+        if self.engine.target.device.type == "cuda":
             active = state.active.clone()
             state.active.zero_()  # the run that is captured must change nothing
             self.graphs.capture(step)
@@ -202,5 +215,7 @@ class RunningBatch:
             larger.block_tables[:, : old.block_tables.shape[1]] = old.block_tables
             # All else of a state has the same shape for sequences of any length.
             larger = replace(larger, state=replace(old.state, tokens=larger.state.tokens))
+            if target.device.type == "cuda":
+                torch.cuda.synchronize(target.device)  # a step may still run in the buffers that are given up
         self._buffers = larger
         self.captured_steps.clear()

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from redrafter.cache.to_device import to_device
 from redrafter.sampling.grammar_masks import RowGrammars
 from redrafter.sampling.processors import (
     Processor,
@@ -78,8 +79,8 @@ class SamplingTensors:
             bias[row], stops[row] = 0.0, False
             if params.logit_bias:
                 tokens, values = zip(*params.logit_bias.items(), strict=True)
-                bias[row, list(tokens)] = torch.tensor(values, dtype=bias.dtype, device=bias.device)
-            stops[row, sorted(params.stop_token_ids)] = True
+                bias[row, to_device(tokens, bias.device)] = to_device(values, bias.device, bias.dtype)
+            stops[row, to_device(sorted(params.stop_token_ids), stops.device, torch.long)] = True
 
     def move(self, source: int, to: int) -> None:
         """Copy the parameters of one row to another."""

@@ -8,6 +8,10 @@ seed and position.
 Which sequence is admitted next is decided by client (`waiting_queue`), how much of the prompts a round reads by the
 time that earlier chunks took (`prefill_budget`). Where every place is taken, a client without any is given the place of
 another client's newest sequence, which goes on later with the same tokens. No round looks at every waiting sequence.
+
+On a GPU the host is one step behind: a step is launched before the tokens of the one before it are read, so that the
+GPU never waits for Python. A sequence that turns out to have ended takes part in one more step, whose tokens nobody
+reads. What is launched later runs later, so its row and its blocks can be given away at once.
 """
 
 import logging
@@ -18,13 +22,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from redrafter.engine.cuda_graphs import CUDAGraphRunner
+from redrafter.engine.cuda_graphs import CUDAGraphRunner, PendingReport
 from redrafter.engine.engine import Engine
 from redrafter.engine.outputs import Stats
 from redrafter.errors import CacheFullError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.launched import LaunchedPrefill, LaunchedStep, Timer
 from redrafter.scheduler.limits import Limits, check_sequences
 from redrafter.scheduler.prefill import PrefilledRows, Prefiller
+from redrafter.scheduler.prefill_budget import padded_tokens
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.scheduler.sequence_blocks import SequenceBlocks
@@ -52,6 +58,8 @@ class Scheduler:
         batch: The rows that step.
         prefiller: Reads the prompts of admitted sequences.
         longest: Most tokens of a sequence, prompt included.
+        overlap: Whether a step is launched before the one before it is read. It gains nothing where a device computes
+            at once what is launched, as a CPU does.
         preempted: Number of sequences put back into the queue so far.
     """
 
@@ -85,6 +93,8 @@ class Scheduler:
             (graphs.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot,
         ]
         self.longest = min(bound for bound in bounds if bound is not None)
+        self.overlap = engine.target.device.type == "cuda"
+        self._launched: deque[LaunchedStep | LaunchedPrefill] = deque()  # not read yet, in their order
         self._lock = threading.Lock()  # of the queue and of the cancelled sequences
         self._queue = WaitingQueue()
         self._cancelled: deque[TokenSequence] = deque()  # not ended yet; those with a place come first
@@ -94,7 +104,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether a round would have nothing to do."""
-        return not self._queue and not self._cancelled and not self._prefilling and not self.batch.sequences
+        return not (self._queue or self._cancelled or self._prefilling or self.batch.sequences or self._launched)
 
     @property
     def waiting(self) -> int:
@@ -167,7 +177,7 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> None:
         """Run the second half of a round: one step of all rows."""
-        self._run(self._grow_block_tables, self._step)
+        self._run(self._grow_block_tables, self._step, self._finish_older)
 
     def _run(self, *phases: Callable[[], None]) -> None:
         """Run phases of a round in their order. If one raises an exception, end all running sequences with that error.
@@ -183,6 +193,7 @@ class Scheduler:
                 phase()
         except Exception as error:
             _LOG.exception("a round failed: %d requests are given up", self.running)
+            self._launched.clear()
             for sequence in self._placed:
                 self._end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
 
@@ -259,6 +270,7 @@ class Scheduler:
         """
         if self.limits.guaranteed_no_evict:
             return False
+        self._finish_all()
         candidates = [
             (sequence, sequence.block_table)
             for sequence in self._placed
@@ -284,62 +296,118 @@ class Scheduler:
             self._queue.put_back(sequence)
 
     def _prefill(self) -> None:
-        """Read on in the prompts, and start to decode those that are complete."""
+        """Launch forwards that read on in the prompts, and let those that are complete take part in the next step."""
+        if not self._prefilling:
+            return
         step_tokens = len(self.batch.sequences) * self.batch.nodes
-        for rows in self.prefiller.forwards(tuple(self._prefilling), step_tokens):
+        for chunks in self.prefiller.choose(tuple(self._prefilling), step_tokens):
+            timer = Timer(self.engine.target.device)
+            rows = self.prefiller.forward(chunks)
             for sequence in rows.sequences:
                 self._blocks.publish(sequence, sequence.prefill_length)
-            self._start_decoding(rows)
+            launched = self._start_decoding(rows, padded_tokens(chunks, self.prefiller.padded), timer)
+            timer.stop()
+            self._launch(launched)
 
-    def _start_decoding(self, rows: PrefilledRows) -> None:
+    def _start_decoding(self, rows: PrefilledRows, size: int, timer: Timer) -> LaunchedPrefill:
         """Draw the first tokens of prompts that are complete, and add their rows to the running batch.
 
         A preempted sequence has its pending token already, and where no token is to follow, none is drawn.
+
+        Args:
+            rows: The prompts.
+            size: Tokens of the forward that read them.
+            timer: Measures it.
         """
         for sequence in rows.sequences:
             if not sequence.max_new_tokens:
                 self._end(sequence, SequenceDelta((), finish="length"))
-        new = [row for row, sequence in enumerate(rows.sequences) if not sequence.written and not sequence.ended]
-        if new:
-            sequences = [rows.sequences[row] for row in new]
-            sampler = self.batch.sampler_of(sequences)
-            state, drawn = draw_first_tokens(
-                rows.tokens[new], rows.lengths[new], rows.logits[new], rows.hidden[new], rows.window, sampler
-            )
-            for row, (sequence, token) in enumerate(zip(sequences, state.pending[:, 0].tolist(), strict=True)):
-                self._append(sequence, [token], 0, None if sequence.params.logprobs is None else drawn.logits[row])
+        rows = rows.at([row for row, sequence in enumerate(rows.sequences) if not sequence.ended])
+        new = [row for row, sequence in enumerate(rows.sequences) if not sequence.written]
+        first, launched = self._draw_first_tokens(rows.at(new), size, timer)
         for row, sequence in enumerate(rows.sequences):
-            if not sequence.ended:
-                self.batch.add(sequence, rows.hidden[row])
-                del self._prefilling[sequence]
+            pending = sequence.tokens[-1] if sequence.written else first[new.index(row)]
+            self.batch.add(sequence, pending, rows.hidden[row])
+            del self._prefilling[sequence]
+        return launched
+
+    def _draw_first_tokens(self, rows: PrefilledRows, size: int, timer: Timer) -> tuple[Tensor, LaunchedPrefill]:
+        """Launch the draws of the tokens that follow prompts. Returns them too, `[B]` int64."""
+        if not rows.sequences:
+            return rows.lengths, LaunchedPrefill((), None, {}, size, timer)
+        sampler = self.batch.sampler_of(rows.sequences)
+        _, output = draw_first_tokens(rows.tokens, rows.lengths, rows.logits, rows.hidden, rows.window, sampler)
+        first = output.tokens[:, 0]
+        logits = {
+            row: output.logits[row]
+            for row, sequence in enumerate(rows.sequences)
+            if sequence.params.logprobs is not None
+        }
+        return first, LaunchedPrefill(rows.sequences, PendingReport(output.pack_for_host()), logits, size, timer)
 
     def _grow_block_tables(self) -> None:
         """Give each row blocks for its next step, and preempt the newest sequences where there are too few."""
         for sequence in tuple(self.batch.sequences):
-            slots = min(len(sequence.tokens), sequence.max_length) + self.batch.overshoot
-            while sequence.block_table is not None:  # until it is preempted itself
+            while sequence.block_table is not None:  # until it ends or is preempted itself
+                longest = len(sequence.tokens) + sequence.launched * (self.batch.depth + 1)
+                slots = min(longest, sequence.max_length) + self.batch.overshoot
                 try:
                     if self._blocks.grow(sequence, slots):
                         self.batch.update_block_table(sequence)
                     break
                 except CacheFullError as error:
-                    if self.running == 1:
+                    if self._launched:
+                        self._finish_all()  # a sequence may have ended
+                    elif self.running == 1:
                         self._end(sequence, SequenceDelta((), finish="error", error=error))
                     else:
                         self._preempt(self._newest(self._placed))
 
     def _step(self) -> None:
+        """Launch a step of all rows, unless what is launched already ends them all."""
+        if self.batch.guided:
+            self._finish_all()  # the host masks what their grammars forbid, so it must know their texts
+        if all(sequence.written + sequence.launched >= sequence.max_new_tokens for sequence in self.batch.sequences):
+            self._finish_all()  # each forward that was launched adds a token at least
         if not self.batch.sequences:
             return
-        drawn, report = self.batch.step()
+        output, report = self.batch.step()
         sequences = tuple(self.batch.sequences)
-        logits = {}  # [accepted + 1, V] of each row whose log-probabilities are wanted
-        for row, (sequence, (*_, accepted)) in enumerate(zip(sequences, report, strict=False)):
-            if sequence.params.logprobs is not None:
-                logits[row] = drawn.logits[row, drawn.path.nodes[row, : accepted + 1]]
-        for row, (sequence, (*tokens, accepted)) in enumerate(zip(sequences, report, strict=False)):
-            drafted = drawn.drafted if sequence.params.speculate else 0
-            self._append(sequence, tokens[: accepted + 1], accepted, logits.get(row), drafted)
+        logits = {
+            row: output.logits[row].index_select(0, output.path.nodes[row])
+            for row, sequence in enumerate(sequences)
+            if sequence.params.logprobs is not None
+        }
+        self._launch(LaunchedStep(sequences, report, logits, output.drafted))
+
+    def _launch(self, forward: LaunchedStep | LaunchedPrefill) -> None:
+        """Take note of a forward that was launched. Where nothing overlaps, it is finished at once."""
+        self._launched.append(forward)
+        for sequence in forward.sequences:
+            sequence.launched += 1
+        if not self.overlap:
+            self._finish_all()
+
+    def _finish_older(self) -> None:
+        """Report the tokens of all forwards but the newest, which the device may go on with meanwhile."""
+        while len(self._launched) > 1 or (self._launched and not self.batch.sequences):
+            self._finish(self._launched.popleft())
+
+    def _finish_all(self) -> None:
+        """Report the tokens of all forwards that were launched."""
+        while self._launched:
+            self._finish(self._launched.popleft())
+
+    def _finish(self, forward: LaunchedStep | LaunchedPrefill) -> None:
+        """Wait for a forward, and report its tokens to the sequences that have not ended meanwhile."""
+        for row, (sequence, (*tokens, accepted)) in enumerate(zip(forward.sequences, forward.read(), strict=True)):
+            sequence.launched -= 1
+            if not sequence.ended:
+                logits = forward.logits[row][: accepted + 1] if row in forward.logits else None
+                drafted = forward.drafted if sequence.params.speculate else 0
+                self._append(sequence, tokens[: accepted + 1], accepted, logits, drafted)
+        if isinstance(forward, LaunchedPrefill):
+            self.prefiller.pace.measure(forward.size, forward.timer.seconds)
 
     def _append(
         self, sequence: TokenSequence, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int = 0

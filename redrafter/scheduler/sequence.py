@@ -114,6 +114,7 @@ class TokenSequence:
         arrival: Number of its arrival, from 1; 0 before it is submitted.
         admitted_round: Round in which it was last given a place; None if it never was.
         row: Its row of the running batch; None while it has none.
+        launched: Forwards that were launched and draw tokens of it which the host has not read.
         cancelled: Whether it shall end before its next step.
         ended: Whether its last delta was reported.
         stats: Counts of the steps that verified drafts.
@@ -136,6 +137,7 @@ class TokenSequence:
     arrival: int = 0
     admitted_round: int | None = None
     row: int | None = None
+    launched: int = 0
     cancelled: bool = False
     ended: bool = False
     stats: Stats = field(default_factory=Stats)

@@ -45,10 +45,14 @@ def make_sequence(prompt: list[int], max_new_tokens: int, params: SamplingParams
     return TokenSequence(prompt, max_new_tokens, params, Sink())
 
 
-def scheduler(engine: Engine, blocks: int = 200, speculate: bool = True, **limits: object) -> Scheduler:
+def scheduler(
+    engine: Engine, blocks: int = 200, speculate: bool = True, overlap: bool = True, **limits: object
+) -> Scheduler:
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
     graphs = CUDAGraphRunner(engine.target, *(KVCachePool(model.paged_shapes, blocks) for model in models))
-    return Scheduler(engine, graphs, Limits(**limits), speculate)
+    served = Scheduler(engine, graphs, Limits(**limits), speculate)
+    served.overlap = overlap
+    return served
 
 
 def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
