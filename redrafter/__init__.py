@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from redrafter.drafting.drafter_config import DrafterConfig
     from redrafter.engine.draft_target import DraftTarget
     from redrafter.engine.engine import Engine
-    from redrafter.engine.outputs import GenerateOutput, GenerateStats, Stats
+    from redrafter.engine.outputs import GenerateOutput, GenerateStats
     from redrafter.engine.prompt_lookup import PromptLookup
     from redrafter.engine.recurrent import ReDrafter
     from redrafter.engine.streaming import StepStreamer
     from redrafter.grammar.grammar import Grammar
+    from redrafter.scheduler.stats import Stats
 
 __all__ = [
     "ArgumentError",
@@ -72,7 +73,7 @@ _MODULES = {
     "PromptLookup": "engine.prompt_lookup",
     "ReDrafter": "engine.recurrent",
     "RecurrentDrafter": "drafting.drafter",
-    "Stats": "engine.outputs",
+    "Stats": "scheduler.stats",
     "StepStreamer": "engine.streaming",
     "boxed_pair": "checkpoints.merged",
 }

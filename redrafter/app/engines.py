@@ -153,7 +153,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
         options: How to load the target and the drafter.
         draft: The draft model or the prompt lookup, for the methods that use them.
     """
-    use = {item.name: getattr(options, item.name) for item in fields(EngineOptions)}
+    use = {item.name: getattr(options, item.name) for item in fields(EngineOptions) if hasattr(options, item.name)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"] = options.device
     if method == PLAIN:

@@ -11,15 +11,18 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from redrafter.drafting.proposer import Proposer
-from redrafter.engine.batch import Batch, DenseBatch, PagedBatch
-from redrafter.engine.cuda_graphs import capture
+from redrafter.engine.call import Row, queued
+from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request, read_request
 from redrafter.errors import first_line
 from redrafter.measure.stopwatch import median_ms
 from redrafter.measure.workload import Workload
+from redrafter.scheduler.cuda_graphs import capture
+from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["StandingBatch", "StepChecks", "long_texts", "open_standing_batch"]
+__all__ = ["OneProposer", "StandingBatch", "StepChecks", "long_texts", "open_standing_batch"]
 
 ALLOCATION_STEPS = 20  # steps that allocations are counted over
 
@@ -41,45 +44,64 @@ class StepChecks:
     steps: int
 
 
-class StandingBatch:
-    """An open batch past its prefill, whose state is put back after each step.
+@dataclass(frozen=True)
+class OneProposer:
+    """The models of an engine with one proposer for any number of rows, as a scheduler takes them.
 
     Attributes:
-        batch: The open batch.
+        target: The model that verifies.
+        draft_model: The model that drafts, or None.
+        plain: The proposer that drafts nothing.
+        proposer: The proposer.
+        rejection_sampling: Whether sampled drafts are kept by rejection sampling.
+    """
+
+    target: Target
+    draft_model: Target | None
+    plain: Proposer
+    proposer: Proposer
+    rejection_sampling: bool = False
+
+    @classmethod
+    def of(cls, engine: Engine, proposer: Proposer) -> "OneProposer":
+        """Return the models of an engine with this proposer alone."""
+        return cls(engine.target, proposer.model, engine.plain, proposer, engine.rejection_sampling)
+
+    def proposer_for(self, rows: int) -> Proposer:
+        """Return the proposer."""
+        return self.proposer
+
+
+class StandingBatch:
+    """A running batch past its prefill, whose state is put back after each step.
+
+    Attributes:
+        batch: The running batch.
         device: The target's device.
         longest: Committed tokens of the longest row.
         tokens: Committed tokens of all rows.
-        captured: The captured step; None where steps are not captured.
+        captured: The step.
         state: State of the rows before the step.
         cache: Cache of the target's keys and values.
         sampler: Sampler of the rows.
     """
 
-    def __init__(self, batch: Batch, device: torch.device, lengths: Sequence[int]):
-        """Hold `batch`, whose rows have `lengths` committed tokens, where it is."""
+    def __init__(self, batch: RunningBatch, device: torch.device):
+        """Hold the rows of `batch` where they are."""
+        lengths = [len(sequence.tokens) - 1 for sequence in batch.rows]
         self.batch, self.device, self.longest, self.tokens = batch, device, max(lengths), sum(lengths)
-        self.captured = batch.captured if isinstance(batch, PagedBatch) else None
-        if self.captured is not None:
-            self.state, self.cache, self.sampler = self.captured.state, self.captured.cache, self.captured.sampler
-        else:
-            assert isinstance(batch, DenseBatch)
-            self.state, self.cache, self.sampler = batch.state, batch.cache, batch.request.sampler
+        self.captured = batch.prepare_step()
+        self.state, self.cache, self.sampler = self.captured.state, self.captured.cache, self.captured.sampler
         self._length, self._hidden = self.state.length.clone(), self.state.hidden.clone()
 
     def restore(self) -> None:
         """Put the state back to where it was before any step. What steps wrote past that point is overwritten later."""
-        if isinstance(self.batch, DenseBatch):
-            self.batch.state = self.state
-        else:
-            self.state.length.copy_(self._length)
-            self.state.hidden.copy_(self._hidden)
+        self.state.length.copy_(self._length)
+        self.state.hidden.copy_(self._hidden)
 
     def step(self) -> None:
-        """Take one step as a request does, up to where its result is read."""
-        if self.captured is not None:
-            self.captured.replay()
-        else:
-            self.batch.step(self.longest)
+        """Launch one step as a request does."""
+        self.captured.replay()
 
     def step_ms(self) -> float:
         """Return the median time of the step in milliseconds."""
@@ -90,7 +112,7 @@ class StandingBatch:
     def part_ms(self, part: Callable[[], Any]) -> float:
         """Return the median time of `part`, which must change no state, in milliseconds; captured where the step is."""
         run = part
-        if self.captured is not None and self.captured.graph is not None:
+        if self.captured.graph is not None:
             run = capture(part).replay
         return median_ms(run, self.device)
 
@@ -106,9 +128,9 @@ class StandingBatch:
         allocations of GPU memory.
 
         Returns:
-            What was found; None where steps are not captured (`captured` is None).
+            What was found; None where there is no GPU.
         """
-        if self.captured is None:
+        if self.device.type != "cuda":
             return None
         self.restore()
         torch.cuda.synchronize(self.device)
@@ -144,18 +166,16 @@ def open_standing_batch(
         advance: New tokens that some row has when the batch stands still; 0 for none beyond the prefill's.
     """
     work.engine.forget_prefixes()
-    batch = work.engine.open_batch(_request(work, texts, proposer), proposer)
-    try:
-        batch.prefill()
-        lengths, written = [len(text) for text in texts], [1] * len(texts)
-        while max(written) < advance:
-            _, report = batch.step(max(n + new - 1 for n, new in zip(lengths, written, strict=True)))
-            written = [new + row[-1] + 1 for new, row in zip(written, report, strict=True)]
-        lengths = [n + new - 1 for n, new in zip(lengths, written, strict=True)]
-        yield StandingBatch(batch, work.device, lengths)
-    finally:
-        batch.close([[] for _ in texts])
-        work.engine.forget_prefixes()
+    request = _request(work, texts, proposer)
+    with work.engine.scheduler_for(request, models=OneProposer.of(work.engine, proposer)) as scheduler:
+        rows = [Row(index, request, list(text), proposer.depth, None) for index, text in enumerate(texts)]
+        scheduler.overlap = False
+        with queued(scheduler, rows):
+            scheduler.read()
+            while max(len(row.text) for row in rows) < advance:
+                scheduler.step()
+            yield StandingBatch(scheduler.batch, work.device)
+    work.engine.forget_prefixes()
 
 
 def _request(work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer) -> Request:

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from redrafter.bench.standing_batch import OneProposer
 from redrafter.bench.tree_choice import Timing
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.engine.call import Row, queued
 from redrafter.engine.decoding import decode
 from redrafter.engine.outputs import GenerateOutput
 from redrafter.engine.recurrent import ReDrafter
@@ -177,7 +179,8 @@ class Tuner:
         prompts = self.prompts[:MAX_WRITING_PROMPTS]
         for start in range(0, len(prompts), self._rows):
             request = self.request(prompts[start : start + self._rows], self.max_new_tokens, ends)
-            out = decode(self.engine.open_batch(request, proposer), request, request.prompts, None)
+            with self.engine.scheduler_for(request, models=OneProposer.of(self.engine, proposer)) as scheduler:
+                out = decode(scheduler, request, request.prompts, None)
             assert isinstance(out, GenerateOutput)
             assert out.stats is not None
             emitted, steps = emitted + out.stats.emitted, steps + out.stats.steps
@@ -192,19 +195,19 @@ class Tuner:
         """
         rows = [self.prompts[row % len(self.prompts)] for row in range(size)]
         request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1, frozenset())
-        batch = self.engine.open_batch(request, proposer)
-        committed, times = list(request.lengths), []
-        try:
-            batch.prefill()
-            for _ in range(WARM_UP_STEPS + TIMED_STEPS):
-                if any(n + proposer.depth >= limit for n, limit in zip(committed, request.limits, strict=True)):
-                    break  # a context of few tokens
-                with Stopwatch(self.engine.target.device) as watch:
-                    _, report = batch.step(max(committed))
-                times.append(watch.seconds)
-                committed = [n + row[-1] + 1 for n, row in zip(committed, report, strict=True)]
-        finally:
-            batch.close([[]] * size)
+        times: list[float] = []
+        with self.engine.scheduler_for(request, models=OneProposer.of(self.engine, proposer)) as scheduler:
+            texts = [Row(index, request, list(prompt), proposer.depth, None) for index, prompt in enumerate(rows)]
+            scheduler.overlap = False
+            with queued(scheduler, texts):
+                scheduler.read()
+                if scheduler.waiting:
+                    raise CacheFullError(f"there is no memory for {size} rows at once")
+                # All rows take part in all steps: a context of few tokens has room for fewer.
+                while len(times) < WARM_UP_STEPS + TIMED_STEPS and not any(text.sequence.ended for text in texts):
+                    with Stopwatch(self.engine.target.device) as watch:
+                        scheduler.step()
+                    times.append(watch.seconds)
         if not times:
             raise ArgumentError(
                 f"the context of {self._longest} tokens has no room for a tree of depth {proposer.depth}"

@@ -74,9 +74,10 @@ class _Pool:
         self.data = rearrange(grown, "g b s h d -> g (b s) h d")
         self.slots = self.data.unbind(0)  # G tensors `[B * S, heads, dim]`, to write to
 
-    def set_window(self, rows: int, window: int) -> None:
-        """Let attention read the first `window` slots of each row."""
-        self.visible = rearrange(self.data, "g (b s) h d -> g b h s d", b=rows).narrow(3, 0, window).unbind(0)
+    def set_window(self, all_rows: int, rows: int, window: int) -> None:
+        """Let attention read the first `window` slots of each of the first `rows` rows."""
+        whole = rearrange(self.data, "g (b s) h d -> g b h s d", b=all_rows)
+        self.visible = whole[:, :rows, :, :window].unbind(0)
 
 
 class _Layer(CacheLayerMixin):
@@ -165,7 +166,7 @@ class DenseCache(Cache):
     Row b's n_b committed tokens are in slots 0 to n_b - 1; node i of a tree goes to slot n_b + i.
 
     Attributes:
-        rows: B, rows of the batch.
+        rows: B, rows that take part in forwards: all, or the first ones (`use_rows`).
         window: Slots per row that attention reads; a number on the host, at least every row's length plus the tree.
         committed: The length that the model is told, for masks of its own making. 0, because lengths differ and
             positions and masks are passed to the model; after `reserve_one_token`, the number of committed tokens.
@@ -195,7 +196,37 @@ class DenseCache(Cache):
             ]
         )
         self.rows, self.window, self.committed, self._capacity = rows, 0, 0, 0
-        self._shapes = shapes
+        self._shapes, self._all_rows = shapes, rows
+
+    def use_rows(self, rows: int) -> None:
+        """Let only the first `rows` rows take part in forwards, until the next call. The others keep what they hold."""
+        assert rows <= self._all_rows, "more rows than there are"
+        if rows != self.rows:
+            self.rows, window, self.window = rows, self.window, 0
+            self._set_window(window)
+
+    def move_row(self, source: int, to: int) -> None:
+        """Copy the keys and values of one row over those of another."""
+        for pool in self.pools:
+            data = self.by_row(pool)
+            data[:, to] = data[:, source]
+
+    def write_rows(self, first: int, part: "DenseCache", rows: Sequence[int]) -> None:
+        """Copy rows of another cache of the same model over those from row `first` on.
+
+        Args:
+            first: The first row that is written.
+            part: The other cache, with no more slots in use than this one provides.
+            rows: Rows of `part`.
+        """
+        slots = min(part.window, self.window)
+        for pool, part_pool in zip(self.pools, part.pools, strict=True):
+            part_data = part.by_row(part_pool)[:, list(rows), :slots]
+            self.by_row(pool)[:, first : first + len(rows), :slots] = part_data
+
+    def by_row(self, pool: _Pool) -> Tensor:
+        """Return a view of a pool as `[G, B, S, heads, dim]`, of all rows."""
+        return rearrange(pool.data, "g (b s) h d -> g b s h d", b=self._all_rows)
 
     def reserve(self, slots: int) -> None:
         """Provide `slots` slots per row and let attention read that many.
@@ -220,12 +251,12 @@ class DenseCache(Cache):
         if window > self._capacity:
             capacity = -(-max(window, 2 * self._capacity) // WINDOW_STEP_SLOTS) * WINDOW_STEP_SLOTS
             for pool in self.pools:
-                pool.grow(self.rows, self._capacity, capacity)
+                pool.grow(self._all_rows, self._capacity, capacity)
             self._capacity, self.window = capacity, 0
         if window != self.window:
             self.window = window
             for pool in self.pools:
-                pool.set_window(self.rows, window)
+                pool.set_window(self._all_rows, self.rows, window)
 
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["DenseCache"]:
@@ -239,9 +270,8 @@ class DenseCache(Cache):
         part.reserve(slots)
         yield part
         for pool, part_pool in zip(self.pools, part.pools, strict=True):
-            data = rearrange(pool.data, "g (b s) h d -> g b s h d", b=self.rows)
-            part_data = rearrange(part_pool.data, "g (b s) h d -> g b s h d", b=part.rows)
-            data[:, rows.to(data.device), :slots] = part_data[:, :, :slots]
+            data = self.by_row(pool)
+            data[:, rows.to(data.device), :slots] = part.by_row(part_pool)[:, :, :slots]
 
     def write_after(self, length: Tensor, nodes: int) -> None:
         """Let the next forward store its `nodes` nodes after each row's committed tokens, `length` `[B]`."""

@@ -10,9 +10,10 @@ from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.program import print_message
 from redrafter.cli.printer import Printer, use_color
-from redrafter.engine.outputs import GenerateStats, Stats
+from redrafter.engine.outputs import GenerateStats
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.run import Run
+from redrafter.scheduler.stats import Stats
 
 __all__ = ["History", "run"]
 

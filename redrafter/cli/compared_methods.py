@@ -23,9 +23,10 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.checkpoints.merged import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.cli.differences import Difference, find_differences
-from redrafter.engine.outputs import GenerateStats, Stats
+from redrafter.engine.outputs import GenerateStats
 from redrafter.measure.run import Run
 from redrafter.measure.stopwatch import Stopwatch
+from redrafter.scheduler.stats import Stats
 
 __all__ = ["ASSISTED", "AssistedMethod", "Method", "MethodResult", "load_pairs", "measure_result"]
 

@@ -14,12 +14,12 @@ from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.cli.printer import Printer, use_color
-from redrafter.engine.outputs import Stats
 from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.divergence import first_difference
 from redrafter.measure.facts import versions
 from redrafter.measure.run import Run
+from redrafter.scheduler.stats import Stats
 
 __all__ = ["run"]
 

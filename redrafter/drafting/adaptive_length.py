@@ -29,31 +29,25 @@ class AdaptiveDraftLength:
         """
         self._proposers, self._cost = proposers, cost
         self._accepted, self._judged = [PRIOR_ACCEPTED] * rows, [PRIOR_JUDGED] * rows
-        self._active = [True] * rows
 
-    def set_active(self, active: Sequence[bool]) -> None:
-        """Count only the rows marked in `active` from now on."""
-        self._active = list(active)
-
-    def next_proposer(self, levels: int, report: Sequence[Sequence[int]]) -> Proposer:
-        """Update the estimates with the last step, and return the proposer of the next one.
+    def observe(self, row: int, accepted: int, levels: int) -> None:
+        """Update the estimate of a row with a step.
 
         A step judges a row's accepted drafts and the first rejected one; nothing is known of the drafts after it.
 
         Args:
-            levels: Levels of drafts in the last step's tree.
-            report: Per row, the step's tokens and then the number of accepted drafts, as `StepOutput.pack_for_host` has
-                them; empty for a row that the step did not hold.
+            row: Index of the row.
+            accepted: Number of drafts that were accepted.
+            levels: Levels of drafts in the step's tree.
         """
-        for row, numbers in enumerate(report):
-            if self._active[row] and numbers:
-                accepted = numbers[-1]
-                self._accepted[row] = DECAY_PER_STEP * self._accepted[row] + accepted
-                self._judged[row] = DECAY_PER_STEP * self._judged[row] + min(accepted + 1, levels)
-        return self._proposers[max(self._proposers, key=self._tokens_per_time)]
+        self._accepted[row] = DECAY_PER_STEP * self._accepted[row] + accepted
+        self._judged[row] = DECAY_PER_STEP * self._judged[row] + min(accepted + 1, levels)
 
-    def _tokens_per_time(self, length: int) -> float:
-        """Return the expected tokens of all rows in the time of a step without drafts."""
-        counts = zip(self._accepted, self._judged, self._active, strict=True)
-        chances = [accepted / judged for accepted, judged, active in counts if active]
+    def choose(self, rows: Sequence[int]) -> Proposer:
+        """Return the proposer for the next step of these rows."""
+        chances = [self._accepted[row] / self._judged[row] for row in rows]
+        return self._proposers[max(self._proposers, key=lambda length: self._tokens_per_time(length, chances))]
+
+    def _tokens_per_time(self, length: int, chances: Sequence[float]) -> float:
+        """Return the expected tokens of rows with these chances in the time of a step without drafts."""
         return sum(sum(chance**depth for depth in range(length + 1)) for chance in chances) / (1 + length * self._cost)

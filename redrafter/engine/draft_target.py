@@ -1,7 +1,6 @@
 """DraftTarget: a Hugging Face model with a smaller one that drafts for it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +11,8 @@ from redrafter.checkpoints.models import bind
 from redrafter.checkpoints.tokenizers import check_vocabularies
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
-from redrafter.drafting.proposer import Proposer
-from redrafter.engine.batch import Batch
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.target.adapters import base_of
 from redrafter.target.target import Target
@@ -115,6 +111,7 @@ class DraftTarget(Engine):
         kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
         max_input_len: int | None = EngineOptions.max_input_len,
         max_seq_len: int | None = EngineOptions.max_seq_len,
+        max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
         **model_kwargs: Any,
     ) -> "DraftTarget":
@@ -140,6 +137,7 @@ class DraftTarget(Engine):
             kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
             max_input_len: See `EngineOptions`.
             max_seq_len: See `EngineOptions`.
+            max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`, for the target.
 
@@ -149,7 +147,7 @@ class DraftTarget(Engine):
             UnsupportedError: When a model, or a combination of arguments, cannot be decoded here.
             ArgumentError: For an argument that is unknown or out of range.
         """
-        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
+        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile)
         check_vocabularies(model, draft_model, trust_remote_code)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
         target = bind(model, device=device, **load, **model_kwargs)
@@ -169,21 +167,12 @@ class DraftTarget(Engine):
             options=options,
         )
 
-    def open_batch(
-        self, request: Request, proposer: Proposer, proposer_for: Callable[[int], Proposer] | None = None
-    ) -> Batch:
-        """Open a batch with the rows of a request; see `Engine.open_batch`."""
-        if self.rejection_sampling:  # it looks at the whole distribution
-            request = replace(request, sampler=replace(request.sampler, keep_scores=True))
-        return super().open_batch(request, proposer, proposer_for)
-
-    def lengths_for(self, proposer: Proposer, request: Request) -> AdaptiveDraftLength | None:
-        """Return what sets the draft length of each step from the steps before it; None where it is fixed."""
-        if not self.adaptive or not isinstance(proposer, DraftModelProposer):
+    def lengths_for(self, rows: int) -> AdaptiveDraftLength | None:
+        """Return what chooses the draft length of each step of `rows` rows; None where it is fixed."""
+        if not self.adaptive:
             return None
-        rows = len(request.lengths)
         # Where drafts end in doubt too, only those that promise something are made, about every other one.
-        share = 1.0 if proposer.confidence is None else 0.5
+        share = 1.0 if self._by_length[self.draft_len].confidence is None else 0.5
         return AdaptiveDraftLength(self._by_length, rows, share * self._draft_cost + self._node_cost * (rows - 1))
 
     def _doubt(self, rows: int) -> float:

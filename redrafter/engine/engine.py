@@ -1,8 +1,11 @@
 """The engine: `generate` as Hugging Face users know it, over a target and a proposer."""
 
+import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +18,6 @@ from transformers.generation.streamers import BaseStreamer
 from redrafter.cache.block_manager import BlockManager
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
-from redrafter.engine.batch import Batch, DenseBatch, PagedBatch
 from redrafter.engine.call_arguments import (
     NEUTRAL,
     prompt_of,
@@ -23,8 +25,8 @@ from redrafter.engine.call_arguments import (
     with_stop_strings,
     without_neutral,
 )
-from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.engine.decoding import decode
+from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.model_inputs import without_empty_inputs
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.outputs import GenerateOutput
@@ -41,6 +43,10 @@ from redrafter.engine.request import (
 from redrafter.engine.streaming import ColumnStream, StepStreamer
 from redrafter.errors import ArgumentError
 from redrafter.sampling.grammar_masks import check_grammars
+from redrafter.scheduler.cuda_graphs import MOST_ROWS, CUDAGraphRunner
+from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.models import Models
+from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.mode_checks import check_autocast, check_eval
 from redrafter.target.support import Support
 from redrafter.target.target import Target
@@ -67,7 +73,8 @@ class Engine:
         options: Limits of memory and lengths.
         plain: The proposer that drafts nothing.
         draft_model: The model that drafts, or None.
-        graphs: The captured steps and their memory, once a batch was opened on a GPU; None before.
+        graphs: The paged memory, once a text was written on a GPU; None before.
+        batches: Running batches of earlier requests, with their captured steps.
         do_sample: Whether `generate` samples where neither a call nor a `generation_config` says; None for what the
             model's own says.
     """
@@ -76,9 +83,10 @@ class Engine:
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
-        self.plain = PlainProposer()
+        self.plain: Proposer = PlainProposer()
         self.draft_model = proposer.model
         self.graphs: CUDAGraphRunner | None = None
+        self.batches = IdleBatches()
         self.lender: Engine | None = None  # whose graphs are used, when not its own
         self._warned = False
         self._lock = threading.Lock()  # of two first requests at once, one makes the graphs of both
@@ -87,37 +95,64 @@ class Engine:
         """Return the proposer for a batch of `rows` rows."""
         return self.proposer
 
-    def open_batch(
-        self, request: Request, proposer: Proposer, proposer_for: Callable[[int], Proposer] | None = None
-    ) -> Batch:
-        """Open a batch with the rows of a request; the caller closes it.
+    def make_graphs(self, rows: int = MOST_ROWS) -> CUDAGraphRunner:
+        """Take memory for a paged cache and prepare the models' forwards.
 
         Args:
-            request: What is to be written.
-            proposer: What drafts first.
-            proposer_for: Gives what drafts once so few rows are left; None to keep the ended ones in the batch.
+            rows: Rows of the longest text that memory is taken for, at most.
         """
-        lengths = self.lengths_for(proposer, request)
-        reason = self.target.varlen.reason or (proposer.model and self.draft_varlen.reason)
-        if reason is None:
-            graphs = (self.lender or self).open_graphs()
-            # A captured step that belongs to one request alone is not worth capturing for every length.
-            return PagedBatch(graphs, proposer, request, proposer_for, lengths if proposer_for else None)
-        if self.target.device.type == "cuda" and not self._warned:
-            self._warned = True
-            warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
-        return DenseBatch(self.target, proposer, request, lengths)
+        return CUDAGraphRunner.on(
+            self.target,
+            self.draft_model if self.draft_varlen.ok else None,
+            memory_fraction=self.options.kv_cache_free_gpu_memory_fraction,
+            max_seq_len=self.options.max_seq_len,
+            rows=rows,
+            compile=self.options.compile,
+        )
 
     def open_graphs(self) -> CUDAGraphRunner:
         """Return `graphs`, made by the first call."""
         with self._lock:
             if self.graphs is None:
-                draft_model = self.draft_model if self.draft_varlen.ok else None
-                self.graphs = CUDAGraphRunner.on(self.target, self.options, draft_model)
+                self.graphs = self.make_graphs()
             return self.graphs
 
-    def lengths_for(self, proposer: Proposer, request: Request) -> AdaptiveDraftLength | None:
-        """Return what sets the draft length of each step from the steps before it; None for one length throughout."""
+    @contextmanager
+    def scheduler_for(
+        self, request: Request, speculate: bool = True, models: Models | None = None
+    ) -> Iterator[Scheduler]:
+        """Yield a scheduler without sequences for the rows of a request.
+
+        Its running batch, with the steps that were captured for it, is kept for later requests that differ in nothing
+        but numbers, unless an exception ends the context.
+
+        Args:
+            request: What is to be written.
+            speculate: Whether to draft.
+            models: What drafts; None for this engine.
+        """
+        drafting: Models = self if models is None else models
+        owner, draft_model = self.lender or self, drafting.draft_model if speculate else None
+        reason = self.target.varlen.reason or (draft_model and self.draft_varlen.reason)
+        if reason and self.target.device.type == "cuda" and not self._warned:
+            self._warned = True
+            warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
+        graphs = None if reason else owner.open_graphs()
+        sampler, rows = request.sampler, len(request.lengths)
+        if speculate and drafting.rejection_sampling:  # it looks at the whole distribution
+            sampler = replace(sampler, keep_scores=True)
+        if sampler.by_row:
+            rows = min(rows, self.options.max_batch_size)
+        batch = owner.batches.take(self.target, graphs, sampler, rows, draft_model, self.options.max_batch_size)
+        limits = Limits(rows, sys.maxsize, max_queue_size=0, guaranteed_no_evict=True, chunked=False)
+        scheduler = Scheduler(drafting, graphs, limits, speculate, batch)
+        batch.draft_lengths = self.lengths_for(len(request.lengths)) if speculate else None
+        batch.reserve(max(request.limits))
+        yield scheduler
+        owner.batches.keep(batch)
+
+    def lengths_for(self, rows: int) -> AdaptiveDraftLength | None:
+        """Return what chooses the draft length of each step of `rows` rows; None for one length throughout."""
         return None
 
     @property
@@ -137,8 +172,7 @@ class Engine:
 
     def drop_graphs(self) -> None:
         """Forget the captured steps and so free what they hold; the next batch captures again. No batch may be open."""
-        if self.graphs is not None:
-            self.graphs.drop_steps()
+        self.batches.drop()
 
     def forget_prefixes(self) -> None:
         """Read the next prompts from the first token on, as if never seen. No batch may be open."""
@@ -170,6 +204,7 @@ class Engine:
         streamer: Streamer | None = None,
         seed: Seed = None,
         speculate: bool = True,
+        progress: bool = False,
         return_dict_in_generate: bool | None = None,
         **generation_kwargs: Any,
     ) -> Tensor | GenerateOutput:
@@ -183,6 +218,7 @@ class Engine:
             seed: An int s gives s, s+1, ... to the output rows (after `num_return_sequences`), a list gives one to
                 each. A row with its seed draws the same tokens alone, in any batch, and with `speculate=False`.
             speculate: False for plain decoding in the same engine.
+            progress: Whether to show a bar of the texts that have ended.
             return_dict_in_generate: Whether to return a `GenerateOutput`; None for what the config says.
             generation_kwargs: Hugging Face's names, with its meanings (`use_cache` changes nothing: keys and values are
                 always kept). Besides, `temperature` may be a list with one value per output row; `frequency_penalty`,
@@ -221,7 +257,9 @@ class Engine:
         def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
             nonlocal prepared
             prepared = True
-            return self._decode(input_ids, **inputs, streamer=streamer, seed=seed, speculate=speculate)
+            return self._decode(
+                input_ids, **inputs, streamer=streamer, seed=seed, speculate=speculate, progress=progress
+            )
 
         try:
             return self.model.generate(
@@ -277,6 +315,7 @@ class Engine:
         streamer: Streamer | None,
         seed: Seed,
         speculate: bool,
+        progress: bool = False,
         temperature: Any = None,
         **inputs: Any,
     ) -> Tensor | GenerateOutput:
@@ -302,13 +341,9 @@ class Engine:
         if isinstance(streamer, BaseStreamer):
             stream = ColumnStream(streamer, len(input_ids), request.pad_token)
 
-        # 3. Decode. Rows that others leave go on in a smaller batch, unless something of theirs cannot be told apart:
-        # constants of the request, or scores that are recorded.
-        proposer_for = self.proposer_for if speculate else lambda rows: self.plain
-        divisible = request.sampler.by_row and not request.want_scores and not request.want_logits
-        proposer = proposer_for(len(request.lengths))
-        batch = self.open_batch(request, proposer, proposer_for if divisible else None)
-        output = decode(batch, request, input_ids, stream)
+        # 3. Decode.
+        with self.scheduler_for(request, speculate) as scheduler:
+            output = decode(scheduler, request, input_ids, stream, progress)
 
         # 4. Refuse texts that their grammars could not follow to the end.
         check_grammars(request.sampler.processors)

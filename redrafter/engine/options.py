@@ -4,9 +4,7 @@ from dataclasses import dataclass
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["MOST_ROWS", "EngineOptions"]
-
-MOST_ROWS = 64  # rows of the longest text that the paged cache has room for, where memory allows
+__all__ = ["EngineOptions"]
 
 
 @dataclass(frozen=True)
@@ -15,9 +13,10 @@ class EngineOptions:
 
     Attributes:
         kv_cache_free_gpu_memory_fraction: Share of the GPU memory free at the first request that keys and values may
-            take. No more is taken than `MOST_ROWS` rows of the longest text need.
+            take. No more is taken than 64 rows of the longest text need.
         max_input_len: Longest prompt in tokens; None for what the model's context allows.
         max_seq_len: Longest text in tokens, prompt included; None for what the model's context allows.
+        max_batch_size: Most texts that `generate` decodes side by side; more prompts wait for their turn.
         compile: Whether to compile the model for a GPU, once, in the first request; without it steps are captured all
             the same, and slower.
     """
@@ -25,6 +24,7 @@ class EngineOptions:
     kv_cache_free_gpu_memory_fraction: float = 0.9
     max_input_len: int | None = None
     max_seq_len: int | None = None
+    max_batch_size: int = 256
     compile: bool = True
 
     def __post_init__(self) -> None:
@@ -40,5 +40,7 @@ class EngineOptions:
                 isinstance(value, bool) or not isinstance(value, int) or not 2 <= value < 1 << 31
             ):
                 raise ArgumentError(f"{name} must be an integer of 2 or more, and below 2**31, got {value!r}")
+        if isinstance(self.max_batch_size, bool) or not isinstance(self.max_batch_size, int) or self.max_batch_size < 1:
+            raise ArgumentError(f"max_batch_size must be a positive integer, got {self.max_batch_size!r}")
         if not isinstance(self.compile, bool):
             raise ArgumentError(f"compile must be True or False, got {self.compile!r}")

@@ -38,6 +38,7 @@ class PromptLookup(Engine):
         kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
         max_input_len: int | None = EngineOptions.max_input_len,
         max_seq_len: int | None = EngineOptions.max_seq_len,
+        max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
         **model_kwargs: Any,
     ) -> "PromptLookup":
@@ -53,6 +54,7 @@ class PromptLookup(Engine):
             kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
             max_input_len: See `EngineOptions`.
             max_seq_len: See `EngineOptions`.
+            max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`.
 
@@ -61,7 +63,7 @@ class PromptLookup(Engine):
             UnsupportedError: When the model cannot be decoded here.
             ArgumentError: For an argument that is unknown or out of range.
         """
-        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
+        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile)
         proposer = PromptLookupProposer(ngram, draft_len)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
         return cls(bind(model, device=device, **load, **model_kwargs), proposer, options)

@@ -86,6 +86,7 @@ class ReDrafter(Engine):
         kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
         max_input_len: int | None = EngineOptions.max_input_len,
         max_seq_len: int | None = EngineOptions.max_seq_len,
+        max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
         **model_kwargs: Any,
     ) -> "ReDrafter":
@@ -107,6 +108,7 @@ class ReDrafter(Engine):
             kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
             max_input_len: See `EngineOptions`.
             max_seq_len: See `EngineOptions`.
+            max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`.
 
@@ -117,7 +119,7 @@ class ReDrafter(Engine):
             ArgumentError: For an argument that is unknown or out of range.
         """
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
-        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, compile)
+        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile)
         if isinstance(drafter, str | Path):
             check_drafter(drafter)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}

@@ -1,13 +1,13 @@
 """Where a row ends, decided on the host: it reads the tokens of a step anyway, and few rows end at any step."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
 
-__all__ = ["cut", "end_tokens", "first_stop"]
+__all__ = ["end_tokens", "first_stop"]
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
@@ -20,20 +20,6 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> 
     ends = model.generation_config.eos_token_id
     ids = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id if tokenizer else None}
     return sorted(end for end in ids if isinstance(end, int))
-
-
-def cut(new: Sequence[int], max_new_tokens: int, eos: Collection[int]) -> tuple[list[int], bool]:
-    """Return which of a step's tokens become output, and whether the row ends with the last of them.
-
-    Args:
-        new: Tokens of the step.
-        max_new_tokens: How many tokens the row may still gain, at least 1.
-        eos: Ids that end a row.
-    """
-    for index, token in enumerate(new):
-        if token in eos or index + 1 == max_new_tokens:
-            return list(new[: index + 1]), True
-    return list(new), False
 
 
 def first_stop(criterion: StoppingCriteria, text: Sequence[int], new: Sequence[int], pad: int) -> int | None:

@@ -19,10 +19,10 @@ import torch
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.engine.cuda_graphs import bucket
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
+from redrafter.scheduler.cuda_graphs import bucket
 from redrafter.target.target import Target
 
 __all__ = [

@@ -1,38 +1,58 @@
 """Forwards that are launched on the device, whose results the host has not read yet."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from redrafter.engine.cuda_graphs import PendingReport
-from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.cuda_graphs import PendingReport
+from redrafter.scheduler.sequence import NewTokens, TokenSequence
+from redrafter.step import StepOutput
 
 __all__ = ["LaunchedPrefill", "LaunchedStep", "Timer"]
 
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step of the running batch.
+    """A forward that draws tokens of sequences: a step, or the draws after prompts that were read.
 
     Attributes:
-        sequences: The sequence of each of its R rows.
-        report: For each row, and rows behind them, its tokens and, last, its number of accepted drafts.
-        logits: Logits along the accepted path, `[K+1, V]`, of the rows whose log-probabilities are wanted.
-        drafted: Drafts verified in each row that speculates.
+        sequences: The sequences of its first R rows.
+        report: For each row its tokens and, last, its number of accepted drafts.
+        logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
+        scores: Processed logits, likewise.
+        drafted: Drafts verified in each row.
+        levels: Levels of drafts.
     """
 
     sequences: Sequence[TokenSequence]
     report: PendingReport
     logits: Mapping[int, Tensor]
+    scores: Mapping[int, Tensor]
     drafted: int
+    levels: int
 
-    def read(self) -> list[list[int]]:
-        """Wait for the step, and return for each row its tokens and, last, its number of accepted drafts."""
-        return self.report.read()[: len(self.sequences)]
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence], output: StepOutput, report: PendingReport) -> "LaunchedStep":
+        """Take what will be needed of a step's output, which the next step may overwrite."""
+        logits, scores = dict[int, Tensor](), dict[int, Tensor]()
+        for row, sequence in enumerate(sequences):
+            if sequence.wants_logits:
+                logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
+            if "scores" in sequence.keeps:
+                scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
+        return cls(sequences, report, logits, scores, output.drafted, output.levels)
+
+    def read(self) -> Iterator[tuple[TokenSequence, NewTokens]]:
+        """Wait for the step, and yield what it drew for each of its sequences."""
+        for row, (sequence, (*tokens, accepted)) in enumerate(zip(self.sequences, self.report.read(), strict=False)):
+            count = accepted + 1
+            logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
+            drafted = self.drafted if sequence.params.speculate else 0
+            yield sequence, NewTokens(tokens[:count], drafted, logits, scores)
 
 
 @dataclass(frozen=True)
@@ -40,24 +60,14 @@ class LaunchedPrefill:
     """A forward over chunks of prompts.
 
     Attributes:
-        sequences: The R sequences whose first token it draws.
-        report: Their first tokens, each followed by 0 accepted drafts, `[R, 2]`; None where R is 0.
-        logits: Logits that the first token is drawn from, `[1, V]`, of the rows whose log-probabilities are wanted.
+        first: The draws of the tokens that follow prompts; None where none is complete.
         size: Tokens of the forward, with those of padding.
         timer: Measures the forward.
     """
 
-    sequences: Sequence[TokenSequence]
-    report: PendingReport | None
-    logits: Mapping[int, Tensor]
+    first: LaunchedStep | None
     size: int
     timer: "Timer"
-
-    drafted = 0
-
-    def read(self) -> list[list[int]]:
-        """Wait for the forward, and return for each row its first token and 0, its number of accepted drafts."""
-        return [] if self.report is None else self.report.read()
 
 
 class Timer:

@@ -6,16 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from redrafter.cache.paged import PagedCache, stack_block_tables
 from redrafter.cache.to_device import to_device
-from redrafter.engine.cuda_graphs import CUDAGraphRunner
-from redrafter.engine.engine import Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.prefill_budget import Chunk, PrefillPace, choose_chunks
+from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.step import read_prompts
+from redrafter.target.target import Target
 
 __all__ = ["PrefilledRows", "Prefiller"]
 
@@ -30,7 +29,8 @@ class PrefilledRows:
         lengths: How many of these are in the cache, `[B]` int64.
         logits: `[B, V]`.
         hidden: `[B, F]`.
-        window: Positions that the block tables of the forward cover.
+        caches: The keys and values of the forward.
+        rows: The row of each sequence in them.
     """
 
     sequences: Sequence[TokenSequence]
@@ -38,7 +38,8 @@ class PrefilledRows:
     lengths: Tensor
     logits: Tensor
     hidden: Tensor
-    window: int
+    caches: CachePair
+    rows: Sequence[int]
 
     def at(self, rows: Sequence[int]) -> "PrefilledRows":
         """Return some of the rows alone."""
@@ -52,15 +53,16 @@ class PrefilledRows:
             lengths=self.lengths.index_select(0, index),
             logits=self.logits.index_select(0, index),
             hidden=self.hidden.index_select(0, index),
+            rows=[self.rows[row] for row in rows],
         )
 
 
 class Prefiller:
     """Reads the prompts of admitted sequences, as many tokens a round as its pace and the limits allow."""
 
-    def __init__(self, engine: Engine, graphs: CUDAGraphRunner, limits: Limits):
-        self._engine, self._graphs, self._limits = engine, graphs, limits
-        self.padded = engine.target.device.type != "cpu"
+    def __init__(self, target: Target, draft_model: Target | None, limits: Limits):
+        self._target, self._draft_model, self._limits = target, draft_model, limits
+        self.padded = target.device.type != "cpu"
         self.pace = PrefillPace(limits.max_num_tokens)
 
     def choose(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[list[Chunk]]:
@@ -82,9 +84,17 @@ class Prefiller:
         share = max(budget // max(len(kinds), 1), BLOCK_SIZE)
         return [forward for kind in kinds for forward in choose_chunks(kind, share, self.padded, self._limits.chunked)]
 
-    def forward(self, chunks: Sequence[Chunk]) -> PrefilledRows:
-        """Launch one forward that reads a chunk of each of some prompts, and return the rows that are complete then."""
-        target, device = self._engine.target, self._engine.target.device
+    def forward(self, chunks: Sequence[Chunk], row_caches: RowCaches) -> PrefilledRows:
+        """Launch one forward that reads a chunk of each of some prompts.
+
+        Args:
+            chunks: The chunks.
+            row_caches: Where the rows that they will have find their keys and values.
+
+        Returns:
+            The prompts that are complete then.
+        """
+        device = self._target.device
         sequences = [sequence for sequence, _ in chunks]
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
@@ -92,9 +102,7 @@ class Prefiller:
         for row, (sequence, end) in enumerate(zip(sequences, ends, strict=True)):
             padded[row, :end] = torch.tensor(sequence.tokens[:end])
         tokens, start, upto = (to_device(x, device) for x in (padded, starts, ends))
-        tables = [sequence.block_table for sequence in sequences if sequence.block_table is not None]
-        cache = PagedCache(self._graphs.store, stack_block_tables(tables, device))
-        draft_store = self._graphs.draft_store
+        caches = row_caches.of_prompts(sequences)
 
         def show(row: int, first: int, logits: Tensor) -> None:
             sequence, count = sequences[row], sequences[row].params.prompt_logprobs
@@ -105,15 +113,15 @@ class Prefiller:
         logits, hidden = read_prompts(
             tokens,
             upto,
-            target,
-            cache,
+            self._target,
+            caches.target,
             start=start,
             new=max(count for _, count in chunks),
-            draft_model=self._engine.draft_model,
-            draft_cache=None if draft_store is None else PagedCache(draft_store, cache.table),
+            draft_model=self._draft_model,
+            draft_cache=caches.draft,
             show=show if sequences[0].needs_scores else None,
         )
         for sequence, end in zip(sequences, ends, strict=True):
             sequence.prefilled = end
         done = [row for row, sequence in enumerate(sequences) if sequence.prefilled == sequence.prefill_length]
-        return PrefilledRows(sequences, tokens, upto, logits, hidden, cache.window).at(done)
+        return PrefilledRows(sequences, tokens, upto, logits, hidden, caches, range(len(sequences))).at(done)

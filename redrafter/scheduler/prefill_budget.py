@@ -76,14 +76,15 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
             long it is.
 
     Returns:
-        The chunks of each forward: of one, or also of a second one for a whole prompt that is longer than `budget`.
+        The chunks of each forward, in the order of arrival: of one forward, or also of a second one for a whole prompt
+        that is longer than `budget`.
     """
     plan = _ForwardPlan(padded)
     for sequence in sorted(prefilling, key=lambda sequence: sequence.prefill_length - sequence.prefilled):
         plan.add(sequence, max(budget // 2, 1), whole=not chunked)
     for sequence in prefilling:
         plan.add(sequence, budget, whole=not chunked)
-    forwards = [list(plan.counts.items())] if plan.counts else []
+    forwards = [sorted(plan.counts.items(), key=lambda chunk: chunk[0].arrival)] if plan.counts else []
     oldest = prefilling[0]
     if oldest not in plan.counts and not chunked:
         forwards.append([(oldest, oldest.prefill_length - oldest.prefilled)])

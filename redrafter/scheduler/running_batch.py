@@ -1,87 +1,97 @@
-"""The running batch: sequences of any kind side by side in one step, each in a row of its own.
+"""The running batch: sequences side by side in one step, each in a row of its own.
 
 All buffers stay where they are, so that a step over the first 1, 2, 4, ... rows is captured once and serves whichever
 sequences occupy them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from redrafter.cache.paged import PagedCache
-from redrafter.cache.to_device import to_device
+from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import Proposer, State
-from redrafter.engine.batch import overshoot
-from redrafter.engine.cuda_graphs import CapturedStep, CUDAGraphRunner, PendingReport, bucket, new_state
-from redrafter.engine.engine import Engine
-from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.sampling.grammar_masks import RowGrammars
-from redrafter.sampling.sampler import Sampler
-from redrafter.scheduler.sampling_tensors import SamplingTensors
+from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket, new_state
+from redrafter.scheduler.launched import LaunchedStep
+from redrafter.scheduler.prefill import PrefilledRows
+from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
+from redrafter.scheduler.row_sampling import RowSampling
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.step import StepOutput
+from redrafter.target.target import Target
 
-__all__ = ["RunningBatch"]
+__all__ = ["RunningBatch", "overshoot"]
 
 # Positions that the buffers of each row have at least, by type of device; the number doubles for longer sequences.
 MIN_POSITIONS = {"cpu": 256, "cuda": 2048}
 
 
-@dataclass(frozen=True)
-class _Buffers:
-    """Buffers of all rows, for sequences up to one length.
+def overshoot(proposer: Proposer) -> int:
+    """Return how many positions past its limit a row may touch.
 
-    Attributes:
-        state: What a step reads of R rows: tokens `[R, T]`, lengths, hidden vectors and whether they are active.
-        block_tables: Ids of the blocks of each row, `[R, T / BLOCK_SIZE]` int32.
+    Its last step may overshoot by K tokens. Where the next step is launched before the host knows, the row overshoots
+    by K + 1 more. Standing still, it is then drafted for K further.
     """
-
-    state: State
-    block_tables: Tensor
+    return 3 * proposer.depth + 2
 
 
 class RunningBatch:
-    """The running batch. `sequences[i]` occupies row i; there are no gaps.
+    """The running batch: `rows[i]` occupies row i, and there are no gaps.
 
     Nothing here waits for the device: rows are changed by work that is launched behind the steps before.
 
     Attributes:
-        engine: Target and proposers.
-        graphs: Captured steps and KV cache.
+        target: The model that verifies.
+        sampling: How the rows draw.
+        rows: Sequence of each row. Rows that may not move stay until all of them have ended.
         depth: Greatest number of successive drafts of any of the proposers.
         overshoot: Positions behind the last token of a sequence that a step may write to.
-        params: Sampling parameters of all rows.
-        sequences: Sequence of each row.
-        captured_steps: The steps so far, by number of rows, whether a temperature is all that their sampling needs,
-            whether a row follows a grammar, and whether any row verifies drafts.
+        draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
+        captured_steps: The steps so far, by number of rows, what their sampling depends on, and id of the proposer.
     """
 
-    def __init__(self, engine: Engine, graphs: CUDAGraphRunner, max_rows: int, speculate: bool = True):
+    def __init__(
+        self, target: Target, sampling: RowSampling, rows: int, caches: RowCaches, graphs: CUDAGraphRunner | None = None
+    ):
         """Make an empty batch.
 
         Args:
-            engine: Target and proposers.
-            graphs: Captured steps and KV cache.
-            max_rows: Most sequences at once.
-            speculate: Whether any row verifies drafts.
+            target: The model that verifies.
+            sampling: How the rows draw.
+            rows: Rows that there are buffers for.
+            caches: Keys and values of the rows.
+            graphs: What captures steps; None where they run as they are.
         """
-        self.engine, self.graphs = engine, graphs
-        sizes = {bucket(rows) for rows in range(1, max_rows + 1)}
-        self._proposers: dict[int, Proposer] = {
-            rows: engine.proposer_for(rows) if speculate else engine.plain for rows in sizes
-        }
-        self.depth = max(proposer.depth for proposer in self._proposers.values())
-        # A row that has ended takes part in one more step, where that is launched before the host knows.
-        self.overshoot = self.depth + 1
-        self.overshoot += max(overshoot(proposer) + proposer.scratch_slots for proposer in self._proposers.values())
-        self.params = SamplingTensors(max(sizes), engine.target.vocab_size, engine.target.device)
-        self.sequences: list[TokenSequence] = []
+        self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
+        self._graphs = graphs
+        self.rows: list[TokenSequence] = []
+        self.draft_lengths: AdaptiveDraftLength | None = None
+        self.captured_steps: dict[tuple[int, Hashable, int], CapturedStep] = {}
         self._positions = 0  # of a row's buffers
-        self._buffers: _Buffers | None = None
-        self.captured_steps: dict[tuple[int, bool, bool, bool], CapturedStep] = {}
-        self._grammars = RowGrammars([])
+        self._state: State | None = None
+
+    def draft_with(
+        self, proposer_for: Callable[[int], Proposer], plain: Proposer, rows: int, *, rejection_sampling: bool = False
+    ) -> None:
+        """Set what drafts in later steps, while there are no sequences.
+
+        Args:
+            proposer_for: Gives the proposer for a number of rows.
+            plain: The proposer of steps in which no row takes drafts.
+            rows: Most sequences at once.
+            rejection_sampling: Whether sampled drafts are kept by rejection sampling.
+        """
+        assert not self.rows, "rows are drafted for already"
+        self._plain, self._rejection_sampling, self.draft_lengths = plain, rejection_sampling, None
+        self._proposers = {size: proposer_for(size) for size in {self._size(count) for count in range(1, rows + 1)}}
+        proposers = self._proposers.values()
+        self.depth = max(proposer.depth for proposer in proposers)
+        self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in proposers)
+
+    def _size(self, rows: int) -> int:
+        """Return how many rows a step for so many sequences has."""
+        return rows if self._graphs is None else min(bucket(rows), self._all_rows)
 
     @property
     def sizes(self) -> list[int]:
@@ -90,8 +100,13 @@ class RunningBatch:
 
     @property
     def nodes(self) -> int:
-        """Number of tree nodes that the next step verifies in each row."""
-        return self._proposers[bucket(max(len(self.sequences), 1))].nodes
+        """Number of tree nodes that a step with drafts verifies in each row now."""
+        return self._proposers[self._size(max(len(self.rows), 1))].nodes
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        """The sequences that go on."""
+        return [sequence for sequence in self.rows if sequence.row is not None]
 
     @property
     def state(self) -> State:
@@ -100,122 +115,146 @@ class RunningBatch:
         Raises:
             AssertionError: If no sequence was ever added, as the buffers are made for the first one.
         """
-        assert self._buffers is not None
-        return self._buffers.state
+        assert self._state is not None
+        return self._state
 
-    @property
-    def block_tables(self) -> Tensor:
-        """Ids of the blocks of each row, `[R, T / BLOCK_SIZE]` int32. There are none before the first sequence."""
-        assert self._buffers is not None
-        return self._buffers.block_tables
-
-    def add(self, sequence: TokenSequence, pending: Tensor | int, hidden: Tensor) -> None:
-        """Add a row for a sequence whose committed tokens are in the cache.
+    def add(self, read: PrefilledRows, pending: Tensor) -> None:
+        """Add rows for sequences whose committed tokens are in the cache.
 
         Args:
-            sequence: A sequence with blocks.
-            pending: Its pending token, which the host may not know yet, `[]` int64.
-            hidden: What the target gave where the pending token was drawn, `[F]`.
+            read: The sequences, R of them.
+            pending: The pending token of each, which the host may not know yet, `[R]` int64.
         """
-        self._reserve(sequence.max_length + self.overshoot)
-        sequence.row = row = len(self.sequences)
-        self.sequences.append(sequence)
-        state, committed = self.state, sequence.prefill_length
-        state.tokens[row, :committed] = to_device(sequence.tokens[:committed], state.tokens.device)
-        state.tokens[row, committed] = pending
-        state.length[row] = committed
-        state.hidden[row], state.active[row] = hidden, True
-        self.params.write(row, sequence.params, len(sequence.prompt), sequence.max_length)
-        self.block_tables[row] = 0
-        self.update_block_table(sequence)
+        sequences, first = read.sequences, len(self.rows)
+        if not sequences:
+            return
+        self.reserve(max(sequence.max_length for sequence in sequences))
+        self.rows += sequences
+        rows = slice(first, len(self.rows))
+        for row, sequence in enumerate(sequences, start=first):
+            sequence.row = row
+        state = self.state
+        state.tokens[rows, : read.tokens.shape[1]] = read.tokens
+        state.tokens[rows].scatter_(1, read.lengths[:, None], pending[:, None])
+        state.length[rows], state.hidden[rows], state.active[rows] = read.lengths, read.hidden, True
+        self.sampling.write(first, sequences)
+        self.caches.add(first, sequences, read.caches, read.rows)
 
     def update_block_table(self, sequence: TokenSequence) -> None:
         """Copy the ids of a sequence's blocks into its row, after it was given some."""
-        assert sequence.block_table is not None
         assert sequence.row is not None
-        tables = self.block_tables
-        blocks = sequence.block_table.blocks[: tables.shape[1]]
-        tables[sequence.row, : len(blocks)] = to_device(blocks, tables.device, tables.dtype)
+        assert isinstance(self.caches, PagedRows)
+        self.caches.update(sequence.row, sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
-        """Remove a sequence, and move the last row into its place."""
-        row, last = sequence.row, len(self.sequences) - 1
+        """Remove a sequence. The last row moves into its place, if rows may move."""
+        row = sequence.row
         assert row is not None
-        state, tables = self.state, self.block_tables
-        if row != last:
-            for tensor in (state.tokens, state.length, state.hidden, tables):
-                tensor[row] = tensor[last]
-            self.params.move(last, row)
-            self.sequences[row] = self.sequences[last]
-            self.sequences[row].row = row
-        self.sequences.pop()
-        state.active[last] = False
-        state.length[last] = 0
-        tables[last] = 0
         sequence.row = None
+        if not self.sampling.movable:
+            self.state.active[row] = False
+            if not self.sequences:
+                self.clear()
+            return
+        last = len(self.rows) - 1
+        if row != last:
+            for tensor in (self.state.tokens, self.state.length, self.state.hidden):
+                tensor[row] = tensor[last]
+            self.sampling.move(last, row)
+            self.caches.move(last, row)
+            self.rows[row] = self.rows[last]
+            self.rows[row].row = row
+        self.rows.pop()
+        self._vacate(last)
+
+    def clear(self) -> None:
+        """Remove all sequences."""
+        for row, sequence in enumerate(self.rows):
+            sequence.row = None
+            self._vacate(row)
+        self.rows.clear()
+
+    def _vacate(self, row: int) -> None:
+        """Let a row stand still."""
+        self.state.active[row] = False
+        self.state.length[row] = 0
+        self.caches.clear(row)
 
     @property
-    def guided(self) -> bool:
-        """Whether a row follows a grammar, so that a step needs its text on the host."""
-        return any(sequence.guide is not None for sequence in self.sequences)
+    def asks_host(self) -> bool:
+        """Whether a step runs Python code of a processor."""
+        return self.sampling.asks_host(self.sequences)
 
-    def step(self) -> tuple[StepOutput, PendingReport]:
-        """Launch one step of all rows, without drafts if no row takes any.
+    def step(self) -> LaunchedStep:
+        """Launch one step of all rows, without drafts if no row takes any."""
+        with nullcontext() if self._graphs is None else self._graphs.lock:
+            step = self.prepare_step()
+            report = step.replay()
+            return LaunchedStep.of(tuple(self.rows), step.output, report)
 
-        Returns:
-            What is drawn, until the next step overwrites it, and its report on the way to the host: the tokens of each
-            row and, last, its number of accepted drafts.
-        """
-        rows, drafting = bucket(len(self.sequences)), any(sequence.params.speculate for sequence in self.sequences)
-        simple = all(sequence.params.simple for sequence in self.sequences)
-        self._grammars.states[:] = [sequence.guide for sequence in self.sequences]
-        key = (rows, simple, any(self._grammars.states), drafting)
+    def prepare_step(self) -> CapturedStep:
+        """Return the next step of all rows, which is captured if it is the first of its kind."""
+        rows, proposer = self._size(len(self.rows)), self._proposer()
+        caches = self.caches.of_step(rows, self._longest, proposer)
+        if self.target.needs_reread(self._longest):
+            state = self._first(rows)
+            self.target.reread(state.tokens, state.length, state.active, caches.target)
+        self.sampling.load_texts(self.rows)
+        key = (rows, self.sampling.kind(self.rows), id(proposer))
         if key not in self.captured_steps:
-            self.captured_steps[key] = self._capture(*key)
-        step = self.captured_steps[key]
-        report = step.replay()
-        return step.output, report
+            self.captured_steps[key] = self._capture(rows, proposer, caches)
+        return self.captured_steps[key]
 
-    def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
-        """Return a sampler for sequences that have no rows yet, in their order."""
-        tensors = SamplingTensors(len(sequences), self.engine.target.vocab_size, self.engine.target.device)
-        for row, sequence in enumerate(sequences):
-            tensors.write(row, sequence.params, len(sequence.prompt), sequence.max_length)
-        guides = [sequence.guide for sequence in sequences]
-        simple = all(sequence.params.simple for sequence in sequences)
-        return tensors.sampler(len(sequences), simple, RowGrammars(guides) if any(guides) else None)
+    def _proposer(self) -> Proposer:
+        """Return the proposer of the next step."""
+        sequences = self.sequences
+        if not any(sequence.params.speculate for sequence in sequences):
+            return self._plain
+        if self.draft_lengths is not None:
+            return self.draft_lengths.choose([sequence.index for sequence in sequences])
+        return self._proposers[self._size(len(self.rows))]
 
-    def _capture(self, rows: int, simple: bool, guided: bool, drafting: bool) -> CapturedStep:
+    @property
+    def _longest(self) -> int:
+        """Committed tokens of the longest row, at most."""
+        ahead = self.depth + 1  # tokens by which a step may advance a row
+        return max(
+            len(sequence.tokens) - 1 + ahead * (sequence.launched + (sequence.row is None)) for sequence in self.rows
+        )
+
+    def _first(self, rows: int) -> State:
+        """Return the state of the first rows, which shares memory with `state`."""
+        state = self.state
+        return State(state.tokens[:rows], state.length[:rows], state.hidden[:rows], state.active[:rows])
+
+    def _capture(self, rows: int, proposer: Proposer, caches: CachePair) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""
-        full, first = self.state, slice(rows)
-        state = State(full.tokens[first], full.length[first], full.hidden[first], full.active[first])
-        cache = PagedCache(self.graphs.store, self.block_tables[first])
-        proposer = self._proposers[rows] if drafting else self.engine.plain
-        rejection_sampling = drafting and self.engine.rejection_sampling
-        sampler = self.params.sampler(rows, simple, self._grammars if guided else None, keep_scores=rejection_sampling)
-        step = self.graphs.step_over(state, proposer, cache, sampler)
-        if self.engine.target.device.type == "cuda":
+        state = self._first(rows)
+        keep_scores = self._rejection_sampling and proposer is not self._plain
+        sampler = self.sampling.sampler(rows, self.rows, keep_scores=keep_scores)
+        drafts = None if proposer.model is None else caches.draft
+        step = CapturedStep(state, proposer, self.target, caches.target, sampler, drafts)
+        if self._graphs is not None:
             active = state.active.clone()
             state.active.zero_()  # the run that is captured must change nothing
-            self.graphs.capture(step)
+            self._graphs.capture(step)
             state.active.copy_(active)
         return step
 
-    def _reserve(self, positions: int) -> None:
-        """Make sure that rows have buffers for so many positions. Larger buffers need new captured steps."""
+    def reserve(self, longest: int) -> None:
+        """Make sure that rows have buffers for texts of `longest` tokens. Larger buffers need new captured steps."""
+        positions = longest + self.overshoot
         if positions <= self._positions:
             return
-        target, rows = self.engine.target, len(self.params.seeds)
-        self._positions = max(MIN_POSITIONS[target.device.type], 1 << (positions - 1).bit_length())
-        tables = torch.zeros(rows, self._positions // BLOCK_SIZE, dtype=torch.int32, device=target.device)
-        larger = _Buffers(new_state(target, rows, self._positions), tables)
-        if self._buffers is not None:
-            old = self._buffers
-            larger.state.tokens[:, : old.state.tokens.shape[1]] = old.state.tokens
-            larger.block_tables[:, : old.block_tables.shape[1]] = old.block_tables
+        device = self.target.device
+        self._positions = max(MIN_POSITIONS.get(device.type, 0), 1 << (positions - 1).bit_length())
+        larger = new_state(self.target, self._all_rows, self._positions)
+        if self._state is not None:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # a step may still run in the buffers that are given up
+            larger.tokens[:, : self._state.tokens.shape[1]] = self._state.tokens
             # All else of a state has the same shape for sequences of any length.
-            larger = replace(larger, state=replace(old.state, tokens=larger.state.tokens))
-            if target.device.type == "cuda":
-                torch.cuda.synchronize(target.device)  # a step may still run in the buffers that are given up
-        self._buffers = larger
+            larger = replace(self._state, tokens=larger.tokens)
+        self._state = larger
+        self.caches.reserve(self._all_rows, self._positions)
         self.captured_steps.clear()

@@ -1,4 +1,6 @@
-"""Sampling parameters of all rows as tensors, which captured steps read in place."""
+"""Sampling parameters of rows as tensors, which captured steps read in place."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,13 +19,13 @@ from redrafter.sampling.processors import (
     RowTopP,
 )
 from redrafter.sampling.sampler import Sampler
-from redrafter.scheduler.sequence import SamplingParams
+from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 
 __all__ = ["SamplingTensors"]
 
 
 class SamplingTensors:
-    """Sampling parameters of R rows, one tensor for each parameter.
+    """Sampling parameters of R rows, one tensor for each parameter: a `RowSampling` of any sequences side by side.
 
     Attributes:
         seeds, prompt, limit: Seed, length of the prompt, and most tokens of the sequence, `[R]` int64.
@@ -32,7 +34,10 @@ class SamplingTensors:
         top_p: Probability that sampling keeps, `[R]` float64, as transformers counts it.
         top_k, minimum: Tokens to sample from, and tokens before the first stop token, `[R]` int64.
         ids: All token ids, `[V]` int64.
+        movable: True: rows may change their places.
     """
+
+    movable = True
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
         """Make tensors of parameters that leave every logits processor off."""
@@ -44,6 +49,7 @@ class SamplingTensors:
             self.frequency, self.presence, self.min_p = (torch.zeros(rows) for _ in range(3))
             self.top_k, self.minimum = (torch.zeros(rows, dtype=torch.long) for _ in range(2))
             self.ids = torch.arange(vocabulary)
+        self._grammars = RowGrammars([])
         self._bias_and_stops: tuple[Tensor, Tensor] | None = None  # as large as the logits: made when first needed
 
     @property
@@ -57,15 +63,12 @@ class SamplingTensors:
             )
         return self._bias_and_stops
 
-    def write(self, row: int, params: SamplingParams, prompt: int, limit: int) -> None:
-        """Write the parameters of a sequence into a row.
+    def write(self, first: int, sequences: Sequence[TokenSequence]) -> None:
+        """Write the parameters of sequences into the rows from `first` on; see `RowSampling`."""
+        for row, sequence in enumerate(sequences, start=first):
+            self._write(row, sequence.params, len(sequence.prompt), sequence.max_length)
 
-        Args:
-            row: Index of the row.
-            params: The sequence's parameters.
-            prompt: Tokens of its prompt.
-            limit: Most tokens of prompt and text.
-        """
+    def _write(self, row: int, params: SamplingParams, prompt: int, limit: int) -> None:
         self.seeds[row], self.prompt[row], self.limit[row] = params.seed, prompt, limit
         self.greedy[row], self.temperature[row] = params.greedy, 1.0 if params.greedy else params.temperature
         self.plain[row] = not params.speculate
@@ -89,19 +92,21 @@ class SamplingTensors:
         for tensor in (*(getattr(self, name) for name in (*names, *penalties)), *(self._bias_and_stops or ())):
             tensor[to] = tensor[source]
 
-    def sampler(
-        self, rows: int, simple: bool, grammars: RowGrammars | None = None, keep_scores: bool = False
-    ) -> Sampler:
-        """Return a sampler of the first rows that reads these tensors in place.
+    def kind(self, sequences: Sequence[TokenSequence]) -> tuple[bool, bool]:
+        """Return whether a temperature is all that these rows need, and whether one of them follows a grammar."""
+        return all(sequence.params.simple for sequence in sequences), self.asks_host(sequences)
+
+    def asks_host(self, sequences: Sequence[TokenSequence]) -> bool:
+        """Tell whether one of these sequences follows a grammar; see `RowSampling`."""
+        return any(sequence.guide is not None for sequence in sequences)
+
+    def sampler(self, rows: int, sequences: Sequence[TokenSequence], keep_scores: bool = False) -> Sampler:
+        """Return a sampler of the first rows that reads these tensors in place; see `RowSampling`.
 
         The processors have the order of those of transformers.
-
-        Args:
-            rows: How many rows.
-            simple: Whether a temperature is all that any of them needs.
-            grammars: Grammars of the rows, if any has one.
-            keep_scores: Whether a step needs the processed logits too, as rejection sampling does.
         """
+        simple, guided = self.kind(sequences)
+        self.load_texts(sequences)
         first = slice(rows)
         temperature = RowTemperature(self.temperature[first])
         processors: tuple[Processor, ...] = (temperature,)
@@ -112,7 +117,7 @@ class SamplingTensors:
                 RowRepetition(self.repetition[first]),
                 RowMinimum(self.minimum[first], stops[first]),
                 RowPenalties(self.frequency[first], self.presence[first]),
-                *([] if grammars is None else [grammars]),
+                *([self._grammars] if guided else []),
                 temperature,
                 RowTopK(self.top_k[first]),
                 RowTopP(self.top_p[first]),
@@ -129,3 +134,13 @@ class SamplingTensors:
             greedy=self.greedy[first],
             plain=self.plain[first],
         )
+
+    def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
+        """Let the grammars of the first rows go on from the texts of these sequences."""
+        self._grammars.states[:] = [sequence.guide for sequence in sequences]
+
+    def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
+        """Return a sampler for sequences that have no rows yet, in their order; see `RowSampling`."""
+        tensors = SamplingTensors(len(sequences), len(self.ids), self.ids.device)
+        tensors.write(0, sequences)
+        return tensors.sampler(len(sequences), sequences)

@@ -15,27 +15,30 @@ reads. What is launched later runs later, so its row and its blocks can be given
 """
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
-from redrafter.engine.cuda_graphs import CUDAGraphRunner, PendingReport
-from redrafter.engine.engine import Engine
-from redrafter.engine.outputs import Stats
+from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, PendingReport, bucket
 from redrafter.scheduler.launched import LaunchedPrefill, LaunchedStep, Timer
 from redrafter.scheduler.limits import Limits, check_sequences
+from redrafter.scheduler.models import Models
 from redrafter.scheduler.prefill import PrefilledRows, Prefiller
 from redrafter.scheduler.prefill_budget import padded_tokens
+from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
-from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
+from redrafter.scheduler.sampling_tensors import SamplingTensors
+from redrafter.scheduler.sequence import NewTokens, SequenceDelta, TokenSequence
 from redrafter.scheduler.sequence_blocks import SequenceBlocks
+from redrafter.scheduler.stats import Stats
 from redrafter.scheduler.waiting_queue import WaitingQueue
-from redrafter.step import draw_first_tokens
+from redrafter.step import StepOutput, draw_first_tokens
 
 __all__ = ["Scheduler"]
 
@@ -53,53 +56,79 @@ class Scheduler:
 
     Attributes:
         engine: Target and proposers.
-        graphs: Captured steps and KV cache.
         limits: What may run and wait at once.
         batch: The rows that step.
         prefiller: Reads the prompts of admitted sequences.
         longest: Most tokens of a sequence, prompt included.
         overlap: Whether a step is launched before the one before it is read. It gains nothing where a device computes
             at once what is launched, as a CPU does.
+        on_failure: Called with an exception that ended all running sequences, and how many there were.
         preempted: Number of sequences put back into the queue so far.
     """
 
-    def __init__(self, engine: Engine, graphs: CUDAGraphRunner, limits: Limits, speculate: bool = True):
+    def __init__(
+        self,
+        engine: Models,
+        graphs: CUDAGraphRunner | None,
+        limits: Limits,
+        speculate: bool = True,
+        batch: RunningBatch | None = None,
+    ):
         """Make a scheduler without sequences.
 
         Args:
             engine: Target and proposers.
-            graphs: Captured steps and KV cache, of the engine's target and of its draft model, if it has one.
+            graphs: Captured steps and KV cache, of the engine's target and of its draft model, if it has one; None for
+                the dense cache that `batch` has.
             limits: What may run and wait at once.
             speculate: Whether any row verifies drafts.
+            batch: An empty running batch; None for one of sequences of any kind.
 
         Raises:
-            UnsupportedError: A model cannot run on a paged cache, or the two are on different devices.
+            UnsupportedError: Sequences of any kind need a paged cache, and a model cannot run on one, or the two are on
+                different devices.
         """
-        if engine.draft_model is not None and engine.draft_model.device != engine.target.device:
-            raise UnsupportedError(
-                f"the draft model is on {engine.draft_model.device} and the target on {engine.target.device}; a server "
-                "needs both on one device"
-            )
-        reason = engine.target.paged.reason or (engine.draft_model and engine.draft_model.paged.reason)
-        if reason:
-            raise UnsupportedError(f"{engine.target.name} cannot be served on a paged cache: {reason}")
-        self.engine, self.graphs, self.limits = engine, graphs, limits
-        self.batch = RunningBatch(engine, graphs, limits.max_batch_size, speculate)
-        self.prefiller = Prefiller(engine, graphs, limits)
-        self._blocks = SequenceBlocks(graphs, engine.draft_model is not None, limits.reuse)
-        bounds = [
-            limits.max_seq_len,
-            engine.target.fixed_rope_context,
-            (graphs.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot,
-        ]
-        self.longest = min(bound for bound in bounds if bound is not None)
-        self.overlap = engine.target.device.type == "cuda"
+        self.engine, self._graphs, self.limits = engine, graphs, limits
+        draft_model = engine.draft_model if speculate else None
+        if batch is None:
+            assert graphs is not None, "sequences of any kind are on a paged cache"
+            _check_paged(engine)
+            rows = bucket(limits.max_batch_size)
+            sampling = SamplingTensors(rows, engine.target.vocab_size, engine.target.device)
+            caches = PagedRows(graphs, draft_model is not None)
+            batch = RunningBatch(engine.target, sampling, rows, caches, graphs)
+        self.batch = batch
+        proposer_for = engine.proposer_for if speculate else lambda rows: engine.plain
+        batch.draft_with(
+            proposer_for, engine.plain, limits.max_batch_size, rejection_sampling=engine.rejection_sampling
+        )
+        self.prefiller = Prefiller(engine.target, draft_model, limits)
+        self._blocks = None if graphs is None else SequenceBlocks(graphs, draft_model is not None, limits.reuse)
+        self.longest = self._bound()
+        self.overlap = graphs is not None and engine.target.device.type == "cuda"
+        self.on_failure: Callable[[Exception, int], object] = self._log_failure
         self._launched: deque[LaunchedStep | LaunchedPrefill] = deque()  # not read yet, in their order
         self._lock = threading.Lock()  # of the queue and of the cancelled sequences
         self._queue = WaitingQueue()
         self._cancelled: deque[TokenSequence] = deque()  # not ended yet; those with a place come first
         self._prefilling: dict[TokenSequence, None] = {}  # in the order of their admission
         self._arrivals = self._rounds = self.preempted = 0
+
+    def _bound(self) -> int:
+        """Return the most tokens of a sequence that can be served."""
+        bounds = [self.limits.max_seq_len, self.engine.target.fixed_rope_context]
+        if self._graphs is not None:
+            bounds.append((self._graphs.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot)
+        return min((bound for bound in bounds if bound is not None), default=sys.maxsize)
+
+    def _log_failure(self, error: Exception, count: int) -> None:
+        _LOG.error("a round failed: %d requests are given up", count, exc_info=error)
+
+    @property
+    def graphs(self) -> CUDAGraphRunner:
+        """The captured steps and the paged cache; an `AssertionError` on a dense one."""
+        assert self._graphs is not None
+        return self._graphs
 
     @property
     def idle(self) -> bool:
@@ -133,10 +162,18 @@ class Scheduler:
         check_sequences(sequences, self.longest, self.engine.target.vocab_size)
         for sequence in sequences:
             sequence.max_new_tokens = min(sequence.max_new_tokens, self.longest - len(sequence.prompt))
-            sequence.stats = Stats(accepted_by_depth=[0] * self.batch.depth)
+        self.enqueue(*sequences)
+
+    def enqueue(self, *sequences: TokenSequence) -> None:
+        """Queue the sequences of one client as they are, all or none of them.
+
+        Raises:
+            QueueFullError: Too many sequences wait, see `Limits.refuse_if_full`.
+        """
         with self._lock:
             self.limits.refuse_if_full(self._queue, self.running, sequences[0].client, len(sequences))
             for sequence in sequences:
+                sequence.stats = Stats(accepted_by_depth=[0] * self.batch.depth)
                 self._arrivals += 1
                 sequence.arrival = self._arrivals
                 self._queue.add(sequence)
@@ -163,6 +200,13 @@ class Scheduler:
             self._cancelled.extend(waiting)
         self.cancel(*self._placed)
 
+    def abandon(self) -> None:
+        """Take back what sequences hold, without reporting anything to them. For the thread that runs the rounds."""
+        self._launched.clear()
+        for sequence in self._placed:
+            self._vacate(sequence, keep=False)
+        self._queue.clear()
+
     def round(self) -> None:
         """Admit sequences, read a chunk of their prompts, and step all rows."""
         self.read()
@@ -183,7 +227,7 @@ class Scheduler:
         """Run phases of a round in their order. If one raises an exception, end all running sequences with that error.
 
         Running are the sequences in the batch and those whose prompts are being read; any of them may be damaged. The
-        exception is logged and not raised again, so that later rounds serve the sequences that wait.
+        exception goes to `on_failure` and is not raised again, so that later rounds serve the sequences that wait.
 
         Args:
             phases: Methods that make up a half of a round.
@@ -192,10 +236,11 @@ class Scheduler:
             for phase in phases:
                 phase()
         except Exception as error:
-            _LOG.exception("a round failed: %d requests are given up", self.running)
             self._launched.clear()
-            for sequence in self._placed:
+            placed = self._placed
+            for sequence in placed:
                 self._end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
+            self.on_failure(error, len(placed))
 
     @property
     def _placed(self) -> tuple[TokenSequence, ...]:
@@ -242,13 +287,15 @@ class Scheduler:
             placeless: Whether its client has no other place, so that another client's sequence may be preempted.
         """
         earlier_round, sequence.admitted_round = sequence.admitted_round, self._rounds
+        if self._blocks is None:
+            return True
         positions = sequence.max_length if self.limits.guaranteed_no_evict else sequence.prefill_length + 1
         slots = positions + self.batch.overshoot
         while sequence.block_table is None:
             try:
                 self._blocks.allocate(sequence, slots)
             except CacheFullError as error:
-                if self.running == 1:  # it would not fit into an empty cache either
+                if self.running == 1 or not self.batch.sampling.movable:  # it would not fit into an empty cache either
                     self._end(sequence, SequenceDelta((), finish="error", error=error))
                     return True
                 if not (placeless and self._free_a_place(slots)):
@@ -268,9 +315,8 @@ class Scheduler:
             slots: Positions that the client's sequence needs. If all such sequences together hold less, none is
                 preempted.
         """
-        if self.limits.guaranteed_no_evict:
+        if self.limits.guaranteed_no_evict or self._blocks is None:
             return False
-        self._finish_all()
         candidates = [
             (sequence, sequence.block_table)
             for sequence in self._placed
@@ -281,7 +327,10 @@ class Scheduler:
         blocks = self._blocks.free + sum(len(table.blocks) for _, table in candidates)
         if not candidates or blocks * BLOCK_SIZE < slots:
             return False
-        self._preempt(self._newest([sequence for sequence, _ in candidates]))
+        chosen = self._newest([sequence for sequence, _ in candidates])
+        self.settle()
+        if not chosen.ended:
+            self._preempt(chosen)
         return True
 
     def _newest(self, sequences: Sequence[TokenSequence]) -> TokenSequence:
@@ -299,54 +348,52 @@ class Scheduler:
         """Launch forwards that read on in the prompts, and let those that are complete take part in the next step."""
         if not self._prefilling:
             return
-        step_tokens = len(self.batch.sequences) * self.batch.nodes
+        step_tokens = len(self.batch.rows) * self.batch.nodes
         for chunks in self.prefiller.choose(tuple(self._prefilling), step_tokens):
             timer = Timer(self.engine.target.device)
-            rows = self.prefiller.forward(chunks)
-            for sequence in rows.sequences:
-                self._blocks.publish(sequence, sequence.prefill_length)
-            launched = self._start_decoding(rows, padded_tokens(chunks, self.prefiller.padded), timer)
+            rows = self.prefiller.forward(chunks, self.batch.caches)
+            if self._blocks is not None:
+                for sequence in rows.sequences:
+                    self._blocks.publish(sequence, sequence.prefill_length)
+            first = self._start_decoding(rows)
             timer.stop()
-            self._launch(launched)
+            self._launch(LaunchedPrefill(first, padded_tokens(chunks, self.prefiller.padded), timer))
 
-    def _start_decoding(self, rows: PrefilledRows, size: int, timer: Timer) -> LaunchedPrefill:
+    def _start_decoding(self, rows: PrefilledRows) -> LaunchedStep | None:
         """Draw the first tokens of prompts that are complete, and add their rows to the running batch.
 
         A preempted sequence has its pending token already, and where no token is to follow, none is drawn.
 
-        Args:
-            rows: The prompts.
-            size: Tokens of the forward that read them.
-            timer: Measures it.
+        Returns:
+            The draws; None where there are none.
         """
         for sequence in rows.sequences:
             if not sequence.max_new_tokens:
                 self._end(sequence, SequenceDelta((), finish="length"))
         rows = rows.at([row for row, sequence in enumerate(rows.sequences) if not sequence.ended])
+        pending = rows.lengths.clone()  # [B]
         new = [row for row, sequence in enumerate(rows.sequences) if not sequence.written]
-        first, launched = self._draw_first_tokens(rows.at(new), size, timer)
-        for row, sequence in enumerate(rows.sequences):
-            pending = sequence.tokens[-1] if sequence.written else first[new.index(row)]
-            self.batch.add(sequence, pending, rows.hidden[row])
+        if len(new) < len(rows.sequences):
+            pending = to_device([sequence.tokens[-1] for sequence in rows.sequences], pending.device, pending.dtype)
+        first = None
+        if new:
+            drawn = rows.at(new)
+            output = self._draw_first_tokens(drawn)
+            first = LaunchedStep.of(drawn.sequences, output, PendingReport(output.pack_for_host()))
+            pending[to_device(new, pending.device, torch.long)] = output.tokens[:, 0]
+        self.batch.add(rows, pending)
+        for sequence in rows.sequences:
             del self._prefilling[sequence]
-        return launched
+        return first
 
-    def _draw_first_tokens(self, rows: PrefilledRows, size: int, timer: Timer) -> tuple[Tensor, LaunchedPrefill]:
-        """Launch the draws of the tokens that follow prompts. Returns them too, `[B]` int64."""
-        if not rows.sequences:
-            return rows.lengths, LaunchedPrefill((), None, {}, size, timer)
-        sampler = self.batch.sampler_of(rows.sequences)
-        _, output = draw_first_tokens(rows.tokens, rows.lengths, rows.logits, rows.hidden, rows.window, sampler)
-        first = output.tokens[:, 0]
-        logits = {
-            row: output.logits[row]
-            for row, sequence in enumerate(rows.sequences)
-            if sequence.params.logprobs is not None
-        }
-        return first, LaunchedPrefill(rows.sequences, PendingReport(output.pack_for_host()), logits, size, timer)
+    def _draw_first_tokens(self, rows: PrefilledRows) -> StepOutput:
+        sampler, window = self.batch.sampling.sampler_of(rows.sequences), rows.caches.target.window
+        return draw_first_tokens(rows.tokens, rows.lengths, rows.logits, rows.hidden, window, sampler)[1]
 
     def _grow_block_tables(self) -> None:
         """Give each row blocks for its next step, and preempt the newest sequences where there are too few."""
+        if self._blocks is None:
+            return
         for sequence in tuple(self.batch.sequences):
             while sequence.block_table is not None:  # until it ends or is preempted itself
                 longest = len(sequence.tokens) + sequence.launched * (self.batch.depth + 1)
@@ -357,7 +404,7 @@ class Scheduler:
                     break
                 except CacheFullError as error:
                     if self._launched:
-                        self._finish_all()  # a sequence may have ended
+                        self.settle()  # a sequence may have ended
                     elif self.running == 1:
                         self._end(sequence, SequenceDelta((), finish="error", error=error))
                     else:
@@ -365,55 +412,53 @@ class Scheduler:
 
     def _step(self) -> None:
         """Launch a step of all rows, unless what is launched already ends them all."""
-        if self.batch.guided:
-            self._finish_all()  # the host masks what their grammars forbid, so it must know their texts
-        if all(sequence.written + sequence.launched >= sequence.max_new_tokens for sequence in self.batch.sequences):
-            self._finish_all()  # each forward that was launched adds a token at least
-        if not self.batch.sequences:
-            return
-        output, report = self.batch.step()
-        sequences = tuple(self.batch.sequences)
-        logits = {
-            row: output.logits[row].index_select(0, output.path.nodes[row])
-            for row, sequence in enumerate(sequences)
-            if sequence.params.logprobs is not None
-        }
-        self._launch(LaunchedStep(sequences, report, logits, output.drafted))
+        sequences = self.batch.sequences
+        # The host's processors must know the texts; and each forward that was launched adds a token at least.
+        if self.batch.asks_host or all(s.written + s.launched >= s.max_new_tokens for s in sequences):
+            self.settle()
+        if self.batch.sequences:
+            self._launch(self.batch.step())
 
     def _launch(self, forward: LaunchedStep | LaunchedPrefill) -> None:
         """Take note of a forward that was launched. Where nothing overlaps, it is finished at once."""
         self._launched.append(forward)
-        for sequence in forward.sequences:
+        drawing = forward.first if isinstance(forward, LaunchedPrefill) else forward
+        for sequence in () if drawing is None else drawing.sequences:
             sequence.launched += 1
         if not self.overlap:
-            self._finish_all()
+            self.settle()
 
     def _finish_older(self) -> None:
         """Report the tokens of all forwards but the newest, which the device may go on with meanwhile."""
         while len(self._launched) > 1 or (self._launched and not self.batch.sequences):
             self._finish(self._launched.popleft())
 
-    def _finish_all(self) -> None:
-        """Report the tokens of all forwards that were launched."""
+    def settle(self) -> None:
+        """Wait for all forwards that were launched, and report their tokens. For the thread that runs the rounds."""
         while self._launched:
             self._finish(self._launched.popleft())
 
     def _finish(self, forward: LaunchedStep | LaunchedPrefill) -> None:
         """Wait for a forward, and report its tokens to the sequences that have not ended meanwhile."""
-        for row, (sequence, (*tokens, accepted)) in enumerate(zip(forward.sequences, forward.read(), strict=True)):
-            sequence.launched -= 1
-            if not sequence.ended:
-                logits = forward.logits[row][: accepted + 1] if row in forward.logits else None
-                drafted = forward.drafted if sequence.params.speculate else 0
-                self._append(sequence, tokens[: accepted + 1], accepted, logits, drafted)
         if isinstance(forward, LaunchedPrefill):
+            if forward.first is not None:
+                self._report(forward.first)
             self.prefiller.pace.measure(forward.size, forward.timer.seconds)
+        else:
+            self._report(forward)
 
-    def _append(
-        self, sequence: TokenSequence, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int = 0
-    ) -> None:
+    def _report(self, step: LaunchedStep) -> None:
+        for sequence, drawn in step.read():
+            sequence.launched -= 1
+            if sequence.ended:
+                continue
+            if self.batch.draft_lengths is not None and step.levels:
+                self.batch.draft_lengths.observe(sequence.index, len(drawn.tokens) - 1, step.levels)
+            self._append(sequence, drawn)
+
+    def _append(self, sequence: TokenSequence, drawn: NewTokens) -> None:
         """Append tokens as `TokenSequence.append` does, and report them; a sequence that ends gives its place back."""
-        delta = sequence.append(tokens, accepted, logits, drafted)
+        delta = sequence.append(drawn)
         self._charge(sequence, len(delta.tokens))
         if delta.finish is None:
             sequence.sink(sequence, delta)
@@ -438,8 +483,22 @@ class Scheduler:
 
     def _vacate(self, sequence: TokenSequence, keep: bool) -> None:
         """Take back the blocks and the row of a sequence. keep: whether its keys and values may be reused."""
-        self._blocks.release(sequence, keep)
+        if self._blocks is not None:
+            self._blocks.release(sequence, keep)
         if sequence.row is not None:
             self.batch.remove(sequence)
         self._prefilling.pop(sequence, None)
         sequence.prefilled = 0
+
+
+def _check_paged(engine: Models) -> None:
+    """Raise `UnsupportedError` if the models cannot run on a paged cache of one device."""
+    target, draft_model = engine.target, engine.draft_model
+    if draft_model is not None and draft_model.device != target.device:
+        raise UnsupportedError(
+            f"the draft model is on {draft_model.device} and the target on {target.device}; a server needs both on one "
+            "device"
+        )
+    reason = target.paged.reason or (draft_model and draft_model.paged.reason)
+    if reason:
+        raise UnsupportedError(f"{target.name} cannot be served on a paged cache: {reason}")

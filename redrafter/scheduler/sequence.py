@@ -1,21 +1,20 @@
 """One sequence of tokens that is asked for, how it is drawn, and what each round adds to it."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
 
 from redrafter.cache.block_manager import BlockTable
-from redrafter.engine.outputs import Stats
-from redrafter.engine.stopping import cut
 from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.guided_text import GuidedText
 from redrafter.scheduler.logprobs import PromptScore, token_logprobs
+from redrafter.scheduler.stats import Stats
 
-__all__ = ["Finish", "SamplingParams", "SequenceDelta", "TokenSequence"]
+__all__ = ["Finish", "NewTokens", "SamplingParams", "SequenceDelta", "TokenSequence", "cut"]
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
@@ -85,6 +84,8 @@ class SequenceDelta:
         finish: Why the sequence ends here, or None if it goes on.
         error: What failed, if `finish` is "error".
         drafted: Drafts that were verified: none for a first token and in steps without drafts.
+        logits: The target's logits that the tokens were drawn from, `[count, V]`; None unless asked for.
+        scores: These logits after the sampler's processors, `[count, V]` float32; None unless asked for.
     """
 
     tokens: Sequence[int]
@@ -93,6 +94,25 @@ class SequenceDelta:
     finish: Finish | None = None
     error: BaseException | None = None
     drafted: int = 0
+    logits: Tensor | None = None
+    scores: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a forward drew for one sequence.
+
+    Attributes:
+        tokens: Accepted drafts and then the token that was drawn after them.
+        drafted: Drafts that were verified.
+        logits: The target's logits that each token was drawn from, `[count, V]`; None where nobody needs them.
+        scores: These logits after the sampler's processors, likewise.
+    """
+
+    tokens: list[int]
+    drafted: int = 0
+    logits: Tensor | None = None
+    scores: Tensor | None = None
 
 
 @dataclass(eq=False)  # a sequence equals only itself: comparing fields would look through whole prompts
@@ -107,6 +127,8 @@ class TokenSequence:
         find_stop: Called with the tokens of a step; returns the index of the one that the text ends with, or None.
         client: Who asked for the sequence. Clients share the server fairly.
         cache_salt: Only sequences with the same salt share blocks of the cache.
+        index: Its number among the sequences of one call, if it is of one.
+        keeps: What is reported beside its tokens: "logits", "scores" (the logits after processors), both or neither.
         tokens: The prompt and the tokens that follow it so far.
         block_table: Blocks of the cache, while the sequence holds a place.
         prefilled: Leading tokens whose keys and values are in these blocks, while its prompt is being read.
@@ -130,6 +152,8 @@ class TokenSequence:
     find_stop: Callable[[Sequence[int]], int | None] | None = None
     client: str = ""
     cache_salt: str | None = None
+    index: int = 0
+    keeps: frozenset[str] = frozenset()
     tokens: list[int] = field(default_factory=list)
     block_table: BlockTable | None = None
     prefilled: int = 0
@@ -173,29 +197,45 @@ class TokenSequence:
         """
         return len(self.tokens) - (self.written > 0)
 
-    def append(self, tokens: list[int], accepted: int, logits: Tensor | None, drafted: int = 0) -> SequenceDelta:
-        """Append drawn tokens up to where the sequence ends, and return what was added.
+    @property
+    def wants_logits(self) -> bool:
+        """Whether logits are needed beside its tokens."""
+        return self.params.logprobs is not None or "logits" in self.keeps
 
-        Args:
-            tokens: Tokens that were drawn.
-            accepted: How many of them, from the first on, were drafts.
-            logits: Logits of the target that they were drawn from, `[count, V]`; None if no log-probabilities are
-                wanted.
-            drafted: Drafts that were verified.
-        """
+    def append(self, drawn: NewTokens) -> SequenceDelta:
+        """Append drawn tokens up to where the sequence ends, and return what was added."""
         stop_token_ids = self.params.stop_token_ids
-        new, ended = cut(tokens, self.max_new_tokens - self.written, stop_token_ids)
+        new, ended = cut(drawn.tokens, self.max_new_tokens - self.written, stop_token_ids)
         finish: Finish | None = None
         if ended:
             finish = "stop" if new[-1] in stop_token_ids else "length"
         if self.find_stop is not None and (stop := self.find_stop(new)) is not None:
             new, finish = new[: stop + 1], "stop"
         self.tokens += new
-        accepted = min(accepted, len(new))
-        if drafted:
-            self.stats.count(drafted, accepted, len(new))
+        accepted = min(len(drawn.tokens) - 1, len(new))
+        if drawn.drafted:
+            self.stats.count(drawn.drafted, accepted, len(new))
+        delta = SequenceDelta(new, accepted, finish=finish, drafted=drawn.drafted)
         if self.guide is not None and self.guide.error is not None:
-            error = ArgumentError(self.guide.error)
-            return SequenceDelta(new, accepted, finish="error", error=error, drafted=drafted)
-        logprobs = None if logits is None else token_logprobs(logits, new, self.params.logprobs)
-        return SequenceDelta(new, accepted, logprobs, finish, drafted=drafted)
+            return replace(delta, finish="error", error=ArgumentError(self.guide.error))
+        if drawn.logits is not None and self.params.logprobs is not None:
+            delta = replace(delta, logprobs=token_logprobs(drawn.logits, new, self.params.logprobs))
+        if "logits" in self.keeps and drawn.logits is not None:
+            delta = replace(delta, logits=drawn.logits[: len(new)])
+        if "scores" in self.keeps and drawn.scores is not None:
+            delta = replace(delta, scores=drawn.scores[: len(new)])
+        return delta
+
+
+def cut(new: Sequence[int], max_new_tokens: int, eos: Collection[int]) -> tuple[list[int], bool]:
+    """Return which of a step's tokens become output, and whether the row ends with the last of them.
+
+    Args:
+        new: Tokens of the step.
+        max_new_tokens: How many tokens the row may still gain, at least 1.
+        eos: Ids that end a row.
+    """
+    for index, token in enumerate(new):
+        if token in eos or index + 1 == max_new_tokens:
+            return list(new[: index + 1]), True
+    return list(new), False

@@ -1,7 +1,7 @@
 """The blocks of the KV cache that sequences hold, and which of their tokens other sequences may find there."""
 
-from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.sequence import TokenSequence
 
 __all__ = ["SequenceBlocks"]
@@ -21,6 +21,7 @@ class SequenceBlocks:
         self._graphs, self._reuse = graphs, reuse
         # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
         self._publishes = reuse and (graphs.draft_store is None or has_draft_model)
+        self._fixed_rope_context = graphs.target.fixed_rope_context
 
     @property
     def free(self) -> int:
@@ -34,7 +35,8 @@ class SequenceBlocks:
             CacheFullError: Too few blocks are free; the sequence is unchanged.
         """
         tokens = sequence.tokens[: sequence.prefill_length]
-        reuse = self._reuse and not sequence.needs_scores  # what is found in the cache has no logits
+        # What is found in the cache has no logits, and past a change of rope it would be other keys.
+        reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
         with self._graphs.lock:
             sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, sequence.cache_salt)
         if sequence.needs_scores:
@@ -58,7 +60,7 @@ class SequenceBlocks:
     def publish(self, sequence: TokenSequence, count: int) -> None:
         """Let later sequences find the full blocks of the first `count` tokens of a sequence."""
         assert sequence.block_table is not None
-        if self._publishes:
+        if self._publishes and self._is_steady(sequence):
             with self._graphs.lock:
                 self._graphs.blocks.publish(sequence.block_table, sequence.tokens[:count])
 
@@ -76,6 +78,10 @@ class SequenceBlocks:
         with self._graphs.lock:
             self._graphs.blocks.release(sequence.block_table)
         sequence.block_table = None
+
+    def _is_steady(self, sequence: TokenSequence) -> bool:
+        """Tell whether a sequence's blocks hold what those of any sequence with the same text would hold."""
+        return self._fixed_rope_context is None or sequence.max_length <= self._fixed_rope_context
 
     def _cached(self, sequence: TokenSequence) -> int:
         """Count the leading tokens of a decoding sequence whose keys and values are in every cache."""

@@ -18,7 +18,6 @@ from redrafter.app.parser import Parser
 from redrafter.app.program import run_command
 from redrafter.app.templates import read_template
 from redrafter.engine.draft_target import DraftTarget
-from redrafter.engine.options import MOST_ROWS
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.serve.config import LIMIT_OPTIONS, ServeOptions, config_beside, read_config
@@ -49,7 +48,7 @@ class Server:
     keys: ApiKeys = field(default_factory=ApiKeys)
 
     def __post_init__(self) -> None:
-        from redrafter.engine.cuda_graphs import CUDAGraphRunner
+        from redrafter.scheduler.cuda_graphs import MOST_ROWS
         from redrafter.scheduler.scheduler import Scheduler
         from redrafter.serve.metrics import Metrics
         from redrafter.serve.network.access import AccessPolicy
@@ -64,7 +63,7 @@ class Server:
         limits = self.options.limits(self.load.max_seq_len)
         min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes too
         rows = max(limits.max_batch_size, min_rows)
-        graphs = CUDAGraphRunner.on(engine.target, engine.options, engine.draft_model, rows)
+        graphs = engine.make_graphs(rows)
         scheduler = Scheduler(engine, graphs, limits, self.options.speculate)
         metrics = Metrics(scheduler, self.name)
         self.worker = Worker(scheduler, metrics.observe)

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.engine.engine import Engine
 from redrafter.engine.stopping import end_tokens
 from redrafter.grammar.grammar import Grammar
 from redrafter.scheduler.sequence import SamplingParams
@@ -184,6 +185,7 @@ class Service:
     def _sampling_params(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
         """Return the parameters of a request; by default those of the model's generation config, else OpenAI's."""
         engine = self.worker.scheduler.engine
+        assert isinstance(engine, Engine)
         config = engine.model.generation_config
         ends = frozenset(end_tokens(engine.model, self.tokenizer))
 

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.engine.outputs import Stats
+from redrafter.scheduler.stats import Stats
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.trainer import TrainingResult

@@ -307,29 +307,35 @@ def test_what_cannot_be_is_refused_by_name(llama, similar, arguments, error, nam
 
 
 def test_a_row_whose_drafts_are_kept_is_drafted_far():
-    def after(*rows, cost=0.1, active=None, drafted=8):
-        lengths = AdaptiveDraftLength({length: length for length in range(1, 9)}, len(rows), cost)
-        lengths.set_active(active or [True] * len(rows))
+    def after(*accepted, cost=0.1, rows=None, drafted=8):
+        lengths = AdaptiveDraftLength({length: length for length in range(1, 9)}, len(accepted), cost)
         for _ in range(40):
-            length = lengths.next_proposer(drafted, [[0] * 9 + [kept] if kept is not None else [] for kept in rows])
-        return length
+            for row, kept in enumerate(accepted):
+                if kept is not None:
+                    lengths.observe(row, kept, drafted)
+        return lengths.choose(rows or range(len(accepted)))
 
     assert after(8) == 8
     assert after(0) == 1
     assert 1 < after(2) < 8
     assert after(8, cost=1.5) == 1  # a draft that costs more than it can bring
-    assert after(8, 0, active=[True, False]) == 8
-    assert after(8, 0, active=[False, True]) == 1
+    assert after(8, 0, rows=[0]) == 8
+    assert after(8, 0, rows=[1]) == 1
     assert after(8, None) > 1  # of a row that stands still nothing is reported
     assert after(3, drafted=3) == 8  # what was not drafted was not refused either
 
 
 def test_how_long_ago_decides_what_a_draft_counts():
     lengths = AdaptiveDraftLength({length: length for length in (1, 2, 4, 8)}, 1, 0.1)
-    assert [lengths.next_proposer(8, [[0, 8]]) for _ in range(30)][-1] == 8
-    found = [lengths.next_proposer(8, [[0, 0]]) for _ in range(40)]
-    assert found == sorted(found, reverse=True)
-    assert found[-1] == 1
+    for _ in range(30):
+        lengths.observe(0, 8, 8)
+    assert lengths.choose([0]) == 8
+    chosen = []
+    for _ in range(40):
+        lengths.observe(0, 0, 8)
+        chosen.append(lengths.choose([0]))
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[-1] == 1
 
 
 @BOTH_CACHES
@@ -349,14 +355,12 @@ def test_a_tree_is_judged_by_how_deep_it_is(llama, monkeypatch):
     monkeypatch.setattr(
         "redrafter.engine.draft_target.NODE_COST_FORWARDS", {"cpu": -0.99}
     )  # no cost and no doubt shortens it
-    told, after = [], AdaptiveDraftLength.next_proposer
-    monkeypatch.setattr(
-        AdaptiveDraftLength, "next_proposer", lambda self, *args: told.append(args) or after(self, *args)
-    )
+    told, observe = [], AdaptiveDraftLength.observe
+    monkeypatch.setattr(AdaptiveDraftLength, "observe", lambda self, *args: told.append(args) or observe(self, *args))
     engine = DraftTarget.from_pretrained(llama, llama, num_beams=3, node_budget=99, adaptive=True)
     engine.generate(IDS[:1], max_new_tokens=40, do_sample=False, eos_token_id=None)
     assert len(told) > 5
-    assert 1 < max(drafted for drafted, _ in told) <= 4
+    assert 1 < max(levels for *_, levels in told) <= 4
 
 
 @BOTH_CACHES
@@ -413,7 +417,6 @@ def test_requests_in_several_threads_disturb_none(llama, similar, sampling):
     work = lambda row: engine.generate(IDS[row : row + 1], MASK[row : row + 1], seed=row, **arguments)  # noqa: E731
     expected, found = [work(row) for row in range(4)], in_threads(work, 4)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert engine.graphs.lent == 0
     assert engine.graphs.blocks.num_free_blocks == 199
 
 

@@ -10,7 +10,7 @@ import torch
 from helpers.drafters import random_drafter
 from helpers.models import in_threads, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine, PromptLookup
-from redrafter.engine.cuda_graphs import CUDAGraphRunner
+from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 
 THREADS, ROUNDS = 6, 2
 WAYS = [
@@ -73,7 +73,7 @@ def test_threads_may_share_a_model_between_engines_and_with_plain_forwards():
 def test_first_requests_at_once_make_one_set_of_graphs(monkeypatch):
     made = []
 
-    def slowly(*_: object) -> object:
+    def slowly(*_: object, **__: object) -> object:
         time.sleep(0.05)
         made.append(object())
         return made[-1]

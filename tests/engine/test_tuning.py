@@ -20,6 +20,8 @@ from redrafter.engine.tuning import (
     target_fingerprint,
     tuning_path,
 )
+from redrafter.scheduler.cuda_graphs import CapturedStep
+from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.target.target import Target
 
 SHAPES = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
@@ -66,15 +68,23 @@ def test_the_entry_of_the_smallest_size_that_holds_the_rows(target):
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 5, "temperature": 1.3}])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9])
-def test_a_tuning_changes_no_token(target, rows, sampling):
+def test_a_tuning_changes_no_token(target, rows, sampling, monkeypatch):
+    taken, prepare = [], RunningBatch.prepare_step
+
+    def prepare_step(batch: RunningBatch) -> CapturedStep:
+        step = prepare(batch)
+        taken.append((len(batch.rows), step.proposer))
+        return step
+
+    monkeypatch.setattr(RunningBatch, "prepare_step", prepare_step)
     engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter()))
     ids, mask = uneven_batch(rows)
     how = {"max_new_tokens": 14, "eos_token_id": None, "return_dict_in_generate": True, **sampling}
     out = engine.generate(ids, mask, **how)
+    assert taken[0][0] == rows
+    assert all(proposer is engine.proposer_for(count) for count, proposer in taken)
+    assert out.stats.drafted == sum(count * (proposer.nodes - 1) for count, proposer in taken)
     assert torch.equal(out.sequences, engine.generate(ids, mask, speculate=False, **how).sequences)
-    shape = engine.tuning.shape_for(rows)
-    assert out.stats.drafted == out.stats.steps * (0 if shape is None else shape.node_budget - 1)
-    assert len(out.stats.accepted_by_depth) == (0 if shape is None else shape.draft_len_per_beam)
 
 
 def test_a_tuned_shape_is_one_proposer(target):

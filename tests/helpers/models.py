@@ -12,8 +12,8 @@ from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
 from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import State
-from redrafter.engine.cuda_graphs import CUDAGraphRunner, prepare
 from redrafter.sampling.sampler import Sampler
+from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, prepare
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree, tree_of
 
@@ -131,9 +131,9 @@ class Scripted:
 
     def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: None = None) -> Tree:
         """Return a tree whose first beam follows the script."""
-        rows = len(state.length)
+        rows, script = len(state.length), self._script_of_rows(state)
         index = state.length[:, None] + 1 + torch.arange(self.depth)
-        scripted = self.script.gather(1, index.clamp(max=self.script.shape[1] - 1)) + self.offset  # [B, K]
+        scripted = script.gather(1, index.clamp(max=self.script.shape[1] - 1)) + self.offset  # [B, K]
         beam = torch.arange(self.beams)
         level = (scripted[:, :, None] + beam) % VOCAB  # [B, K, W]; siblings differ
         tokens = torch.cat([state.pending, level.flatten(1)], dim=1)
@@ -141,6 +141,13 @@ class Scripted:
         depth = (node + self.beams - 1) // self.beams
         parents = torch.where(depth <= 1, 0, 1 + (depth - 2) * self.beams)  # all hang on the first beam
         return tree_of(tokens, parents.expand(rows, -1), depth.expand(rows, -1), self.depth)
+
+    def _script_of_rows(self, state: State) -> Tensor:
+        """Return the line of the script that agrees with each row's text in most tokens, since rows change places."""
+        width = min(self.script.shape[1], state.tokens.shape[1])
+        same = state.tokens[:, None, :width] == self.script[:, :width]  # [B, lines, T]
+        known = torch.arange(width) <= state.length[:, None, None]
+        return self.script[(same & known).sum(dim=-1).argmax(dim=1)]
 
 
 def row_texts(sequences: Tensor, mask: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from helpers.models import VOCAB
 from redrafter import Engine
 from redrafter.cache.paged import KVCachePool
-from redrafter.engine.cuda_graphs import CUDAGraphRunner
+from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence

@@ -9,8 +9,8 @@ import torch
 
 from helpers.models import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine, RecurrentDrafter, ReDrafter
-from redrafter.engine.cuda_graphs import CapturedStep
 from redrafter.engine.options import EngineOptions
+from redrafter.scheduler.cuda_graphs import CapturedStep
 from redrafter.target.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.loop import train

@@ -19,6 +19,7 @@ from redrafter.scheduler.prefill_budget import (
     choose_chunks,
     padded_tokens,
 )
+from redrafter.scheduler.row_caches import RowCaches
 from redrafter.scheduler.scheduler import MAX_CANCELLATIONS_PER_ROUND, MIN_ROUNDS_IN_PLACE
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_CLIENTS, SPARE_HEAP_ENTRIES, WaitingQueue
@@ -435,9 +436,9 @@ def test_no_round_reads_more_than_its_pace(engine, monkeypatch):
     served, chunks = scheduler(engine), []
     forward = served.prefiller.forward
 
-    def counted(chosen: list[Chunk]) -> PrefilledRows:
+    def counted(chosen: list[Chunk], caches: RowCaches) -> PrefilledRows:
         chunks.append(max(count for _, count in chosen))
-        return forward(chosen)
+        return forward(chosen, caches)
 
     monkeypatch.setattr(served.prefiller, "forward", counted)
     monkeypatch.setattr(PrefillPace, "measure", lambda self, tokens, seconds: None)

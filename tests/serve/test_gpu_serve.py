@@ -10,7 +10,6 @@ from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run
 from helpers.speculation import rejection_sampled, rejection_sampling, without_drafts
 from redrafter import DraftTarget, Engine
-from redrafter.engine.cuda_graphs import CUDAGraphRunner
 from redrafter.engine.options import EngineOptions
 from redrafter.grammar.grammar import Grammar
 from redrafter.scheduler.limits import Limits
@@ -23,7 +22,7 @@ OPTIONS = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=False)
 
 
 def served(engine: Engine, **limits: object) -> Scheduler:
-    return Scheduler(engine, CUDAGraphRunner.on(engine.target, engine.options, engine.draft_model), Limits(**limits))
+    return Scheduler(engine, engine.make_graphs(), Limits(**limits))
 
 
 def recurrent(model_type: str = "llama", **changes: object) -> Engine:

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from redrafter.engine.outputs import Stats
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.stats import Stats
 from redrafter.serve.answers.choice import Choice
 
 __all__ = ["count_usage", "speculation_metrics", "summarize", "usage_and_metrics"]

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.proposer import State
-from redrafter.engine.outputs import Stats
 from redrafter.sampling.sampler import Sampler
+from redrafter.scheduler.stats import Stats
 from redrafter.target.target import Target
 from redrafter.train.evaluate.shapes import Shape, count_accepted
 from redrafter.train.evaluate.texts import Texts, write_texts

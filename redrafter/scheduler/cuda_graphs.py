@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from redrafter.cache.block_manager import BlockManager
-from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.drafting.proposer import Proposer, State
-from redrafter.engine.options import MOST_ROWS, EngineOptions
 from redrafter.errors import ArgumentError, first_line
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.sampler import Sampler
@@ -23,11 +23,11 @@ from redrafter.target.adapters import active_adapters
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
 
-__all__ = ["CUDAGraphRunner", "CapturedStep", "PendingReport", "bucket", "capture", "new_state", "prepare"]
+__all__ = ["MOST_ROWS", "CUDAGraphRunner", "CapturedStep", "PendingReport", "bucket", "capture", "new_state", "prepare"]
 
 _LOG = logging.getLogger(__name__)
 MAX_TEXT_TOKENS = 32768  # of a text, where nothing says how long texts become
-MIN_STEP_POSITIONS = 2048  # that a kept step has room for; longer ones are kept for every power of two
+MOST_ROWS = 64  # rows of the longest text that the paged cache has room for, where memory allows
 MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
 EXTRA_SLOTS = 256  # of a row beyond its text: the tree, and what a last step overshoots
 
@@ -79,15 +79,15 @@ class PendingReport:
 
 
 class CapturedStep:
-    """A step over buffers that stay where they are: load them, replay, read the report.
+    """A step over buffers that stay where they are: write to them, replay, read the report.
 
     Attributes:
         state: Buffers of the rows; a row that is not active stands still on the block that belongs to nobody.
         proposer: What drafts.
         target: The model that verifies.
-        cache: The target's keys and values, on a block table of its own.
+        cache: The target's keys and values of the rows.
         sampler: Buffers of how the rows draw.
-        draft_cache: The draft model's keys and values on the same block table, or None.
+        draft_cache: The draft model's keys and values of the rows, or None.
         output: What the last replay drew. The next replay overwrites it.
         report: What `StepOutput.pack_for_host` says of it, `[B, K+2]` int64, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
@@ -98,9 +98,9 @@ class CapturedStep:
         state: State,
         proposer: Proposer,
         target: Target,
-        cache: PagedCache,
+        cache: KVCache,
         sampler: Sampler,
-        draft_cache: PagedCache | None = None,
+        draft_cache: KVCache | None = None,
     ):
         self.state, self.proposer, self.target, self.sampler = state, proposer, target, sampler
         self.cache, self.draft_cache = cache, draft_cache
@@ -125,29 +125,6 @@ class CapturedStep:
             self.graph.replay()
         return PendingReport(self.report)
 
-    def load(self, state: State, table: Tensor, sampler: Sampler) -> None:
-        """Copy a batch into the first rows of the buffers. The rows behind it stand still.
-
-        Args:
-            state: The batch's rows, at most as many as the buffers have.
-            table: Their blocks, `[B, blocks]` int32.
-            sampler: How they draw; of the buffers' kind.
-        """
-        rows = len(state.length)
-        self.state.active.zero_()
-        self.cache.table.zero_()
-        blocks = min(table.shape[1], self.cache.table.shape[1])  # what is cut off belongs to no row that is left
-        self.cache.table[:rows, :blocks] = table[:, :blocks]
-        self.state.length.zero_()
-        for mine, theirs in (
-            (self.state.tokens[:, : state.tokens.shape[1]], state.tokens[:, : self.state.tokens.shape[1]]),
-            (self.state.length, state.length),
-            (self.state.hidden, state.hidden),
-            (self.state.active, state.active),
-        ):
-            mine[:rows] = theirs
-        self.sampler.load(sampler)
-
 
 def new_state(target: Target, rows: int, width: int) -> State:
     """Return rows that stand still, with room for texts of `width` tokens."""
@@ -158,7 +135,7 @@ def new_state(target: Target, rows: int, width: int) -> State:
 
 
 class CUDAGraphRunner:
-    """Captured steps of one target, kept from request to request, on one pool of paged memory.
+    """Makes captured steps of one target, on one pool of paged memory.
 
     A target and its draft model hold a row's text in blocks of the same ids, so one manager of blocks serves both,
     and a prefix that is found is found in both.
@@ -168,19 +145,16 @@ class CUDAGraphRunner:
         store: The target's keys and values.
         draft_store: A draft model's keys and values, or None.
         blocks: Which blocks are free, taken, and hold a prefix.
-        kept: Captured steps by what they were captured for.
-        lent: Number of steps that are borrowed.
-        lock: Guards `blocks`, `kept` and `lent` against requests in several threads.
+        lock: Guards `blocks`, and whatever is launched, against schedulers in several threads: graphs share memory, so
+            what a step drew must be copied before another step is launched.
     """
 
     def __init__(self, target: Target, store: KVCachePool, draft_store: KVCachePool | None = None):
         self.target, self.store, self.draft_store = target, store, draft_store
         self.blocks = BlockManager(store.num_blocks)
-        self.kept: dict[tuple[object, ...], CapturedStep] = {}
-        self.lent = 0
         self.lock = threading.RLock()
         self._capturable = True
-        self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._adapters = active_adapters(target.model)
 
     def check_adapters(self) -> None:
@@ -195,69 +169,46 @@ class CUDAGraphRunner:
 
     @classmethod
     def on(
-        cls, target: Target, options: EngineOptions, draft_model: Target | None = None, rows: int = MOST_ROWS
+        cls,
+        target: Target,
+        draft_model: Target | None = None,
+        *,
+        memory_fraction: float,
+        max_seq_len: int | None,
+        rows: int = MOST_ROWS,
+        compile: bool = True,
     ) -> "CUDAGraphRunner":
         """Take memory for keys and values and, on a GPU, prepare the models' forwards.
 
         Args:
             target: The model that verifies.
-            options: How much memory may be taken, how long texts become, and whether forwards are compiled.
             draft_model: A model that drafts on the same device, or None.
+            memory_fraction: Share of the free memory that keys and values may take.
+            max_seq_len: Most tokens of a text, where the model's context does not say less; None for what it says.
             rows: Rows of the longest text that memory is taken for, at most.
+            compile: Whether forwards are compiled.
         """
-        longest = min(x for x in (target.context, options.max_seq_len, MAX_TEXT_TOKENS) if x is not None)
+        longest = min(x for x in (target.context, max_seq_len, MAX_TEXT_TOKENS) if x is not None)
         models = [target] if draft_model is None else [target, draft_model]
         stores = KVCachePool.in_free_memory(
             [model.paged_shapes for model in models],
-            fraction=options.kv_cache_free_gpu_memory_fraction,
+            fraction=memory_fraction,
             max_blocks=rows * -(-(longest + EXTRA_SLOTS) // BLOCK_SIZE),
         )
         for model, store in zip(models, stores, strict=True):
             # It may be prepared, by another engine; and a model may draft for itself.
             if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
-                prepare(model, store, options.compile)
+                prepare(model, store, compile)
         return cls(target, *stores)
 
-    def borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
-        """Return a step for `rows` rows of up to `width` positions and this kind of sampler; see `give_back`.
-
-        Requests share graphs where their processors hold tensors by row alone, whose values are loaded. Other
-        processors carry a request's own constants: a step is captured for it alone, as it is for requests that run at
-        the same time.
-        """
-        with self.lock:
-            return self._borrow(bucket(rows), proposer, sampler, width)
-
-    def _borrow(self, rows: int, proposer: Proposer, sampler: Sampler, width: int) -> "CapturedStep":
-        shared = sampler.by_row and not self.lent
-        if shared:
-            width = max(MIN_STEP_POSITIONS, 1 << (width - 1).bit_length())
-        key = (rows, width, id(proposer), sampler.kind)
-        step = self.kept.get(key) if shared else None
-        if step is None:
-            blocks = -(-(width + proposer.scratch_slots) // BLOCK_SIZE)
-            cache = PagedCache(self.store, torch.zeros(rows, blocks, dtype=torch.int32, device=self.target.device))
-            step = self.step_over(new_state(self.target, rows, width), proposer, cache, sampler.buffers(rows))
-            self.capture(step, self._pool if shared else None)
-            if shared:
-                self.kept[key] = step
-                self._pool = self._pool or (step.graph and step.graph.pool())
-        self.lent += 1
-        return step
-
-    def step_over(self, state: State, proposer: Proposer, cache: PagedCache, sampler: Sampler) -> CapturedStep:
-        """Make a step over these buffers, not captured yet."""
-        drafts = None
-        if proposer.model is not None and self.draft_store is not None:
-            drafts = PagedCache(self.draft_store, cache.table)
-        return CapturedStep(state, proposer, self.target, cache, sampler, drafts)
-
-    def capture(self, step: CapturedStep, pool: Any = None) -> None:
+    def capture(self, step: CapturedStep) -> None:
         """Capture a step where possible; elsewhere it runs as it is. The rows of its buffers must stand still."""
         if not step.sampler.capturable or not self._capturable or self.target.device.type != "cuda":
             return
         try:
+            pool = next((graph.pool() for graph in self._graphs), None)  # which ends with the last graph in it
             step.graph = capture(step.run, pool)
+            self._graphs.add(step.graph)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -268,19 +219,6 @@ class CUDAGraphRunner:
                 "one, slower; where it has experts, experts_implementation='batched_mm' at loading may help",
                 stacklevel=2,
             )
-
-    def give_back(self) -> None:
-        """Take back a step that was borrowed."""
-        with self.lock:
-            self.lent -= 1
-
-    def drop_steps(self) -> None:
-        """Forget the captured steps that are kept for later requests, so that their GPU memory can be freed.
-
-        Call it only while no step is borrowed (`lent` is 0); this is not checked. Later requests capture steps anew.
-        """
-        self.kept.clear()
-        self._pool = None  # a pool ends with the last graph in it
 
 
 @torch.inference_mode()

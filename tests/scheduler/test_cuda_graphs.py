@@ -7,7 +7,7 @@ import torch
 
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine
-from redrafter.engine.cuda_graphs import CapturedStep, CUDAGraphRunner
+from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner
 
 NEW = 12
 IDS, MASK = uneven_batch()
@@ -46,13 +46,7 @@ def engine() -> Engine:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CapturedStep]]:
     """Every step that is made from here on."""
     made: list[CapturedStep] = []
-    make = CUDAGraphRunner.step_over
-
-    def step_over(*args: object) -> CapturedStep:
-        made.append(make(*args))
-        return made[-1]
-
-    monkeypatch.setattr(CUDAGraphRunner, "step_over", step_over)
+    monkeypatch.setattr(CUDAGraphRunner, "capture", lambda self, step: made.append(step))
     return made
 
 

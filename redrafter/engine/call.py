@@ -1,0 +1,124 @@
+"""A call of `generate` while it is decoded: its rows, and the scheduler that runs them."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from tqdm import tqdm
+
+from redrafter.engine.request import Request
+from redrafter.engine.stopping import first_stop
+from redrafter.engine.streaming import StepStreamer
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
+from redrafter.scheduler.stats import Stats
+
+__all__ = ["Row", "queued", "run_call"]
+
+
+class Row:
+    """One output row of a call: its sequence, and what is recorded of each token.
+
+    Attributes:
+        sequence: The sequence, which knows the prompt without padding.
+        text: New tokens so far.
+        stats: Statistics of its steps, those without drafts included.
+        scores: Processed scores of its tokens, `[count, V]` float32 per step; empty where nobody asked.
+        logits: Logits of its tokens, likewise.
+        error: What ended it, where it did not end by itself.
+    """
+
+    def __init__(self, index: int, request: Request, prompt: list[int], depth: int, stream: StepStreamer | None):
+        """Make a row that has not begun.
+
+        Args:
+            index: Its index in the call.
+            request: The call.
+            prompt: Its prompt as it came, padding included.
+            depth: The most successive drafts of a step.
+            stream: Takes its tokens as they are made, or None.
+        """
+        self._prompt, self._criteria, self._pad_token = prompt, request.criteria, request.pad_token
+        self._index, self._stream = index, stream
+        self.error: BaseException | None = None
+        self.text: list[int] = []
+        self.stats = Stats(accepted_by_depth=[0] * depth)
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        wanted = {"scores": request.want_scores, "logits": request.want_logits}
+        self.sequence = TokenSequence(
+            request.prompts[index, : request.lengths[index]].tolist(),
+            request.limits[index] - request.lengths[index],
+            SamplingParams(stop_token_ids=request.eos),
+            self._record,
+            self._find_stop if self._criteria else None,
+            index=index,
+            keeps=frozenset(name for name, want in wanted.items() if want),
+        )
+
+    def _find_stop(self, new: Sequence[int]) -> int | None:
+        """Return the index of the first of `new` tokens that the text ends with, or None."""
+        end: int | None = None
+        for criterion in self._criteria:
+            stop = first_stop(criterion, self._prompt + self.text, new, self._pad_token)
+            if stop is not None:
+                end, new = stop, new[: stop + 1]
+        return end
+
+    def _record(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
+        if delta.error is not None:
+            self.error = delta.error
+            return
+        if self.text:  # the first token is none of a step
+            self.stats.count(delta.drafted, delta.accepted, len(delta.tokens))
+        self.text += delta.tokens
+        for recorded, new in ((self.scores, delta.scores), (self.logits, delta.logits)):
+            if new is not None:
+                recorded.append(new.float())
+        if self._stream is not None:
+            self._stream.put_step(self._index, delta.tokens, delta.accepted, delta.finish is not None)
+
+
+@contextmanager
+def queued(scheduler: Scheduler, rows: Sequence[Row]) -> Iterator[None]:
+    """Queue the rows of a call, and take back what they still hold when the context is left.
+
+    Within the context an exception in a round is raised by that round.
+
+    Args:
+        scheduler: A scheduler without sequences.
+        rows: The rows, in the order in which they begin.
+    """
+    scheduler.on_failure = _raise
+    try:
+        scheduler.enqueue(*(row.sequence for row in rows))
+        yield
+    finally:
+        scheduler.abandon()
+
+
+def _raise(error: Exception, _: int) -> None:
+    raise error
+
+
+def run_call(scheduler: Scheduler, rows: Sequence[Row], deadline: float = float("inf"), progress: bool = False) -> None:
+    """Decode the rows of a call until all have ended.
+
+    Args:
+        scheduler: A scheduler without sequences.
+        rows: The rows, in the order in which they begin.
+        deadline: `time.time()` after which no step begins; rows are then as long as they are.
+        progress: Whether to show a bar of the rows that have ended.
+    """
+    with queued(scheduler, rows), tqdm(total=len(rows), unit="text", disable=not progress) as bar:
+        while not scheduler.idle:
+            scheduler.read()
+            if time.time() >= deadline:
+                scheduler.settle()
+                return
+            scheduler.step()
+            if progress:
+                bar.update(sum(row.sequence.ended for row in rows) - bar.n)
+            if (error := next((row.error for row in rows if row.error is not None), None)) is not None:
+                raise error

@@ -1,0 +1,89 @@
+"""Running batches that no call uses now, kept with their captured steps for later calls."""
+
+import threading
+from collections import defaultdict
+from weakref import WeakKeyDictionary
+
+from redrafter.sampling.sampler import Sampler
+from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, bucket
+from redrafter.scheduler.row_caches import DenseRows, PagedRows
+from redrafter.scheduler.row_sampling import CallSampling
+from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.target.target import Target
+
+__all__ = ["IdleBatches"]
+
+Key = tuple[object, ...]
+
+
+class IdleBatches:
+    """Gives each call a running batch of its own, if possible one that an earlier call has left.
+
+    Calls share batches where their processors hold tensors by row alone, whose values are loaded. Other processors
+    carry a call's own constants: a batch is made for it alone. Dense caches are not kept, since they are as large as
+    their texts.
+    """
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[Key, list[RunningBatch]] = defaultdict(list)
+        self._keys: WeakKeyDictionary[RunningBatch, Key] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def take(
+        self,
+        target: Target,
+        graphs: CUDAGraphRunner | None,
+        sampler: Sampler,
+        rows: int,
+        draft_model: Target | None,
+        max_batch_size: int,
+    ) -> RunningBatch:
+        """Return an empty running batch.
+
+        Args:
+            target: The model that verifies.
+            graphs: Captured steps and paged cache; None for a dense cache.
+            sampler: How the rows of the call draw.
+            rows: Most rows at once.
+            draft_model: The model that drafts, or None.
+            max_batch_size: Most rows at once of later calls.
+        """
+        if graphs is None:
+            caches = DenseRows(target, draft_model, rows)
+            return RunningBatch(target, CallSampling(sampler, rows), rows, caches)
+        graphs.check_adapters()
+        if not sampler.by_row:
+            return RunningBatch(
+                target, CallSampling(sampler, rows), rows, PagedRows(graphs, draft_model is not None), graphs
+            )
+        # Settings that are as large as the vocabulary are held for no more rows than needed.
+        small = all(tensor.dim() == 1 for tensor in sampler.tensors())
+        capacity = bucket(max(rows, max_batch_size) if small else rows)
+        key = (sampler.kind, capacity, draft_model is not None)
+        with self._lock:
+            batch = self._idle[key].pop() if self._idle[key] else None
+        if batch is None:
+            sampling = CallSampling(sampler, capacity)
+            batch = RunningBatch(target, sampling, capacity, PagedRows(graphs, draft_model is not None), graphs)
+        assert isinstance(batch.sampling, CallSampling)
+        batch.sampling.begin(sampler)
+        self._keys[batch] = key
+        return batch
+
+    def keep(self, batch: RunningBatch) -> None:
+        """Keep a batch whose call has ended, if later calls may use it."""
+        key = self._keys.get(batch)
+        if key is not None:
+            with self._lock:
+                self._idle[key].append(batch)
+
+    def drop(self) -> None:
+        """Forget all idle batches and their captured steps, so that their GPU memory can be freed."""
+        with self._lock:
+            self._idle.clear()
+
+    @property
+    def idle(self) -> list[RunningBatch]:
+        """The batches that no call uses now."""
+        with self._lock:
+            return [batch for batches in self._idle.values() for batch in batches]

@@ -1,0 +1,31 @@
+"""The models that a scheduler decodes with."""
+
+from typing import Protocol
+
+from redrafter.drafting.proposer import Proposer
+from redrafter.target.target import Target
+
+__all__ = ["Models"]
+
+
+class Models(Protocol):
+    """A target and what drafts for it; an engine is one."""
+
+    @property
+    def target(self) -> Target:
+        """The model that verifies."""
+
+    @property
+    def draft_model(self) -> Target | None:
+        """The model that drafts, or None."""
+
+    @property
+    def plain(self) -> Proposer:
+        """The proposer that drafts nothing."""
+
+    def proposer_for(self, rows: int) -> Proposer:
+        """Return the proposer for a batch of `rows` rows."""
+
+    @property
+    def rejection_sampling(self) -> bool:
+        """Whether sampled drafts are kept by rejection sampling."""

@@ -1,0 +1,184 @@
+"""The keys and values of the rows of a running batch, on either kind of cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from redrafter.cache.dense import DenseCache
+from redrafter.cache.paged import KVCache, PagedCache, stack_block_tables
+from redrafter.cache.to_device import to_device
+from redrafter.drafting.proposer import Proposer
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
+from redrafter.scheduler.sequence import TokenSequence
+from redrafter.target.target import Target
+
+__all__ = ["CachePair", "DenseRows", "PagedRows", "RowCaches"]
+
+
+@dataclass(frozen=True)
+class CachePair:
+    """Keys and values of the same rows, of the target and of a draft model.
+
+    Attributes:
+        target: Those of the target.
+        draft: Those of the draft model; None where there is none.
+    """
+
+    target: KVCache
+    draft: KVCache | None = None
+
+
+class RowCaches(Protocol):
+    """Where the rows of a running batch have their keys and values."""
+
+    def reserve(self, rows: int, positions: int) -> None:
+        """Make sure that so many rows can have so many positions each."""
+
+    def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
+        """Return caches whose rows are these sequences, to read their prompts into."""
+
+    def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
+        """Give the rows from `first` on to sequences whose prompts were read.
+
+        Args:
+            first: The first of the rows.
+            sequences: The sequences.
+            read: What `of_prompts` returned when their prompts were read.
+            rows: Their rows in it.
+        """
+
+    def move(self, source: int, to: int) -> None:
+        """Copy what one row holds to another."""
+
+    def clear(self, row: int) -> None:
+        """Let nobody find what a row holds."""
+
+    def of_step(self, rows: int, longest: int, proposer: Proposer) -> CachePair:
+        """Return the caches of the first rows, ready for a step.
+
+        Args:
+            rows: How many rows.
+            longest: Committed tokens of the longest of them.
+            proposer: What drafts in the step.
+        """
+
+
+class PagedRows:
+    """Rows whose keys and values are in blocks that their sequences hold.
+
+    Attributes:
+        tables: Ids of the blocks of each row, `[R, M]` int32; 0 where a row has fewer.
+    """
+
+    def __init__(self, graphs: CUDAGraphRunner, has_draft_model: bool):
+        """Begin without rows.
+
+        Args:
+            graphs: The blocks.
+            has_draft_model: Whether a draft model reads the texts too.
+        """
+        self._graphs, self._draft_store = graphs, graphs.draft_store if has_draft_model else None
+        self.tables = torch.zeros(0, 0, dtype=torch.int32, device=graphs.target.device)
+
+    def reserve(self, rows: int, positions: int) -> None:
+        """Make block tables for so many rows and positions; see `RowCaches`."""
+        old = self.tables
+        self.tables = torch.zeros(rows, positions // BLOCK_SIZE, dtype=old.dtype, device=old.device)
+        self.tables[: old.shape[0], : old.shape[1]] = old
+
+    def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
+        """Return the caches of sequences that hold blocks; see `RowCaches`."""
+        tables = [sequence.block_table for sequence in sequences if sequence.block_table is not None]
+        return self._on(stack_block_tables(tables, self.tables.device))
+
+    def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
+        """Write the block tables of sequences into the rows from `first` on; see `RowCaches`."""
+        for row, sequence in enumerate(sequences, start=first):
+            self.tables[row] = 0
+            self.update(row, sequence)
+
+    def update(self, row: int, sequence: TokenSequence) -> None:
+        """Copy the ids of a sequence's blocks into its row, after it was given some."""
+        assert sequence.block_table is not None
+        blocks = sequence.block_table.blocks[: self.tables.shape[1]]
+        self.tables[row, : len(blocks)] = to_device(blocks, self.tables.device, self.tables.dtype)
+
+    def move(self, source: int, to: int) -> None:
+        """Copy the block table of one row to another; see `RowCaches`."""
+        self.tables[to] = self.tables[source]
+
+    def clear(self, row: int) -> None:
+        """Let a row write to block 0, which belongs to nobody; see `RowCaches`."""
+        self.tables[row] = 0
+
+    def of_step(self, rows: int, longest: int, proposer: Proposer) -> CachePair:
+        """Return the caches of the first rows; see `RowCaches`."""
+        return self._on(self.tables[:rows])
+
+    def _on(self, tables: Tensor) -> CachePair:
+        drafts = None if self._draft_store is None else PagedCache(self._draft_store, tables)
+        return CachePair(PagedCache(self._graphs.store, tables), drafts)
+
+
+class DenseRows:
+    """Rows with buffers of their own, for any device and any supported model."""
+
+    def __init__(self, target: Target, draft_model: Target | None, rows: int):
+        """Begin without buffers. rows: most rows at once."""
+        self._target, self._draft_model, self._all_rows = target, draft_model, rows
+        self._caches: Any = None  # a `CachePair` of `DenseCache`s
+
+    def reserve(self, rows: int, positions: int) -> None:
+        """Do nothing: buffers grow as texts do; see `RowCaches`."""
+
+    def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
+        """Return empty caches with space for the prompts; see `RowCaches`."""
+        slots = max(sequence.prefill_length for sequence in sequences)
+        # What the first prompts are read into becomes the caches of all rows.
+        rows = len(sequences) if self._caches else self._all_rows
+        return self._make(rows, len(sequences), slots)
+
+    def _make(self, rows: int, used: int, slots: int) -> CachePair:
+        models = [model for model in (self._target, self._draft_model) if model is not None]
+        caches: list[DenseCache] = [model.new_cache(rows) for model in models]
+        for cache in caches:
+            cache.use_rows(used)
+            cache.reserve(slots)
+        return CachePair(*caches)
+
+    def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
+        """Copy keys and values of prompts into the rows from `first` on; see `RowCaches`."""
+        if self._caches is None:
+            self._caches = read
+            if list(rows) == list(range(len(rows))):
+                return
+            self._caches = self._make(self._all_rows, 1, read.target.window)
+        for mine, part in zip(self._pair(self._caches), self._pair(read), strict=True):
+            mine.reserve(max(mine.window, part.window))
+            mine.write_rows(first, part, rows)
+
+    def move(self, source: int, to: int) -> None:
+        """Copy the keys and values of one row to another; see `RowCaches`."""
+        for cache in self._pair(self._caches):
+            cache.move_row(source, to)
+
+    def clear(self, row: int) -> None:
+        """Do nothing: rows that are not in use take no part in steps; see `RowCaches`."""
+
+    def of_step(self, rows: int, longest: int, proposer: Proposer) -> CachePair:
+        """Return the caches, with the first rows in use; see `RowCaches`."""
+        for cache in self._pair(self._caches):
+            cache.use_rows(rows)
+            if rows == proposer.scratch_slots == 1:
+                cache.reserve_one_token(longest)
+            else:
+                cache.reserve(longest + proposer.depth + proposer.scratch_slots)
+        return self._caches
+
+    @staticmethod
+    def _pair(caches: Any) -> list[DenseCache]:
+        return [caches.target] if caches.draft is None else [caches.target, caches.draft]

@@ -1,0 +1,167 @@
+"""Calls of `generate` with more prompts than are decoded side by side, and with steps launched ahead of the host."""
+
+import pytest
+import torch
+
+from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
+from redrafter import ArgumentError, DraftTarget, Engine, ReDrafter
+from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.engine.options import EngineOptions
+from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.target.target import Target
+
+ENDS = [2, 5, 11, 30, 31, 32, 40]
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "seed": 4, "top_p": 0.9, "temperature": [0.5 + row / 10 for row in range(11)]},
+    "penalised": {"do_sample": True, "seed": 9, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama")
+
+
+def engine_of(llama, max_batch_size: int = 256) -> ReDrafter:
+    options = EngineOptions(max_batch_size=max_batch_size)
+    return ReDrafter(Target(llama), tiny_drafter(), TreeShape(3, 3, 10), options=options)
+
+
+def dense(engine: Engine) -> Engine:
+    return engine
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch steps ahead of the host, as on a GPU."""
+    make = Scheduler.__init__
+
+    def made(self: Scheduler, *args: object) -> None:
+        make(self, *args)
+        self.overlap = self._graphs is not None
+
+    monkeypatch.setattr(Scheduler, "__init__", made)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("on", [dense, paged])
+@pytest.mark.parametrize("at_once", [1, 3, 4])
+def test_prompts_that_wait_for_their_turn_give_the_same_texts(llama, on, at_once, speculate, way):
+    ids, mask = uneven_batch(rows=11)
+    arguments = {"max_new_tokens": 18, "eos_token_id": ENDS, "speculate": speculate} | WAYS[way]
+    expected = engine_of(llama).generate(ids, mask, **arguments)
+    assert torch.equal(on(engine_of(llama, at_once)).generate(ids, mask, **arguments), expected)
+
+
+def test_no_step_has_more_rows_than_allowed_and_none_of_a_row_that_has_ended(llama, monkeypatch):
+    rows, prepare = [], RunningBatch.prepare_step
+
+    def prepare_step(batch: RunningBatch) -> object:
+        rows.append([sequence.ended for sequence in batch.rows])
+        return prepare(batch)
+
+    monkeypatch.setattr(RunningBatch, "prepare_step", prepare_step)
+    ids, mask = uneven_batch(rows=11)
+    engine_of(llama, 4).generate(ids, mask, max_new_tokens=30, eos_token_id=ENDS, do_sample=False)
+    assert max(map(len, rows)) == 4
+    assert not any(ended for step in rows for ended in step)
+    assert len({len(step) for step in rows}) > 1
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("at_once", [3, 11])
+def test_steps_that_are_launched_ahead_change_no_token(llama, at_once, way):
+    ids, mask = uneven_batch(rows=11)
+    arguments = {"max_new_tokens": 30, "eos_token_id": ENDS} | WAYS[way]
+    expected = engine_of(llama).generate(ids, mask, speculate=False, **arguments)
+    engine = paged(engine_of(llama, at_once))
+    for _ in range(2):
+        out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
+        assert torch.equal(out.sequences, expected)
+    assert out.stats.emitted == sum(row.emitted for row in out.stats.rows)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_a_draft_model_may_be_launched_ahead(llama, acceptance):
+    draft = tiny_model("gpt2", num_hidden_layers=1)
+    ids, mask = uneven_batch(rows=5)
+    arguments = {"max_new_tokens": 24, "eos_token_id": ENDS, "do_sample": True, "seed": 3, "top_k": 0}
+    engine = DraftTarget.from_pretrained(llama, draft, draft_len=3, acceptance=acceptance)
+    expected = engine.generate(ids, mask, **arguments)
+    engine = paged(DraftTarget.from_pretrained(llama, draft, draft_len=3, acceptance=acceptance, max_batch_size=2))
+    assert torch.equal(engine.generate(ids, mask, **arguments), expected)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_scores_are_those_of_the_tokens_when_steps_are_launched_ahead(llama):
+    ids, mask = uneven_batch(rows=5)
+    arguments = {"max_new_tokens": 12, "do_sample": False, "repetition_penalty": 1.2, "return_dict_in_generate": True}
+    arguments |= {"output_scores": True, "output_logits": True, "eos_token_id": ENDS}
+    expected = engine_of(llama).generate(ids, mask, speculate=False, **arguments)
+    out = paged(engine_of(llama, 2)).generate(ids, mask, **arguments)
+    assert torch.equal(out.sequences, expected.sequences)
+    for mine, theirs in zip((*out.scores, *out.logits), (*expected.scores, *expected.logits), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_streamer_hears_of_every_row_in_turn(llama):
+    heard: dict[int, list[int]] = {}
+
+    class Listener:
+        def put_step(self, row: int, tokens: list[int], accepted: int, ended: bool) -> None:
+            heard.setdefault(row, []).extend(tokens)
+
+        def end(self) -> None:
+            heard[-1] = []
+
+    ids, mask = uneven_batch(rows=5)
+    out = engine_of(llama, 2).generate(ids, mask, max_new_tokens=9, do_sample=False, streamer=Listener())
+    assert heard.pop(-1) == []
+    for row, tokens in heard.items():
+        assert out[row, ids.shape[1] :][: len(tokens)].tolist() == tokens
+    assert sorted(heard) == [0, 1, 2, 3, 4]
+
+
+def test_a_deadline_ends_rows_that_wait_too(llama):
+    ids, mask = uneven_batch(rows=5)
+    out = engine_of(llama, 2).generate(ids, mask, max_new_tokens=60, max_time=1e-6, do_sample=False, eos_token_id=None)
+    assert out.shape == (5, ids.shape[1] + 1)
+
+
+@pytest.mark.parametrize("on", [dense, paged])
+def test_an_interrupted_call_leaves_an_engine_that_works(llama, on):
+    ids, mask = uneven_batch(rows=5)
+    engine = on(engine_of(llama, 2))
+    expected = engine.generate(ids, mask, max_new_tokens=9, do_sample=False)
+
+    class Interrupts:
+        def put_step(self, *args: object) -> None:
+            raise KeyboardInterrupt
+
+        def end(self) -> None:
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(ids, mask, max_new_tokens=9, do_sample=False, streamer=Interrupts())
+    assert torch.equal(engine.generate(ids, mask, max_new_tokens=9, do_sample=False), expected)
+    if engine.graphs is not None:
+        assert engine.graphs.blocks.num_free_blocks == engine.graphs.blocks.num_blocks
+
+
+def test_progress_is_shown_when_asked_for(llama, capfd):
+    ids, mask = uneven_batch(rows=5)
+    engine_of(llama, 2).generate(ids, mask, max_new_tokens=4, do_sample=False)
+    assert capfd.readouterr().err == ""
+    engine_of(llama, 2).generate(ids, mask, max_new_tokens=4, do_sample=False, progress=True)
+    assert "5/5" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])
+def test_a_batch_size_is_a_positive_integer(wrong):
+    with pytest.raises(ArgumentError, match="max_batch_size must be a positive integer"):
+        EngineOptions(max_batch_size=wrong)
