@@ -46,10 +46,11 @@ def _top_of_row_kernel(
     top = tl.max(tops, 1)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     whole = anchor + tl.log(tl.sum(sums * tl.exp(tops - anchor[:, None]), 1))
-    base = tl.load(TOTAL + row * beams + beam, live, 0.0) - whole
+    total = tl.load(TOTAL + row * beams + beam, live, 0.0)
     at = (row * beams + beam)[:, None] * (chunks * WIDE) + candidate
     inside = live[:, None] & (candidate < chunks * WIDE)
-    x = tl.load(VALUES + at, inside, float("-inf")) + base[:, None]
+    # In this order no rounding makes a continuation likelier than its beam, which a tree that is cut relies on.
+    x = total[:, None] + (tl.load(VALUES + at, inside, float("-inf")) - whole[:, None])
     x = tl.where(inside, x, float("-inf"))
     flat = tl.reshape(x, [BLOCK_BEAMS * BLOCK_CANDIDATES])
     rank = tl.arange(0, BLOCK_WIDE)

@@ -128,7 +128,7 @@ def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | N
         return kernels.top_continuations(scores, total, width, ids)
     if width == scores.shape[1] == 1:  # a chain: the best token, without a sort
         best, token = scores.float().max(dim=-1)  # [B, 1]
-        score = total + best - scores.logsumexp(dim=-1).float()
+        score = total + (best - scores.logsumexp(dim=-1).float()).clamp(max=0)
         return score, torch.zeros_like(token), token if ids is None else ids[token]
     log_probs = scores.log_softmax(dim=-1, dtype=torch.float32)
     best, index = log_probs.topk(width, dim=-1)  # [B, w, W]: the best W pairs are among the best W of each beam

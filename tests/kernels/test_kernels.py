@@ -236,6 +236,16 @@ def test_top_continuations_equal_the_reference():
         assert torch.equal(found[2], expected[2])
 
 
+def test_no_continuation_is_likelier_than_its_beam():
+    """A tree that is cut keeps the likeliest nodes, and must never keep one without the node that it hangs on."""
+    generator = torch.Generator().manual_seed(1)
+    certain = torch.full((64, 3, 200), -40.0)
+    certain[:, :, 7] = 23.7 + torch.rand(64, 3, generator=generator)
+    total = -30 * torch.rand(64, 3, generator=generator)
+    score, source, _ = kernel_top_continuations(certain.to(DEVICE), total.to(DEVICE), 3, None)
+    assert bool((score.cpu() <= total.gather(1, source.cpu())).all())
+
+
 def test_a_nan_leads_to_no_id_past_the_vocabulary():
     logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     logits[0, 0], logits[0, 1, 7:], logits[1, 2, 30] = torch.nan, torch.nan, torch.nan
