@@ -494,9 +494,9 @@ def test_json_is_indented_but_not_for_ever():
 
 def test_a_step_with_a_grammar_is_not_captured(engine, monkeypatch):
     seen = []
-    run = engine.open_batch
+    run = engine.scheduler_for
     monkeypatch.setattr(
-        engine, "open_batch", lambda request, *rest: seen.append(request.sampler) or run(request, *rest)
+        engine, "scheduler_for", lambda request, *rest: seen.append(request.sampler) or run(request, *rest)
     )
     engine.generate(**BATCH, **GREEDY, grammar={"choice": ["a"]})
     engine.generate(**BATCH, **GREEDY)
