@@ -1,6 +1,7 @@
 """Arguments of `generate` that are read before transformers prepares the call."""
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,21 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
+from redrafter.engine.argument_checks import OPENAI_ARGUMENTS
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.sampling.hf_processors import TemperaturePerRow
+from redrafter.grammar.grammar import Grammar
+from redrafter.sampling.grammar_masks import GrammarProcessor
+from redrafter.sampling.hf_processors import TemperaturePerRow, TokenPenalties
 
-__all__ = ["NEUTRAL", "prompt_of", "with_row_temperatures", "with_stop_strings", "without_neutral"]
+__all__ = [
+    "NEUTRAL",
+    "prompt_of",
+    "with_grammar",
+    "with_openai_arguments",
+    "with_row_temperatures",
+    "with_stop_strings",
+    "without_neutral",
+]
 
 # Arguments of `model.generate` that have no meaning here: the values that wrappers pass on by habit and that ask for
 # nothing, and what to do instead where another value was given.
@@ -60,6 +72,44 @@ def prompt_of(input_ids: Any, inputs: Any) -> Any:
     if input_ids is None and inputs is None:
         raise ArgumentError("there is no prompt: pass input_ids")
     return inputs if input_ids is None else input_ids
+
+
+def with_openai_arguments(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Return the arguments with OpenAI's ones in transformers' terms; `width` is the padded prompt's."""
+    others = {name: value for name, value in arguments.items() if name not in OPENAI_ARGUMENTS}
+    frequency, presence = (arguments.get(name) or 0.0 for name in OPENAI_ARGUMENTS[:2])
+    for name, value in (("frequency_penalty", frequency), ("presence_penalty", presence)):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ArgumentError(f"{name} must be a finite number, got {value!r}")
+    if frequency or presence:
+        given = others.get("logits_processor") or []
+        others["logits_processor"] = LogitsProcessorList([*given, TokenPenalties(frequency, presence, width)])
+    if bias := arguments.get("logit_bias"):
+        if not isinstance(bias, Mapping) or not all(isinstance(token, int) for token in bias):
+            raise ArgumentError(f"logit_bias is a dict from token ids to numbers, got {bias!r}")
+        others["sequence_bias"] = {(token,): float(value) for token, value in bias.items()} | dict(
+            others.get("sequence_bias") or {}
+        )
+    return others
+
+
+def with_grammar(arguments: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Return the arguments with `grammar` as the last logits processor; `width` is the padded prompt's."""
+    rest = {name: value for name, value in arguments.items() if name != "grammar"}
+    given, tokenizer = arguments.get("grammar"), arguments.get("tokenizer")
+    if given is None:
+        return rest
+
+    def read(grammar: Any) -> Grammar | None:
+        if grammar is None or isinstance(grammar, Grammar):
+            return grammar
+        if tokenizer is None:
+            raise ArgumentError("grammar needs the tokenizer: pass tokenizer=tokenizer to generate(), or a Grammar")
+        return Grammar.of(grammar, tokenizer)
+
+    grammars = [read(grammar) for grammar in given] if isinstance(given, list | tuple) else read(given)
+    processors = rest.get("logits_processor") or []
+    return rest | {"logits_processor": LogitsProcessorList([*processors, GrammarProcessor(grammars, width)])}
 
 
 def with_row_temperatures(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,12 @@ from transformers.generation.streamers import BaseStreamer
 from redrafter.cache.block_manager import BlockManager
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
+from redrafter.engine.argument_checks import check_arguments, known_arguments
 from redrafter.engine.call_arguments import (
     NEUTRAL,
     prompt_of,
+    with_grammar,
+    with_openai_arguments,
     with_row_temperatures,
     with_stop_strings,
     without_neutral,
@@ -30,16 +33,9 @@ from redrafter.engine.idle_batches import IdleBatches
 from redrafter.engine.model_inputs import without_empty_inputs
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.outputs import GenerateOutput
-from redrafter.engine.request import (
-    Request,
-    Seed,
-    check_arguments,
-    check_shapes,
-    known_arguments,
-    read_request,
-    with_grammar,
-    with_openai_arguments,
-)
+from redrafter.engine.prompt_checks import check_shapes
+from redrafter.engine.request import Request, read_request
+from redrafter.engine.row_seeds import Seed
 from redrafter.engine.streaming import ColumnStream, StepStreamer
 from redrafter.errors import ArgumentError
 from redrafter.sampling.grammar_masks import check_grammars

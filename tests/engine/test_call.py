@@ -1,4 +1,4 @@
-"""What a call of `generate` meets beside its text: wrappers' habits, configs, the model's modes, the context's end."""
+"""What a call of `generate` meets beside its text: configs, the model's modes, the context's end."""
 
 import warnings
 
@@ -7,7 +7,16 @@ import torch
 from transformers import GenerationConfig
 
 from helpers.generation import letters
-from helpers.models import CONTEXT, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.models import (
+    CONTEXT,
+    VOCAB,
+    engine_with_config,
+    scripted_engine,
+    tiny_drafter,
+    tiny_model,
+    uneven_batch,
+    with_tree,
+)
 from redrafter import ArgumentError, DraftTarget, PromptLookup, UnsupportedError
 from redrafter.target.target import Target
 
@@ -18,101 +27,6 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 @pytest.fixture(scope="module")
 def engine(llama):
     return with_tree(llama, tiny_drafter(), 3, 3)
-
-
-def with_config(**settings):
-    """Return an engine of a fresh model whose checkpoint's generation config says this, and the model."""
-    model = tiny_model("llama")
-    model.generation_config.update(**settings)
-    return with_tree(model, tiny_drafter(), 3, 3), model
-
-
-# Names
-
-
-@pytest.mark.parametrize(
-    "habit",
-    [
-        {"past_key_values": None, "position_ids": None, "inputs_embeds": None, "cache_position": None},
-        {"assistant_model": None, "assistant_tokenizer": None, "negative_prompt_ids": None},
-        {"negative_prompt_attention_mask": None, "token_type_ids": None, "inputs": None, "custom_generate": None},
-        {"synced_gpus": None, "trust_remote_code": None, "logits_to_keep": None},
-        {"synced_gpus": False, "trust_remote_code": False, "logits_to_keep": 0},
-        {"trust_remote_code": True, "logits_to_keep": 1, "use_cache": True},
-        {"use_cache": False},
-    ],
-)
-def test_what_wrappers_pass_on_by_habit_changes_nothing(llama, engine, habit):
-    expected = llama.generate(IDS, attention_mask=MASK, **GREEDY)
-    for speculate in (True, False):
-        assert torch.equal(engine.generate(IDS, MASK, speculate=speculate, **GREEDY, **habit), expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("past_key_values", object()),
-        ("position_ids", IDS),
-        ("inputs_embeds", torch.zeros(1)),
-        ("token_type_ids", torch.zeros(4, 11)),
-        ("assistant_model", object()),
-        ("negative_prompt_ids", IDS),
-        ("synced_gpus", True),
-        ("custom_generate", "a/repo"),
-        ("logits_to_keep", 5),
-        ("logits_to_keep", torch.tensor([1])),
-        ("trust_remote_code", "yes"),
-    ],
-)
-def test_what_asks_for_something_is_refused_by_name(engine, name, value):
-    with pytest.raises(UnsupportedError, match=rf"generate\(\) does not take {name}; "):
-        engine.generate(IDS, MASK, **GREEDY, **{name: value})
-
-
-def test_inputs_is_another_name_of_the_prompt(llama, engine):
-    expected = llama.generate(inputs=IDS, attention_mask=MASK, **GREEDY)
-    assert torch.equal(engine.generate(inputs=IDS, attention_mask=MASK, **GREEDY), expected)
-    with pytest.raises(ArgumentError, match="inputs is another name of input_ids"):
-        engine.generate(IDS, inputs=IDS, **GREEDY)
-    for nothing in ({}, {"inputs": None}, {"input_ids": None}):
-        with pytest.raises(ArgumentError, match="there is no prompt: pass input_ids"):
-            engine.generate(**nothing, **GREEDY)
-
-
-# The checkpoint's generation config
-
-
-@pytest.mark.parametrize("settings", [{"use_cache": False}, {"cache_implementation": "static"}])
-def test_a_cache_that_only_the_checkpoint_asks_for_refuses_no_call(settings):
-    engine, model = with_config(**settings)
-    expected = model.generate(IDS, attention_mask=MASK, **GREEDY, use_cache=True, cache_implementation=None)
-    assert torch.equal(engine.generate(IDS, MASK, **GREEDY), expected)
-    adapted = model.generate(IDS, attention_mask=MASK, custom_generate=engine.custom_generate(), **GREEDY)
-    assert torch.equal(adapted, expected)
-
-
-def test_a_cache_that_changes_tokens_and_one_that_the_call_asks_for_are_refused():
-    engine, _ = with_config(cache_implementation="static")
-    with pytest.raises(UnsupportedError, match="cache_implementation='static'"):
-        engine.generate(IDS, MASK, cache_implementation="static", **GREEDY)
-    config = GenerationConfig(cache_implementation="offloaded", **GREEDY)
-    with pytest.raises(UnsupportedError, match="cache_implementation='offloaded'"):
-        engine.generate(IDS, MASK, generation_config=config)
-
-
-def test_stop_strings_of_the_checkpoint_need_no_more_than_the_tokenizer():
-    tokenizer, plain = letters(), tiny_model("llama").generate(IDS[:1], max_new_tokens=30, do_sample=False)
-    stop = tokenizer.decode(plain[0, IDS.shape[1] + 8 : IDS.shape[1] + 10])
-    engine, model = with_config(stop_strings=[stop])
-    arguments = {"max_new_tokens": 30, "do_sample": False}
-    expected = model.generate(IDS[:1], tokenizer=tokenizer, **arguments)
-    assert expected.shape[1] < plain.shape[1]
-    assert torch.equal(engine.generate(IDS[:1], tokenizer=tokenizer, **arguments), expected)
-    config = GenerationConfig(**arguments)
-    assert torch.equal(engine.generate(IDS[:1], generation_config=config, tokenizer=tokenizer), expected)
-    assert torch.equal(engine.generate(IDS[:1], stop_strings=None, **arguments), plain)
-    with pytest.raises(ArgumentError, match="stop_strings needs the tokenizer"):
-        engine.generate(IDS[:1], **arguments)
 
 
 # A generation config of the call
@@ -142,7 +56,7 @@ def logged(monkeypatch):
 )
 @pytest.mark.parametrize("own", [{}, {"no_repeat_ngram_size": 2, "return_dict_in_generate": True}])
 def test_a_generation_config_has_the_place_that_transformers_gives_it(logged, own, config, arguments):
-    engine, model = with_config(**own)
+    engine, model = engine_with_config(**own)
     given = GenerationConfig(**GREEDY | config)
     before = given.to_dict()
     expected = model.generate(IDS, attention_mask=MASK, generation_config=given, **arguments)
@@ -223,21 +137,6 @@ def test_autocast_is_refused(llama, engine):
 
 
 # Ends
-
-
-@pytest.mark.parametrize("ends", [[70, 12], [12, 70], [12]])
-@pytest.mark.parametrize("pad", [None, 5])
-def test_rows_that_ended_are_padded_as_transformers_pads_them(ends, pad):
-    model = tiny_model("llama")
-    model.generation_config.pad_token_id = None
-    plain = model.generate(IDS, attention_mask=MASK, max_new_tokens=20, do_sample=False, eos_token_id=None)
-    early = [token for token in plain[1, IDS.shape[1] :].tolist() if token not in plain[0, IDS.shape[1] :]]
-    ends = [early[0] if end == 12 else end for end in ends]
-    arguments = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": ends, "pad_token_id": pad}
-    expected = model.generate(IDS, attention_mask=MASK, **arguments)
-    found = with_tree(model, tiny_drafter(), 3, 3).generate(IDS, MASK, **arguments)
-    assert torch.equal(found, expected)
-    assert expected[1, -1] == (ends[0] if pad is None else pad)
 
 
 def test_a_text_that_ends_with_the_context_says_so_once(llama, engine):

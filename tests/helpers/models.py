@@ -171,6 +171,13 @@ def with_tree(model: PreTrainedModel, drafter: RecurrentDrafter, beams: int, dep
     return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes))
 
 
+def engine_with_config(**settings: object) -> tuple[ReDrafter, PreTrainedModel]:
+    """Return an engine of a fresh model whose checkpoint's generation config says this, and the model."""
+    model = tiny_model("llama")
+    model.generation_config.update(**settings)
+    return with_tree(model, tiny_drafter(), 3, 3), model
+
+
 def paged(engine: Engine, blocks: int = 200) -> Engine:
     """Let an engine work as on a GPU, on a paged cache, with the slow reference of attention; return it."""
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
