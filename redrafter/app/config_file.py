@@ -9,28 +9,16 @@ What is typed on the command line wins over every file, and a later file over an
 
 import argparse
 import json
-import types
 from collections.abc import Iterable
-from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from redrafter.app.flags import flag
+from redrafter.app.option_values import Option, convert_value, options_by_name
 from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError
 from redrafter.spelling import nearest
 
-__all__ = ["ConfigParser", "Option", "options_by_name", "union_arms"]
-
-# What a value must be, in a message, by the type of the option.
-_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-
-
-class Option(NamedTuple):
-    """A field of a dataclass of options, and its resolved type."""
-
-    field: Field[Any]
-    hint: Any
+__all__ = ["ConfigParser"]
 
 
 class ConfigParser(Parser):
@@ -82,15 +70,6 @@ class _ReadConfig(argparse.Action):
         parser.load_config(values)
 
 
-def options_by_name(options: Iterable[type]) -> dict[str, Option]:
-    """Return the fields of dataclasses of options, with their resolved types, by name."""
-    return {
-        field.name: Option(field, get_type_hints(dataclass)[field.name])
-        for dataclass in options
-        for field in fields(dataclass)
-    }
-
-
 def _read(path: str | Path, known: dict[str, Option]) -> dict[str, Any]:
     """Read the options of a file, where `known` are those that the command takes."""
     config: dict[str, Any] = {}
@@ -100,11 +79,7 @@ def _read(path: str | Path, known: dict[str, Option]) -> dict[str, Any]:
             raise ArgumentError(f"{path}: {key} is not an option of this command{_suggestion(name, known)}")
         if name in config:
             raise ArgumentError(f"{path}: {key} is given twice")
-        try:
-            config[name] = _typed(value, known[name])
-        except (ValueError, OverflowError, argparse.ArgumentTypeError):
-            expected = _expected(known[name])
-            raise ArgumentError(f"{path}: {key} must be {expected}, got {json.dumps(value)}") from None
+        config[name] = convert_value(path, key, value, known[name])
     return config
 
 
@@ -144,76 +119,3 @@ def _suggestion(name: str, known: dict[str, Option]) -> str:
         return f'; write "{positive}": false'
     near = nearest(name, known)
     return f"; did you mean {near}?" if near else ""
-
-
-def _typed(value: Any, option: Option) -> Any:
-    """Convert a JSON value to what its option holds. Raises `ValueError` where it is of another type."""
-    arms = union_arms(option.hint)
-    if option.field.metadata.get("required") and value in (None, []):
-        raise ValueError
-    if value is None and type(None) in arms:
-        return None
-    choices = option.field.metadata.get("choices")
-    if choices and value not in choices:
-        raise ValueError
-    if any(get_origin(arm) is tuple for arm in arms):
-        return _typed_tuple(value, option)
-    return _typed_scalar(value, arms)
-
-
-def _typed_scalar(value: Any, arms: tuple[Any, ...]) -> Any:
-    if type(value) in arms:
-        return value
-    if float in arms and type(value) is int:
-        return float(value)
-    raise ValueError
-
-
-def _typed_tuple(value: Any, option: Option) -> tuple[Any, ...]:
-    """Convert the JSON value of an option that holds several elements to a tuple.
-
-    If the option's flag takes all elements as one word, such as `--target-layers 8,16,24`, the value may also be that
-    word, as a JSON string.
-
-    Args:
-        value: The value that a config file gives: a list or, with such a flag, a string.
-        option: The option, whose type hint says what the elements are.
-
-    Returns:
-        The elements, each of the type that the hint names.
-
-    Raises:
-        ValueError: If the value is neither, or an element has another type.
-    """
-    read = option.field.metadata.get("type")
-    if read is not None and isinstance(value, str):
-        return tuple(read(value))
-    if not isinstance(value, list):
-        raise ValueError
-    element = _element(option.hint)
-    if element in _EXPECTED:
-        return tuple(_typed_scalar(item, (element,)) for item in value)
-    assert read is not None, "a tuple of a class of ours has a function that reads it"
-    return tuple(read(",".join(_typed_scalar(item, (str,)) for item in value))) if value else ()
-
-
-def _expected(option: Option) -> str:
-    """Describe the values that an option takes, for a message."""
-    choices = option.field.metadata.get("choices")
-    if choices:
-        return f"one of {', '.join(choices)}"
-    if any(get_origin(arm) is tuple for arm in union_arms(option.hint)):
-        plural = {int: "whole numbers", float: "numbers"}.get(_element(option.hint), "texts")
-        example = option.field.metadata.get("metavar") if option.field.metadata.get("type") else None
-        return f"a list of {plural}" + (f", as for {flag(option.field.name)} {example}" if example else "")
-    return " or ".join(_EXPECTED[arm] for arm in union_arms(option.hint) if arm in _EXPECTED)
-
-
-def union_arms(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union; of another type, that alone."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _element(hint: Any) -> Any:
-    """Return the type of the elements of a tuple, also of an optional one."""
-    return next(get_args(arm)[0] for arm in union_arms(hint) if get_origin(arm) is tuple)

@@ -5,10 +5,10 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
-from redrafter.app.config_file import Option, options_by_name, union_arms
 from redrafter.app.flags import flag, names, option
+from redrafter.app.option_values import convert_value, options_by_name
 from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
 from redrafter.scheduler.limits import Limits
@@ -186,7 +186,7 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
                     stacklevel=2,
                 )
             elif value is not None:
-                values[name] = _typed(file, key, value, known[name])
+                values[name] = convert_value(file, key, value, known[name])
     return values
 
 
@@ -215,20 +215,3 @@ def _json5(file: str, text: str) -> Any:
         return json5.loads(text)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{file} is neither JSON nor JSON5: {error}") from error
-
-
-def _typed(file: str, key: str, value: Any, item: Option) -> Any:
-    """Return a value as the type of its option, or raise `ArgumentError`."""
-    kinds = tuple(arm for arm in union_arms(item.hint) if arm in (bool, int, float, str))
-    fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
-    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if get_origin(item.hint) is tuple:
-        if isinstance(value, list) and all(isinstance(text, str) for text in value):
-            return tuple(value)
-        raise ArgumentError(f"{file}: {key} must be a list of texts, got {json.dumps(value)}")
-    choices = item.field.metadata.get("choices")
-    if not fits or (choices and value not in choices):
-        wanted = f"one of {', '.join(choices)}" if choices else " or ".join(kind.__name__ for kind in kinds)
-        raise ArgumentError(f"{file}: {key} must be {wanted}, got {json.dumps(value)}")
-    return value
