@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -238,27 +239,46 @@ ROW_CASES: dict[str, tuple[RowProcessor, list[Make | None]]] = {
 }
 
 
+@pytest.mark.parametrize("seed", range(len(STARTS)))
 @pytest.mark.parametrize("name", ROW_CASES)
-def test_each_row_gets_what_hugging_face_gives_for_its_own_setting(name: str) -> None:
+def test_each_row_gets_what_hugging_face_gives_for_its_own_setting(name: str, seed: int) -> None:
     processor, makes = ROW_CASES[name]
-    for seed, lengths in enumerate(STARTS):
-        prefixes = random_prefixes(seed, lengths)
-        scores = random_scores(seed, prefixes)
-        got, kept = processor(scores, prefixes), scores.clone()
-        for row, make in enumerate(makes):
-            expected = scores if make is None else reference(lambda width, make=make: make(width), scores, prefixes)
-            torch.testing.assert_close(got[row], expected[row], rtol=0, atol=0)
-        assert torch.equal(scores, kept)
+    prefixes = random_prefixes(seed, STARTS[seed])
+    scores = random_scores(seed, prefixes)
+    got, kept = processor(scores, prefixes), scores.clone()
+    for row, make in enumerate(makes):
+        expected = scores if make is None else reference(make, scores, prefixes)
+        torch.testing.assert_close(got[row], expected[row], rtol=0, atol=0)
+    assert torch.equal(scores, kept)
 
 
-def test_settings_of_rows_are_read_into_tensors() -> None:
-    names = ["temperature", "top k", "top p", "min p", "repetition penalty", "min length", "min new tokens"]
-    for name in [*names, "token penalties", "repetition penalty without the prompt", "temperature per row"]:
-        [processor], _ = read([CASES[name][0](WIDTH)])
-        assert isinstance(processor, RowProcessor), name
-        assert all(len(setting) == len(PROMPTS) for setting in processor.settings)
-    for name in ["top p keeping three", "min p keeping three", "top k filled with a number", "bad words", "eta"]:
-        assert not isinstance(read([CASES[name][0](WIDTH)])[0][0], RowProcessor), name
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        "top k",
+        "top p",
+        "min p",
+        "repetition penalty",
+        "min length",
+        "min new tokens",
+        "token penalties",
+        "repetition penalty without the prompt",
+        "temperature per row",
+    ],
+)
+def test_settings_of_rows_are_read_into_tensors(name: str) -> None:
+    [processor], _ = read([CASES[name][0](WIDTH)])
+    assert isinstance(processor, RowProcessor)
+    assert all(len(setting) == len(PROMPTS) for setting in processor.settings)
+
+
+@pytest.mark.parametrize(
+    "name", ["top p keeping three", "min p keeping three", "top k filled with a number", "bad words", "eta"]
+)
+def test_other_settings_are_constants_of_a_function(name: str) -> None:
+    [processor], _ = read([CASES[name][0](WIDTH)])
+    assert not isinstance(processor, RowProcessor)
 
 
 def test_processors_of_one_kind_differ_in_settings_alone() -> None:
@@ -271,19 +291,6 @@ def test_processors_of_one_kind_differ_in_settings_alone() -> None:
     assert kind(ignoring) != kind(hf.RepetitionPenaltyLogitsProcessor(1.7))
 
 
-def test_a_temperature_goes_where_transformers_puts_its_own() -> None:
-    top_k, top_p, min_p = hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.5), hf.MinPLogitsWarper(0.1)
-    penalty, norm = hf.RepetitionPenaltyLogitsProcessor(1.7), hf.LogitNormalization()
-    for processors, index in (
-        ([], 0),
-        ([penalty], 1),
-        ([penalty, top_k, top_p, min_p, norm], 1),
-        ([top_p, top_k, min_p], 1),  # the first is the user's own
-        ([halve, top_p], 1),
-    ):
-        assert index_of_warpers(processors) == index
-
-
 @pytest.mark.parametrize("name", ROW_CASES)
 def test_no_row_processor_reads_a_value_on_the_host(name: str) -> None:
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
@@ -294,27 +301,27 @@ def test_no_row_processor_reads_a_value_on_the_host(name: str) -> None:
     assert on_meta(scores.to("meta"), replace(prefixes, tree=tree, **given)).shape == scores.shape
 
 
+@pytest.mark.parametrize("seed", range(len(STARTS)))
 @pytest.mark.parametrize("shape", ["lattice", "chain"])
-def test_texts_are_the_committed_tokens_and_the_path(shape: str) -> None:
-    for seed, lengths in enumerate(STARTS):
-        prefixes = random_prefixes(seed, lengths)
-        if shape == "chain":  # as deep as it has nodes: the longest texts that a window can come with
-            prefixes = replace(prefixes, tree=chain(prefixes.tree.tokens))
-        sequences, last = prefixes.sequences(), prefixes.last(4)
-        for row in range(len(lengths)):
-            for node in range(prefixes.tree.tokens.shape[1]):
-                own = text(prefixes, row, node)[0]
-                assert prefixes.counts[row, node] == len(own)
-                assert sequences[row, node].tolist() == own.tolist() + [-1] * (sequences.shape[-1] - len(own))
-                assert last[row, node].tolist() == ([-1] * 4 + own.tolist())[-4:]
+def test_texts_are_the_committed_tokens_and_the_path(shape: str, seed: int) -> None:
+    prefixes = random_prefixes(seed, STARTS[seed])
+    if shape == "chain":  # as deep as it has nodes: the longest texts that a window can come with
+        prefixes = replace(prefixes, tree=chain(prefixes.tree.tokens))
+    sequences, last = prefixes.sequences(), prefixes.last(4)
+    for row, node in product(*map(range, prefixes.tree.tokens.shape)):
+        path_text = text(prefixes, row, node)[0].tolist()
+        assert prefixes.counts[row, node] == len(path_text)
+        assert sequences[row, node].tolist() == path_text + [-1] * (sequences.shape[-1] - len(path_text))
+        assert last[row, node].tolist() == ([-1] * 4 + path_text)[-4:]
 
 
-def test_a_wider_window_changes_nothing() -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_wider_window_changes_nothing(name: str) -> None:
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
     wider = replace(prefixes, window=prefixes.tokens.shape[1])
-    for make, _ in CASES.values():
-        got, expected = ours([make(WIDTH)], scores, wider), ours([make(WIDTH)], scores, prefixes)
-        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    make, _ = CASES[name]
+    got, expected = ours([make(WIDTH)], scores, wider), ours([make(WIDTH)], scores, prefixes)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_padding_that_hugging_face_reports_is_not_looked_at() -> None:
@@ -325,13 +332,13 @@ def test_padding_that_hugging_face_reports_is_not_looked_at() -> None:
     torch.testing.assert_close(ours([given], scores, prefixes), expected)
 
 
-def test_tokens_past_the_vocabulary_are_passed_over() -> None:
+@pytest.mark.parametrize("name", ["repetition penalty", "no repeated token", "no repeated bigram"])
+def test_tokens_past_the_vocabulary_are_passed_over(name: str) -> None:
     """An embedding can be wider than the head."""
     prefixes = random_prefixes(0, few=12)
     scores = random_scores(0, prefixes, vocab=8)
-    for name in ("repetition penalty", "no repeated token", "no repeated bigram"):
-        make = CASES[name][0]
-        torch.testing.assert_close(ours([make(WIDTH)], scores, prefixes), reference(make, scores, prefixes))
+    make, _ = CASES[name]
+    torch.testing.assert_close(ours([make(WIDTH)], scores, prefixes), reference(make, scores, prefixes))
 
 
 def test_scores_that_are_nan_or_infinite_become_finite() -> None:
@@ -345,9 +352,9 @@ def test_scores_that_are_nan_or_infinite_become_finite() -> None:
 def test_a_RowTemperature_divides_its_own_row() -> None:
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
     kept = scores.clone()
-    got = RowTemperature(torch.tensor([0.5, 1.0, 2.0]))(scores, prefixes)
-    for row, temperature in enumerate([0.5, 1.0, 2.0]):
-        torch.testing.assert_close(got[row], kept[row] / temperature)
+    temperatures = torch.tensor([0.5, 1.0, 2.0])
+    divided = RowTemperature(temperatures)(scores, prefixes)
+    torch.testing.assert_close(divided, kept / temperatures[:, None, None])
     assert torch.equal(scores, kept)
 
 
@@ -360,17 +367,17 @@ def test_min_length_that_min_new_tokens_implies_is_dropped() -> None:
     assert len(read([implied])[0]) == 1
 
 
-def test_many_processors_in_a_row_equal_the_list_of_hugging_face() -> None:
-    for seed, lengths in enumerate(STARTS):
-        prefixes = random_prefixes(seed, lengths)
-        scores = random_scores(seed, prefixes)
-        names = ["repetition penalty", "no repeated 4-gram", "bad words", "min new tokens", "length decay"]
-        names += ["temperature", "top k", "top p"]
+@pytest.mark.parametrize("seed", range(len(STARTS)))
+def test_many_processors_in_a_row_equal_the_list_of_hugging_face(seed: int) -> None:
+    prefixes = random_prefixes(seed, STARTS[seed])
+    scores = random_scores(seed, prefixes)
+    names = ["repetition penalty", "no repeated 4-gram", "bad words", "min new tokens", "length decay"]
+    names += ["temperature", "top k", "top p"]
 
-        def make(width: int, names: list[str] = names) -> LogitsProcessorList:
-            return LogitsProcessorList(CASES[name][0](width) for name in names)
+    def make(width: int) -> LogitsProcessorList:
+        return LogitsProcessorList(CASES[name][0](width) for name in names)
 
-        torch.testing.assert_close(ours(make(WIDTH), scores, prefixes), reference(make, scores, prefixes))
+    torch.testing.assert_close(ours(make(WIDTH), scores, prefixes), reference(make, scores, prefixes))
 
 
 def test_the_order_given_is_the_order_applied() -> None:
@@ -388,7 +395,8 @@ def test_the_order_given_is_the_order_applied() -> None:
     assert not torch.allclose(*results)
 
 
-def test_what_generate_prepares_is_taken_as_it_comes() -> None:
+@pytest.mark.parametrize("seed", range(len(STARTS)))
+def test_what_generate_prepares_is_taken_as_it_comes(seed: int) -> None:
     """The list of a real call on a padded batch: no row is asked for more than it would be alone."""
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
@@ -408,11 +416,10 @@ def test_what_generate_prepares_is_taken_as_it_comes() -> None:
         )
 
     padding = torch.tensor([WIDTH - prompt for prompt in PROMPTS])
-    for seed, lengths in enumerate(STARTS):
-        prefixes = random_prefixes(seed, lengths)
-        scores = random_scores(seed, prefixes).nan_to_num(neginf=-9.0)
-        got = ours(make(WIDTH, padding), scores, prefixes)
-        torch.testing.assert_close(got, reference(make, scores, prefixes), rtol=1e-5, atol=1e-5)
+    prefixes = random_prefixes(seed, STARTS[seed])
+    scores = random_scores(seed, prefixes).nan_to_num(neginf=-9.0)
+    processed = ours(make(WIDTH, padding), scores, prefixes)
+    torch.testing.assert_close(processed, reference(make, scores, prefixes), rtol=1e-5, atol=1e-5)
 
 
 class ForbidsTheLastToken(LogitsProcessor):
@@ -431,15 +438,32 @@ def halve(input_ids: Tensor, scores: Tensor) -> Tensor:
     return scores / 2
 
 
-def test_a_users_own_processor_runs_node_by_node_and_is_named() -> None:
+PENALTY, TOP_K, TOP_P = hf.RepetitionPenaltyLogitsProcessor(1.7), hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.5)
+MIN_P, NORM = hf.MinPLogitsWarper(0.1), hf.LogitNormalization()
+
+
+@pytest.mark.parametrize(
+    ("processors", "index"),
+    [
+        ([], 0),
+        ([PENALTY], 1),
+        ([PENALTY, TOP_K, TOP_P, MIN_P, NORM], 1),
+        ([TOP_P, TOP_K, MIN_P], 1),  # the first is the user's own
+        ([halve, TOP_P], 1),
+    ],
+)
+def test_a_temperature_goes_where_transformers_puts_its_own(processors: list, index: int) -> None:
+    assert index_of_warpers(processors) == index
+
+
+@pytest.mark.parametrize("own", [ForbidsTheLastToken(), MyRepetitionPenalty(1.7), halve])
+def test_a_users_own_processor_runs_node_by_node_and_is_named(own: Callable[[Tensor, Tensor], Tensor]) -> None:
     prefixes, scores = random_prefixes(0), random_scores(0, random_prefixes(0))
-    for mine in (ForbidsTheLastToken(), MyRepetitionPenalty(1.7), halve):
-        built, slow = read([mine, hf.TopKLogitsWarper(5)])
-        assert slow == [getattr(mine, "__name__", type(mine).__name__)]
-        assert isinstance(built[0], PerNode)
-        assert not isinstance(built[1], PerNode)
-        expected = reference(lambda width, mine=mine: mine, scores, prefixes)
-        torch.testing.assert_close(ours([mine], scores, prefixes), expected)
+    built, slow = read([own, TOP_K])
+    assert slow == [getattr(own, "__name__", type(own).__name__)]
+    assert isinstance(built[0], PerNode)
+    assert not isinstance(built[1], PerNode)
+    torch.testing.assert_close(ours([own], scores, prefixes), reference(lambda width: own, scores, prefixes))
 
 
 def test_a_class_that_only_shares_a_name_is_a_users_own() -> None:
@@ -507,19 +531,22 @@ def test_a_users_processor_never_sees_a_text_as_long_as_the_limit() -> None:
     assert max(longest) == int(prefixes.limit.max()) - 1
 
 
-def test_a_processor_that_a_tree_cannot_honour_is_refused_by_name() -> None:
-    watermark = hf.WatermarkLogitsProcessor(VOCAB, "cpu")
-    guidance = hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model=None)
-    encoder = hf.EncoderNoRepeatNGramLogitsProcessor(2, torch.ones(1, 4, dtype=torch.long))
-    heirs = type("MyWatermark", (hf.WatermarkLogitsProcessor,), {})(VOCAB, "cpu")
-    for processor, argument in [
-        (watermark, "watermarking_config"),
-        (guidance, "guidance_scale"),
-        (encoder, "encoder_no_repeat_ngram_size"),
-        (heirs, "watermarking_config"),
-    ]:
-        with pytest.raises(UnsupportedError, match=f"{type(processor).__name__} .*Remove {argument} "):
-            read([hf.TopKLogitsWarper(5), processor])
+class MyWatermark(hf.WatermarkLogitsProcessor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("processor", "argument"),
+    [
+        (hf.WatermarkLogitsProcessor(VOCAB, "cpu"), "watermarking_config"),
+        (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model=None), "guidance_scale"),
+        (hf.EncoderNoRepeatNGramLogitsProcessor(2, torch.ones(1, 4).long()), "encoder_no_repeat_ngram_size"),
+        (MyWatermark(VOCAB, "cpu"), "watermarking_config"),
+    ],
+)
+def test_a_processor_that_a_tree_cannot_honour_is_refused_by_name(processor: LogitsProcessor, argument: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{type(processor).__name__} .*Remove {argument} "):
+        read([TOP_K, processor])
 
 
 def test_every_class_of_hugging_face_is_supported_or_refused() -> None:

@@ -38,8 +38,8 @@ def processed(model, texts, *, temperature=1.0, top_k=0):
 def law(model, prompt=PROMPT, **sampling):
     """Return the probability of each of TEXTS after the prompt, from the target alone."""
     texts = torch.cat([prompt.expand(len(TEXTS), -1), TEXTS], dim=1)
-    found = processed(model, texts, **sampling)[:, prompt.shape[1] - 1 : -1]  # [T, NEW, V]
-    return found.gather(2, TEXTS[:, :, None]).sum(dim=(1, 2)).exp().numpy()
+    log_probs = processed(model, texts, **sampling)[:, prompt.shape[1] - 1 : -1]  # [T, NEW, V]
+    return log_probs.gather(2, TEXTS[:, :, None]).sum(dim=(1, 2)).exp().numpy()
 
 
 def draw(engine, draws, *, batch=10_000, ids=PROMPT, mask=None, **arguments):
@@ -87,13 +87,17 @@ def one_position(draws):
     return drawn, drafts, p.exp(), q.exp()
 
 
-def test_what_follows_one_node_has_the_targets_distribution():
+@pytest.mark.parametrize("column", [0, 1], ids=["after the pending token", "after the draft, which is the last"])
+def test_what_follows_one_node_has_the_targets_distribution(column):
+    drawn, _, p, _ = one_position(200_000)
+    frequencies = drawn[:, column].bincount(minlength=6) / len(drawn)
+    sigma = (p * (1 - p) / len(drawn)).sqrt()
+    assert (frequencies - p).abs().sum() < 3 * (sigma * (2 / torch.pi) ** 0.5).sum()
+    assert ((frequencies - p) ** 2 / p).sum() * len(drawn) < 5 + 5 * 10**0.5  # five degrees of freedom
+
+
+def test_a_draft_is_kept_as_often_as_the_two_distributions_overlap():
     drawn, drafts, p, q = one_position(200_000)
-    for column in (0, 1):  # after the pending token, and after the draft, where nothing is drafted
-        found = drawn[:, column].bincount(minlength=6) / len(drawn)
-        sigma = (p * (1 - p) / len(drawn)).sqrt()
-        assert (found - p).abs().sum() < 3 * (sigma * (2 / torch.pi) ** 0.5).sum()
-        assert ((found - p) ** 2 / p).sum() * len(drawn) < 5 + 5 * 10**0.5  # five degrees of freedom
     overlap = torch.minimum(p, q).sum()
     assert 0.3 < overlap < 0.9  # or nothing was shown
     kept = (drawn[:, :1] == drafts).float().mean()
@@ -198,8 +202,8 @@ def test_as_many_drafts_are_kept_as_the_two_distributions_overlap(models):
     texts = torch.cat([PROMPT.expand(VOCAB, -1), first], dim=1)
     p, q = (processed(model, texts).exp() for model in models)
     expected = (p[0, -2] * torch.minimum(p, q)[:, -1].sum(-1)).sum()
-    found = sum(each.accepted for each in stats) / len(drawn)
-    assert abs(found - expected) < 5 * (expected * (1 - expected) / len(drawn)) ** 0.5
+    kept = sum(call_stats.accepted for call_stats in stats) / len(drawn)
+    assert abs(kept - expected) < 5 * (expected * (1 - expected) / len(drawn)) ** 0.5
 
 
 @pytest.mark.parametrize("on", [lambda engine: engine, paged])
@@ -214,13 +218,13 @@ def test_a_seed_draws_the_same_tokens_twice_and_in_any_batch(llama):
     ids, mask = uneven_batch()
     arguments = {"max_new_tokens": 24, "do_sample": True, "eos_token_id": None}
     engine = DraftTarget.from_pretrained(llama, tiny_model("qwen2"), acceptance="rejection")
-    found = engine.generate(ids, mask, seed=5, **arguments)
-    assert torch.equal(engine.generate(ids, mask, seed=5, **arguments), found)
-    assert torch.equal(paged(engine).generate(ids, mask, seed=5, **arguments), found)
+    together = engine.generate(ids, mask, seed=5, **arguments)
+    assert torch.equal(engine.generate(ids, mask, seed=5, **arguments), together)
+    assert torch.equal(paged(engine).generate(ids, mask, seed=5, **arguments), together)
     for row in range(4):
-        own = ids[row : row + 1, mask[row].argmax() :]
-        alone = engine.generate(own, seed=5 + row, **arguments)[0, own.shape[1] :]
-        assert torch.equal(alone, found[row, ids.shape[1] :])
+        prompt = ids[row : row + 1, mask[row].argmax() :]
+        alone = engine.generate(prompt, seed=5 + row, **arguments)[0, prompt.shape[1] :]
+        assert torch.equal(alone, together[row, ids.shape[1] :])
 
 
 @pytest.mark.parametrize("on", [lambda engine: engine, paged])
@@ -228,4 +232,4 @@ def test_a_node_budget_cuts_a_sampled_chain(models, on):
     engine = on(DraftTarget.from_pretrained(*models, draft_len=4, node_budget=3, acceptance="rejection"))
     drawn, stats = draw(engine, 2_000, batch=50)
     assert_drawn_from(drawn, law(models[0]))
-    assert all(each.drafted == 2 * each.steps for each in stats)
+    assert all(call_stats.drafted == 2 * call_stats.steps for call_stats in stats)
