@@ -1,5 +1,6 @@
 """Masks of token trees are what their definition says, node by node and slot by slot."""
 
+import pytest
 import torch
 
 from redrafter.attention.mask import AttentionKind, additive_mask, visible_slots
@@ -7,6 +8,7 @@ from redrafter.tree.token_tree import tree_of
 
 PARENTS, DEPTH = [0, 0, 0, 1, 2, 4], [0, 1, 1, 2, 2, 3]
 SLOTS = 24
+LENGTHS = [0, 3, 8, 15]  # committed tokens of each row
 
 
 def seen_by_definition(length, kind):
@@ -28,29 +30,31 @@ def seen_by_definition(length, kind):
     return seen
 
 
-def test_visibility_is_what_the_definition_says():
-    tree = tree_of(
-        torch.zeros(4, 6, dtype=torch.long),
-        torch.tensor(PARENTS).expand(4, 6),
-        torch.tensor(DEPTH).expand(4, 6),
+def small_tree(rows):
+    return tree_of(
+        torch.zeros(rows, 6, dtype=torch.long),
+        torch.tensor(PARENTS).expand(rows, 6),
+        torch.tensor(DEPTH).expand(rows, 6),
         3,
     )
-    lengths = torch.tensor([0, 3, 8, 15])
-    for kind in (AttentionKind(), AttentionKind(window=4), AttentionKind(window=1), AttentionKind(chunk=5)):
-        found = visible_slots(lengths, tree.depth, tree.ancestors, SLOTS, kind)
-        for row, length in enumerate(lengths.tolist()):
-            assert torch.equal(found[row], seen_by_definition(length, kind)), (kind, length)
 
 
-def test_the_last_nodes_see_what_they_see_in_the_whole_tree():
-    whole = tree_of(torch.zeros(4, 6).long(), torch.tensor(PARENTS).expand(4, 6), torch.tensor(DEPTH).expand(4, 6), 3)
-    lengths = torch.tensor([0, 3, 8, 15])
-    for kind in (AttentionKind(), AttentionKind(window=2), AttentionKind(window=4), AttentionKind(chunk=5)):
-        expected = visible_slots(lengths, whole.depth, whole.ancestors, SLOTS, kind)
-        for count in (1, 2, 5, 6):
-            tree = whole.last(count)
-            assert tree.new == count
-            assert torch.equal(visible_slots(lengths, tree.depth, tree.ancestors, SLOTS, kind), expected[:, -count:])
+@pytest.mark.parametrize("row", range(len(LENGTHS)))
+@pytest.mark.parametrize("kind", [AttentionKind(), *(AttentionKind(window=n) for n in (4, 1)), AttentionKind(chunk=5)])
+def test_visibility_is_what_the_definition_says(kind, row):
+    tree = small_tree(len(LENGTHS))
+    visible = visible_slots(torch.tensor(LENGTHS), tree.depth, tree.ancestors, SLOTS, kind)
+    assert torch.equal(visible[row], seen_by_definition(LENGTHS[row], kind))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6])
+@pytest.mark.parametrize("kind", [AttentionKind(), *(AttentionKind(window=n) for n in (2, 4)), AttentionKind(chunk=5)])
+def test_the_last_nodes_see_what_they_see_in_the_whole_tree(kind, count):
+    lengths, whole = torch.tensor(LENGTHS), small_tree(len(LENGTHS))
+    tree = whole.last(count)
+    expected = visible_slots(lengths, whole.depth, whole.ancestors, SLOTS, kind)[:, -count:]
+    assert tree.new == count
+    assert torch.equal(visible_slots(lengths, tree.depth, tree.ancestors, SLOTS, kind), expected)
 
 
 def test_the_mask_is_an_additive_float():

@@ -45,8 +45,8 @@ def a_cache(target: Target, on_pages: bool, rows: int = 3, slots: int = 48) -> o
 def read(target: Target, prompts: Tensor, cache: object, **how: object) -> tuple[Tensor, ...]:
     """Return what the last tokens of prompts give, and what one more token gives, which sees all that was stored."""
     with torch.inference_mode():
-        found = target.prefill(prompts, LENGTHS, cache, **how)
-        return *found, *target.verify(chain(torch.tensor([[7], [8], [9]])), LENGTHS, cache)
+        last_tokens = target.prefill(prompts, LENGTHS, cache, **how)
+        return *last_tokens, *target.verify(chain(torch.tensor([[7], [8], [9]])), LENGTHS, cache)
 
 
 def test_pieces_are_of_one_size_and_leave_nothing_out():
@@ -59,9 +59,17 @@ def test_pieces_are_of_one_size_and_leave_nothing_out():
     assert cut_prompts([0], [4], max_tokens=9) == [[Piece(0, 0, 4)]]
 
 
+def assert_all_close(outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for output, other in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, other, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("architecture", ALL)
 @pytest.mark.parametrize("on_pages", [False, True])
-def test_a_prompt_read_in_pieces_is_what_one_forward_with_its_mask_reads(architecture, on_pages, monkeypatch):
+@pytest.mark.parametrize("max_tokens", [8192, 17, 3])
+def test_a_prompt_read_in_pieces_is_what_one_forward_with_its_mask_reads(
+    architecture, on_pages, max_tokens, monkeypatch
+):
     target = a_target(architecture)
     reader = target.prompt_reader
     assert reader.reads_without_masks(a_cache(target, False)), "its attention can be replaced"
@@ -76,11 +84,7 @@ def test_a_prompt_read_in_pieces_is_what_one_forward_with_its_mask_reads(archite
     expected = read(target, prompts, a_cache(target, False))
     reader.use_masks_on_dense_cache(False)
     monkeypatch.setattr(reader, "_read_chunks", None)  # is not to be called
-    for max_tokens in (8192, 17, 3):
-        for mine, theirs in zip(
-            read(target, prompts, a_cache(target, on_pages), max_tokens=max_tokens), expected, strict=True
-        ):
-            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    assert_all_close(read(target, prompts, a_cache(target, on_pages), max_tokens=max_tokens), expected)
 
 
 @pytest.mark.parametrize("on_pages", [False, True])
@@ -91,23 +95,18 @@ def test_what_the_cache_holds_of_a_prompt_is_read_on_from(on_pages):
     cache = a_cache(target, on_pages)
     with torch.inference_mode():
         target.prefill(prompts, torch.tensor([21, 12, 1]), cache)
-    found = read(target, prompts, cache, start=torch.tensor([21, 12, 1]), new=28, max_tokens=9)
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    assert_all_close(read(target, prompts, cache, start=torch.tensor([21, 12, 1]), new=28, max_tokens=9), expected)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_prompt_of_many_chunks_is_read_as_one(masked):
+@pytest.mark.parametrize("max_tokens", [12, 3])
+def test_a_prompt_of_many_chunks_is_read_as_one(masked, max_tokens):
     model = tiny_model("mistral")
     target = Target(own_attention(model) if masked else model)
     assert target.prompt_reader.reads_without_masks(a_cache(target, False)) is not masked
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(4))
     expected = read(target, prompts, a_cache(target, False))
-    for max_tokens in (12, 3):
-        for mine, theirs in zip(
-            read(target, prompts, a_cache(target, False), max_tokens=max_tokens), expected, strict=True
-        ):
-            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    assert_all_close(read(target, prompts, a_cache(target, False), max_tokens=max_tokens), expected)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
