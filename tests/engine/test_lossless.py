@@ -12,28 +12,49 @@ TREES = [(1, 1), (1, 5), (5, 5), (10, 3)]
 NEW = 24
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_equals_model_generate(architecture):
-    model = tiny_model(architecture)
-    drafter = tiny_drafter()
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request):
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids=lambda rows: f"{rows} rows")
+def batch(request):
+    """Prompts and their mask."""
     ids, mask = uneven_batch()
-    for rows in (slice(0, 1), slice(0, 4)):
-        batch = {"input_ids": ids[rows], "attention_mask": mask[rows]}
-        expected = model.generate(**batch, max_new_tokens=NEW, do_sample=False)
-        script = row_texts(expected, mask[rows])
-        for beams, depth in TREES:
-            random = with_tree(model, drafter, beams, depth)
-            always = scripted_engine(model, script, beams, depth)
-            never = scripted_engine(model, script, beams, depth, offset=37)
-            for name, engine in (("random", random), ("oracle", always), ("wrong", never)):
-                out = engine.generate(**batch, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
-                assert torch.equal(out.sequences, expected), f"{architecture} {beams}x{depth} {name}"
-                if name == "oracle":
-                    assert out.stats.tokens_per_step > min(depth + 1, 4) * 0.8
-                if name == "wrong":
-                    assert out.stats.accepted == 0
-            plain = random.generate(**batch, max_new_tokens=NEW, do_sample=False, speculate=False)
-            assert torch.equal(plain, expected)
+    return ids[: request.param], mask[: request.param]
+
+
+@pytest.fixture(scope="module")
+def expected(model, batch):
+    """What `model.generate` writes."""
+    ids, mask = batch
+    return model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+
+
+def write_greedily(engine, batch):
+    return engine.generate(*batch, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+
+
+@pytest.mark.parametrize(("beams", "depth"), TREES)
+def test_greedy_equals_model_generate(model, batch, expected, beams, depth):
+    engine = with_tree(model, tiny_drafter(), beams, depth)
+    assert torch.equal(write_greedily(engine, batch).sequences, expected)
+    plain = engine.generate(*batch, max_new_tokens=NEW, do_sample=False, speculate=False)
+    assert torch.equal(plain, expected)
+
+
+@pytest.mark.parametrize(("beams", "depth"), TREES)
+def test_greedy_equals_model_generate_where_every_draft_is_right(model, batch, expected, beams, depth):
+    out = write_greedily(scripted_engine(model, row_texts(expected, batch[1]), beams, depth), batch)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.tokens_per_step > min(depth + 1, 4) * 0.8
+
+
+@pytest.mark.parametrize(("beams", "depth"), TREES)
+def test_greedy_equals_model_generate_where_every_draft_is_wrong(model, batch, expected, beams, depth):
+    out = write_greedily(scripted_engine(model, row_texts(expected, batch[1]), beams, depth, offset=37), batch)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.accepted == 0
 
 
 ONLY_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "many"}
@@ -56,15 +77,15 @@ def test_the_same_seed_draws_the_same_tokens_however_it_is_decoded(llama, name):
     engine = with_tree(llama, tiny_drafter(), 5, 5)
     plain = engine.generate(ids, mask, seed=seeds, speculate=False, **arguments)
     script = row_texts(plain, mask)
-    trees = [with_tree(llama, tiny_drafter(), beams, depth) for beams, depth in TREES]
-    trees += [with_tree(llama, tiny_drafter(), 5, 5, nodes=9), scripted_engine(llama, script, 3, 5)]
-    for each in trees:
-        assert torch.equal(each.generate(ids, mask, seed=seeds, **arguments), plain)
+    engines = [with_tree(llama, tiny_drafter(), beams, depth) for beams, depth in TREES]
+    engines += [with_tree(llama, tiny_drafter(), 5, 5, nodes=9), scripted_engine(llama, script, 3, 5)]
+    for speculating in engines:
+        assert torch.equal(speculating.generate(ids, mask, seed=seeds, **arguments), plain)
     if name in ("min_length", "forced_eos_token_id"):
         return  # these count to the padded width, which a row alone does not have
     for row in range(4):
-        own = ids[row : row + 1, mask[row].argmax() :]
-        alone = engine.generate(own, seed=seeds[row], **arguments)[0, own.shape[1] :]
+        prompt = ids[row : row + 1, mask[row].argmax() :]
+        alone = engine.generate(prompt, seed=seeds[row], **arguments)[0, prompt.shape[1] :]
         assert torch.equal(alone, plain[row, ids.shape[1] :][: len(alone)])
 
 
@@ -77,8 +98,8 @@ def test_rows_may_have_their_own_temperatures(llama):
     plain = engine.generate(ids, mask, seed=5, temperature=temperatures, speculate=False, **arguments)
     assert torch.equal(together, plain)
     for row, temperature in enumerate(temperatures):
-        own = ids[row : row + 1, mask[row].argmax() :]
-        alone = engine.generate(own, seed=5 + row, temperature=temperature, **arguments)[0, own.shape[1] :]
+        prompt = ids[row : row + 1, mask[row].argmax() :]
+        alone = engine.generate(prompt, seed=5 + row, temperature=temperature, **arguments)[0, prompt.shape[1] :]
         assert torch.equal(alone, together[row, ids.shape[1] :][: len(alone)])
 
 
@@ -89,8 +110,8 @@ def test_returned_sequences_differ_and_each_can_be_drawn_alone(llama):
     out = engine.generate(ids, mask, seed=40, num_return_sequences=3, **arguments)
     assert out.stats.seeds == [40, 41, 42, 43, 44, 45]
     assert len({tuple(row.tolist()) for row in out.sequences}) == 6
-    own = ids[1:, mask[1].argmax() :]
-    alone = engine.generate(own, seed=44, **arguments).sequences[0, own.shape[1] :]
+    prompt = ids[1:, mask[1].argmax() :]
+    alone = engine.generate(prompt, seed=44, **arguments).sequences[0, prompt.shape[1] :]
     assert torch.equal(alone, out.sequences[4, ids.shape[1] :][: len(alone)])
 
 
@@ -118,15 +139,15 @@ def test_scores_and_logits_are_those_of_model_generate(llama):
     torch.testing.assert_close(torch.stack(out.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
 
 
-def test_generation_to_the_exact_end_of_the_context_works():
-    for architecture in ("gpt2", "llama"):
-        model = tiny_model(architecture, max_position_embeddings=40)
-        ids, mask = uneven_batch(rows=3)
-        expected = model.generate(ids, attention_mask=mask, max_length=40, do_sample=False, eos_token_id=None)
-        for engine in (with_tree(model, tiny_drafter(), 5, 5), scripted_engine(model, row_texts(expected, mask), 3, 5)):
-            out = engine.generate(ids, mask, max_length=40, do_sample=False, eos_token_id=None)
-            assert torch.equal(out, expected)
-            assert out.shape == (3, 40)
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_generation_to_the_exact_end_of_the_context_works(architecture):
+    model = tiny_model(architecture, max_position_embeddings=40)
+    ids, mask = uneven_batch(rows=3)
+    expected = model.generate(ids, attention_mask=mask, max_length=40, do_sample=False, eos_token_id=None)
+    for engine in (with_tree(model, tiny_drafter(), 5, 5), scripted_engine(model, row_texts(expected, mask), 3, 5)):
+        out = engine.generate(ids, mask, max_length=40, do_sample=False, eos_token_id=None)
+        assert torch.equal(out, expected)
+        assert out.shape == (3, 40)
 
 
 def test_a_row_that_overshot_its_limit_stands_still_while_others_go_on(llama):

@@ -11,14 +11,19 @@ from redrafter.engine.options import EngineOptions
 COMMON = ["model", "dtype", "device", "trust_remote_code", *EngineOptions.__dataclass_fields__, "model_kwargs"]
 
 
-def test_engines_are_loaded_with_the_same_arguments():
-    signatures = [inspect.signature(kind.from_pretrained) for kind in (ReDrafter, DraftTarget, PromptLookup)]
-    for name in COMMON:
-        kinds = {(each.parameters[name].kind, each.parameters[name].default) for each in signatures}
-        assert len(kinds) == 1, name
-    for signature in signatures:
-        assert [name for name in signature.parameters if name in COMMON] == COMMON
-        assert "options" not in signature.parameters
+SIGNATURES = [inspect.signature(engine.from_pretrained) for engine in (ReDrafter, DraftTarget, PromptLookup)]
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_an_argument_is_the_same_for_all_engines(name):
+    parameters = [signature.parameters[name] for signature in SIGNATURES]
+    assert len({(parameter.kind, parameter.default) for parameter in parameters}) == 1
+
+
+@pytest.mark.parametrize("signature", SIGNATURES, ids=["ReDrafter", "DraftTarget", "PromptLookup"])
+def test_engines_are_loaded_with_the_same_arguments(signature):
+    assert [name for name in signature.parameters if name in COMMON] == COMMON
+    assert "options" not in signature.parameters
 
 
 def test_what_an_engine_may_use_is_checked_first():

@@ -50,9 +50,9 @@ def test_threads_that_share_an_engine_write_what_each_writes_alone(kind):
 
     alone = [work(index) for index in range(THREADS)]
     for _ in range(ROUNDS):
-        for found, expected in zip(in_threads(work, THREADS), alone, strict=True):
-            assert torch.equal(found, expected)
-    hooked = [each for each in engine.model.modules() if each._forward_hooks or each._forward_pre_hooks]
+        for beside_others, expected in zip(in_threads(work, THREADS), alone, strict=True):
+            assert torch.equal(beside_others, expected)
+    hooked = [module for module in engine.model.modules() if module._forward_hooks or module._forward_pre_hooks]
     assert engine.model.get_output_embeddings() not in hooked
 
 
@@ -67,7 +67,7 @@ def test_threads_may_share_a_model_between_engines_and_with_plain_forwards():
 
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
     for _ in range(ROUNDS):
-        assert all(torch.equal(found, expected) for found in in_threads(work, THREADS))
+        assert all(torch.equal(text, expected) for text in in_threads(work, THREADS))
 
 
 def test_first_requests_at_once_make_one_set_of_graphs(monkeypatch):

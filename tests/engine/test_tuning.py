@@ -87,19 +87,37 @@ def test_a_tuning_changes_no_token(target, rows, sampling, monkeypatch):
     assert torch.equal(out.sequences, engine.generate(ids, mask, speculate=False, **how).sequences)
 
 
-def test_a_tuned_shape_is_one_proposer(target):
+@pytest.mark.parametrize("rows", [rows for rows, shape in SHAPES.items() if shape is not None])
+def test_a_tuned_shape_is_one_proposer(target, rows):
     engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter()))
-    for rows, shape in SHAPES.items():
-        proposer = engine.proposer_for(rows)
-        assert proposer is engine.proposer_for(rows)
-        if shape is None:
-            assert isinstance(proposer, PlainProposer)
-        else:
-            assert TreeShape(proposer.beams, proposer.depth, proposer.nodes) == shape
+    proposer = engine.proposer_for(rows)
+    assert proposer is engine.proposer_for(rows)
+    assert TreeShape(proposer.beams, proposer.depth, proposer.nodes) == SHAPES[rows]
+
+
+def test_a_size_without_a_shape_is_decoded_plainly(target):
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter()))
+    assert isinstance(engine.proposer_for(2), PlainProposer)
+    assert engine.proposer_for(2) is engine.proposer_for(2)
+
+
+def test_sizes_of_other_shapes_have_other_proposers(target):
+    engine = ReDrafter(target, tiny_drafter(), tuning=tuned(target, tiny_drafter()))
     assert engine.proposer_for(1) is not engine.proposer_for(4)
 
 
-def test_a_tuning_is_picked_up_and_what_is_asked_for_wins(llama, target, home):
+@pytest.mark.parametrize("asked", [{"num_beams": 2}, {"draft_len_per_beam": 4}, {"node_budget": 3}])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_shape_that_is_asked_for_wins_over_a_tuning(llama, target, home, named, asked):
+    drafter = tiny_drafter()
+    path = tuning_path(target, drafter)
+    tuned(target, drafter).write(path)
+    engine = ReDrafter.from_pretrained(llama, drafter, tuning=path if named else "auto", **asked)
+    assert engine.tuning is None
+    assert engine.proposer_for(2) is engine.proposer_for(4) is engine.proposer
+
+
+def test_a_tuning_is_picked_up(llama, target, home):
     drafter = tiny_drafter()
     assert ReDrafter.from_pretrained(llama, drafter).tuning is None
     path = tuning_path(target, drafter)
@@ -108,12 +126,6 @@ def test_a_tuning_is_picked_up_and_what_is_asked_for_wins(llama, target, home):
     tuned(target, drafter).write(path)
     assert ReDrafter.from_pretrained(llama, drafter).proposer_for(3).depth == 3
     assert ReDrafter.from_pretrained(llama, drafter, tuning=None).tuning is None
-    for asked in ({"num_beams": 2}, {"draft_len_per_beam": 4}, {"node_budget": 3}):
-        for tuning in ("auto", path):
-            engine = ReDrafter.from_pretrained(llama, drafter, tuning=tuning, **asked)
-            assert engine.tuning is None
-            assert engine.proposer_for(2) is engine.proposer_for(4) is engine.proposer
-
     other = home / "other.json"
     tuned(target, drafter, {1: TreeShape(2, 2, 5)}).write(other)
     assert ReDrafter.from_pretrained(llama, drafter, tuning=other).proposer_for(64).nodes == 5
@@ -160,7 +172,8 @@ def test_a_tuning_of_anything_else_is_refused_with_both_values(llama, target, tm
         '{"shapes": {"1": null}, "measured": [5], ...}',
     ],
 )
-def test_a_broken_tuning_is_an_error_that_names_it(llama, target, home, text):
+@pytest.mark.parametrize("named", [False, True])
+def test_a_broken_tuning_is_an_error_that_names_it(llama, target, home, named, text):
     drafter = tiny_drafter()
     rest = tuned(target, drafter).to_dict()
     del rest["shapes"]
@@ -169,9 +182,8 @@ def test_a_broken_tuning_is_an_error_that_names_it(llama, target, home, text):
     path = tuning_path(target, drafter)
     path.parent.mkdir()
     path.write_text(text.replace("...", json.dumps(rest)[1:-1]))
-    for tuning in ("auto", path):
-        with pytest.raises(CheckpointError, match=f"{path} is not a tuning"):
-            ReDrafter.from_pretrained(llama, drafter, tuning=tuning)
+    with pytest.raises(CheckpointError, match=f"{path} is not a tuning"):
+        ReDrafter.from_pretrained(llama, drafter, tuning=path if named else "auto")
     ReDrafter.from_pretrained(llama, drafter, tuning=None)
 
 
@@ -193,9 +205,9 @@ def test_a_shape_that_the_drafter_cannot_have_is_refused(target):
 
 def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
     sizes = (1, 2, 4, 5, 8, 16, 32, 64, 65, 500)
-    found = [default_shape(rows, 5, 5) for rows in sizes]
-    assert [shape and shape.node_budget for shape in found] == [26, 26, 26, 16, 16, 8, 4, 2, 2, None]
-    assert [shape and shape.draft_len_per_beam for shape in found] == [5, 5, 5, 4, 4, 3, 2, 1, 1, None]
+    shapes = [default_shape(rows, 5, 5) for rows in sizes]
+    assert [shape and shape.node_budget for shape in shapes] == [26, 26, 26, 16, 16, 8, 4, 2, 2, None]
+    assert [shape and shape.draft_len_per_beam for shape in shapes] == [5, 5, 5, 4, 4, 3, 2, 1, 1, None]
     assert default_shape(1, 10, 5) == TreeShape(10, 5, 51)
     assert default_shape(64, 1, 2) == TreeShape(1, 1, 2)
     gpu = types.SimpleNamespace(device=torch.device("cuda"), read_aux_hidden=lambda layers: None)
@@ -208,10 +220,10 @@ def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
 
 def test_an_untuned_cpu_verifies_fewer_nodes_in_larger_batches(target):
     engine = ReDrafter(target, tiny_drafter())
-    found = [engine.proposer_for(rows) for rows in (1, 2, 4, 5, 8, 16, 17, 500)]
-    assert [each.nodes for each in found] == [12, 12, 12, 8, 8, 4, 1, 1]
-    assert found[0] is found[2] is engine.proposer
-    assert [each.depth for each in found[3:6]] == [3, 3, 2]
+    proposers = [engine.proposer_for(rows) for rows in (1, 2, 4, 5, 8, 16, 17, 500)]
+    assert [proposer.nodes for proposer in proposers] == [12, 12, 12, 8, 8, 4, 1, 1]
+    assert proposers[0] is proposers[2] is engine.proposer
+    assert [proposer.depth for proposer in proposers[3:6]] == [3, 3, 2]
     asked = ReDrafter(target, tiny_drafter(), TreeShape(node_budget=20))
     assert {asked.proposer_for(rows) for rows in (1, 8, 64, 500)} == {asked.proposer}
 
