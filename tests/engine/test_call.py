@@ -35,10 +35,10 @@ def engine(llama):
 @pytest.fixture
 def logged(monkeypatch):
     """Collect what transformers warns of in its log."""
-    found = []
+    texts = []
     for name in ("warning", "warning_once"):
-        monkeypatch.setattr(f"transformers.generation.utils.logger.{name}", lambda text, *_: found.append(text))
-    return found
+        monkeypatch.setattr(f"transformers.generation.utils.logger.{name}", lambda text, *_: texts.append(text))
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -62,29 +62,29 @@ def test_a_generation_config_has_the_place_that_transformers_gives_it(logged, ow
     expected = model.generate(IDS, attention_mask=MASK, generation_config=given, **arguments)
     theirs = logged.copy()
     logged.clear()
-    found = engine.generate(IDS, MASK, generation_config=given, **arguments)
+    out = engine.generate(IDS, MASK, generation_config=given, **arguments)
     assert [text for text in logged if "deprecated" in text] == [text for text in theirs if "deprecated" in text]
     assert given.to_dict() == before
-    assert isinstance(found, torch.Tensor) == isinstance(expected, torch.Tensor)
-    if isinstance(found, torch.Tensor):
-        assert torch.equal(found, expected)
+    assert isinstance(out, torch.Tensor) == isinstance(expected, torch.Tensor)
+    if isinstance(out, torch.Tensor):
+        assert torch.equal(out, expected)
         return
-    assert torch.equal(found.sequences, expected.sequences)
-    assert found.stats.steps > 0
+    assert torch.equal(out.sequences, expected.sequences)
+    assert out.stats.steps > 0
     for name in ("scores", "logits"):
-        mine, others = getattr(found, name), getattr(expected, name)
-        assert (mine is None) == (others is None)
-        for ours, told in zip(mine or (), others or (), strict=True):
+        columns, expected_columns = getattr(out, name), getattr(expected, name)
+        assert (columns is None) == (expected_columns is None)
+        for column, expected_column in zip(columns or (), expected_columns or (), strict=True):
             row = 0  # whose text goes on to the end
-            torch.testing.assert_close(ours[row], told[row], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(column[row], expected_column[row], atol=1e-4, rtol=1e-4)
 
 
 def test_stop_strings_of_a_generation_config_warn_of_nothing(logged, llama, engine):
     config = GenerationConfig(stop_strings=["never"], pad_token_id=0, **GREEDY)
     expected = llama.generate(IDS, attention_mask=MASK, generation_config=config, tokenizer=letters())
     logged.clear()
-    found = engine.generate(IDS, MASK, generation_config=config, tokenizer=letters())
-    assert torch.equal(found, expected)
+    text = engine.generate(IDS, MASK, generation_config=config, tokenizer=letters())
+    assert torch.equal(text, expected)
     assert config.stop_strings == ["never"]
     assert logged == []
 
@@ -97,14 +97,14 @@ def test_what_is_no_generation_config_is_named(engine):
 # Modes of the model
 
 
-def test_a_model_in_training_mode_is_refused():
+@pytest.mark.parametrize("speculate", [True, False])
+def test_a_model_in_training_mode_is_refused(speculate):
     model = tiny_model("gpt2", attn_pdrop=0.3, resid_pdrop=0.3)
     engine = PromptLookup.from_pretrained(model)
     expected = engine.generate(IDS, MASK, **GREEDY)
     model.train()
-    for speculate in (True, False):
-        with pytest.raises(ArgumentError, match=r"GPT2LMHeadModel is in training mode, .*call model.eval\(\) first"):
-            engine.generate(IDS, MASK, speculate=speculate, **GREEDY)
+    with pytest.raises(ArgumentError, match=r"GPT2LMHeadModel is in training mode, .*call model.eval\(\) first"):
+        engine.generate(IDS, MASK, speculate=speculate, **GREEDY)
     with pytest.raises(ArgumentError, match="in training mode"):
         model.generate(IDS, custom_generate=engine.custom_generate(), **GREEDY)
     model.eval()
@@ -124,16 +124,16 @@ def test_a_draft_model_in_training_mode_is_refused_where_it_drafts(llama):
     assert torch.equal(engine.generate(IDS, MASK, speculate=False, **GREEDY), expected)
 
 
-def test_autocast_is_refused(llama, engine):
+@pytest.mark.parametrize("speculate", [True, False])
+def test_autocast_is_refused(llama, engine, speculate):
     with torch.autocast("cpu", torch.bfloat16):
-        for speculate in (True, False):
-            with pytest.raises(UnsupportedError, match=r"under torch.autocast; .*dtype='bfloat16'"):
-                engine.generate(IDS, MASK, speculate=speculate, **GREEDY)
+        with pytest.raises(UnsupportedError, match=r"under torch.autocast; .*dtype='bfloat16'"):
+            engine.generate(IDS, MASK, speculate=speculate, **GREEDY)
         with pytest.raises(UnsupportedError, match=r"under torch.autocast"):
             Target(llama)
         with torch.autocast("cpu", enabled=False):
-            found = engine.generate(IDS, MASK, **GREEDY)
-    assert torch.equal(found, llama.generate(IDS, attention_mask=MASK, **GREEDY))
+            text = engine.generate(IDS, MASK, **GREEDY)
+    assert torch.equal(text, llama.generate(IDS, attention_mask=MASK, **GREEDY))
 
 
 # Ends
@@ -142,11 +142,11 @@ def test_autocast_is_refused(llama, engine):
 def test_a_text_that_ends_with_the_context_says_so_once(llama, engine):
     ids = torch.arange(3, VOCAB)[None, :CONTEXT].repeat(3, 1)
     arguments = {"do_sample": False, "eos_token_id": None}
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         out = engine.generate(ids, max_new_tokens=40, **arguments)
     assert out.shape[1] == CONTEXT
-    [message] = [str(each.message) for each in found if each.filename.startswith(engine_folder())]
+    [message] = [str(warning.message) for warning in warned if warning.filename.startswith(engine_folder())]
     assert message.startswith(f"3 of 3 texts ended at the target's context of {CONTEXT} tokens")
     with pytest.warns(UserWarning, match="the text ended at the target's context"):
         engine.generate(ids[:1], max_new_tokens=40, **arguments)
@@ -158,16 +158,15 @@ def engine_folder() -> str:
     return str(redrafter.__path__[0])
 
 
-def test_a_text_that_ends_of_itself_or_where_it_was_told_to_says_nothing(llama):
+@pytest.mark.parametrize("end", ["max_new_tokens", "max_length", "eos_token_id"])
+def test_a_text_that_ends_of_itself_or_where_it_was_told_to_says_nothing(llama, end):
     ids = torch.arange(3, VOCAB)[None]
-    left = CONTEXT - ids.shape[1]
     script = llama.generate(ids, max_length=CONTEXT, do_sample=False, eos_token_id=None)
-    engine = scripted_engine(llama, script, 1, 2)
+    arguments = {
+        "max_new_tokens": {"max_new_tokens": CONTEXT - ids.shape[1], "eos_token_id": None},
+        "max_length": {"max_length": CONTEXT, "eos_token_id": None},
+        "eos_token_id": {"max_new_tokens": 40, "eos_token_id": script[0, -1].item()},
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for arguments in (
-            {"max_new_tokens": left, "eos_token_id": None},
-            {"max_length": CONTEXT, "eos_token_id": None},
-            {"max_new_tokens": 40, "eos_token_id": script[0, -1].item()},
-        ):
-            engine.generate(ids, do_sample=False, **arguments)
+        scripted_engine(llama, script, 1, 2).generate(ids, do_sample=False, **arguments[end])

@@ -59,33 +59,35 @@ def similar(llama):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "make_engine",
+    [
+        DraftTarget.from_pretrained,
+        lambda model, draft_model: DraftTarget.from_pretrained(model, draft_model, num_beams=3, draft_len=3),
+        lambda model, _: DraftTarget.from_pretrained(model, blurred(model), num_beams=3, node_budget=6, adaptive=True),
+        lambda model, draft_model: paged(DraftTarget.from_pretrained(model, draft_model, num_beams=2)),
+    ],
+    ids=["chain", "tree", "adaptive tree of a similar model", "paged tree"],
+)
 @pytest.mark.parametrize(("architecture", "draft_architecture"), PAIRS)
-def test_greedy_equals_model_generate(architecture, draft_architecture):
+def test_greedy_equals_model_generate(architecture, draft_architecture, make_engine):
     model = tiny_model(architecture)
-    draft_model = tiny_model(draft_architecture, num_hidden_layers=1, layer_types=None)
+    engine = make_engine(model, tiny_model(draft_architecture, num_hidden_layers=1, layer_types=None))
     arguments = {"max_new_tokens": NEW, "do_sample": False}
-    theirs = Collect()
+    ours, theirs, steps = Collect(), Collect(), Steps()
     expected = model.generate(IDS, attention_mask=MASK, streamer=theirs, **arguments)
-    engines = [
-        DraftTarget.from_pretrained(model, draft_model),
-        DraftTarget.from_pretrained(model, draft_model, num_beams=3, draft_len=3),
-        DraftTarget.from_pretrained(model, blurred(model), num_beams=3, node_budget=6, adaptive=True),
-        paged(DraftTarget.from_pretrained(model, draft_model, num_beams=2)),
-    ]
-    for engine in engines:
-        ours, steps = Collect(), Steps()
-        assert torch.equal(engine.generate(IDS, MASK, streamer=ours, **arguments), expected)
-        assert torch.equal(torch.cat(ours.columns, 1), torch.cat(theirs.columns, 1))
-        assert ours.ended
-        out = engine.generate(IDS, MASK, streamer=steps, return_dict_in_generate=True, **arguments)
-        assert torch.equal(out.sequences, expected)
-        assert steps.drafts == out.stats.accepted
-        for row, text in steps.texts.items():
-            assert text == expected[row, IDS.shape[1] :][: len(text)].tolist()
-        assert torch.equal(engine.generate(IDS, MASK, speculate=False, **arguments), expected)
-        for row in range(4):
-            own = IDS[row : row + 1, MASK[row].argmax() :]
-            assert torch.equal(engine.generate(own, **arguments), model.generate(own, **arguments))
+    assert torch.equal(engine.generate(IDS, MASK, streamer=ours, **arguments), expected)
+    assert torch.equal(torch.cat(ours.columns, 1), torch.cat(theirs.columns, 1))
+    assert ours.ended
+    out = engine.generate(IDS, MASK, streamer=steps, return_dict_in_generate=True, **arguments)
+    assert torch.equal(out.sequences, expected)
+    assert steps.drafts == out.stats.accepted
+    for row, text in steps.texts.items():
+        assert text == expected[row, IDS.shape[1] :][: len(text)].tolist()
+    assert torch.equal(engine.generate(IDS, MASK, speculate=False, **arguments), expected)
+    for row in range(4):
+        prompt = IDS[row : row + 1, MASK[row].argmax() :]
+        assert torch.equal(engine.generate(prompt, **arguments), model.generate(prompt, **arguments))
 
 
 @BOTH_CACHES
@@ -111,39 +113,49 @@ def test_the_same_seed_draws_the_same_tokens_however_it_is_decoded(llama, simila
     for row in range(4):
         if isinstance(processing.get("temperature"), list):
             arguments["temperature"] = processing["temperature"][row]
-        own = IDS[row : row + 1, MASK[row].argmax() :]
-        alone = engine.generate(own, seed=11 + row, **arguments)[0, own.shape[1] :]
+        prompt = IDS[row : row + 1, MASK[row].argmax() :]
+        alone = engine.generate(prompt, seed=11 + row, **arguments)[0, prompt.shape[1] :]
         assert torch.equal(alone, plain[row, IDS.shape[1] :][: len(alone)])
 
 
 @BOTH_CACHES
 @pytest.mark.parametrize("shape", SHAPES)
-def test_several_sequences_may_be_returned_and_the_context_filled(llama, similar, on, shape):
+def test_several_sequences_may_be_returned(llama, similar, on, shape):
     engine = on(DraftTarget.from_pretrained(llama, similar, **SHAPES[shape]))
     arguments = {"max_new_tokens": NEW, "do_sample": True, "seed": 40, "num_return_sequences": 3}
     plain = engine.generate(IDS[:2], MASK[:2], speculate=False, **arguments)
     assert torch.equal(engine.generate(IDS[:2], MASK[:2], **arguments), plain)
     assert len({tuple(row.tolist()) for row in plain}) == 6
-    for sampling in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
-        arguments = {"max_length": CONTEXT, "eos_token_id": None} | sampling
-        plain = engine.generate(IDS, MASK, speculate=False, **arguments)
-        assert plain.shape[1] == CONTEXT
-        assert torch.equal(engine.generate(IDS, MASK, **arguments), plain)
 
 
 @BOTH_CACHES
 @pytest.mark.parametrize("shape", SHAPES)
-def test_scores_and_logits_are_those_of_plain_decoding(llama, similar, on, shape):
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["greedy", "sampled"])
+def test_the_context_may_be_filled(llama, similar, on, shape, sampling):
     engine = on(DraftTarget.from_pretrained(llama, similar, **SHAPES[shape]))
-    for sampling in ({"do_sample": False}, {"do_sample": True, "top_p": 0.9, "temperature": 0.7, "seed": 3}):
-        arguments = {"max_new_tokens": NEW, "repetition_penalty": 1.2, "output_scores": True, "output_logits": True}
-        arguments |= NO_EOS | sampling
-        plain = engine.generate(IDS, MASK, speculate=False, **arguments)
-        out = engine.generate(IDS, MASK, **arguments)
-        assert torch.equal(out.sequences, plain.sequences)
-        assert out.stats.accepted > 0
-        for found, expected in ((out.scores, plain.scores), (out.logits, plain.logits)):
-            torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    arguments = {"max_length": CONTEXT, "eos_token_id": None} | sampling
+    plain = engine.generate(IDS, MASK, speculate=False, **arguments)
+    assert plain.shape[1] == CONTEXT
+    assert torch.equal(engine.generate(IDS, MASK, **arguments), plain)
+
+
+@BOTH_CACHES
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "sampling",
+    [{"do_sample": False}, {"do_sample": True, "top_p": 0.9, "temperature": 0.7, "seed": 3}],
+    ids=["greedy", "sampled"],
+)
+def test_scores_and_logits_are_those_of_plain_decoding(llama, similar, on, shape, sampling):
+    engine = on(DraftTarget.from_pretrained(llama, similar, **SHAPES[shape]))
+    arguments = {"max_new_tokens": NEW, "repetition_penalty": 1.2, "output_scores": True, "output_logits": True}
+    arguments |= NO_EOS | sampling
+    plain = engine.generate(IDS, MASK, speculate=False, **arguments)
+    out = engine.generate(IDS, MASK, **arguments)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert out.stats.accepted > 0
+    torch.testing.assert_close(torch.stack(out.scores), torch.stack(plain.scores), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.stack(out.logits), torch.stack(plain.logits), atol=1e-4, rtol=1e-4)
 
 
 @BOTH_CACHES
@@ -161,35 +173,37 @@ def test_scores_and_logits_are_those_of_plain_decoding(llama, similar, on, shape
     ],
     ids=lambda sampling: " ".join(sampling),
 )
-def test_all_is_kept_of_a_draft_model_that_is_the_target(llama, on, acceptance, sampling):
+@pytest.mark.parametrize("copied", [False, True])
+def test_all_is_kept_of_a_draft_model_that_is_the_target(llama, on, acceptance, sampling, copied):
     steps, arguments = 5, {"max_new_tokens": 1 + 5 * 5} | NO_EOS | sampling
-    for draft_model in (llama, copy.deepcopy(llama)):
-        engine = on(DraftTarget.from_pretrained(llama, draft_model, draft_len=4, acceptance=acceptance))
-        assert (engine.draft_model is engine.target) == (draft_model is llama)
-        seed = None if not sampling["do_sample"] else 7
-        stats = engine.generate(IDS, MASK, seed=seed, **arguments).stats
-        assert stats.tokens_per_step == 5
-        assert stats.accepted == stats.drafted == 4 * 4 * steps
+    draft_model = copy.deepcopy(llama) if copied else llama
+    engine = on(DraftTarget.from_pretrained(llama, draft_model, draft_len=4, acceptance=acceptance))
+    assert (engine.draft_model is engine.target) == (draft_model is llama)
+    seed = None if not sampling["do_sample"] else 7
+    stats = engine.generate(IDS, MASK, seed=seed, **arguments).stats
+    assert stats.tokens_per_step == 5
+    assert stats.accepted == stats.drafted == 4 * 4 * steps
 
 
 @BOTH_CACHES
-def test_most_is_kept_of_a_tree_too(llama, on):
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.9, "seed": 7}])
+def test_most_is_kept_of_a_tree_too(llama, on, sampling):
     """Not all: what the target draws need not be among the likeliest of several steps."""
     engine = on(DraftTarget.from_pretrained(llama, copy.deepcopy(llama), draft_len=3, num_beams=3, node_budget=99))
-    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.9, "seed": 7}):
-        stats = engine.generate(IDS, MASK, max_new_tokens=1 + 4 * 6, **NO_EOS, **sampling).stats
-        assert 3.5 < stats.tokens_per_step <= 4
+    stats = engine.generate(IDS, MASK, max_new_tokens=1 + 4 * 6, **NO_EOS, **sampling).stats
+    assert 3.5 < stats.tokens_per_step <= 4
 
 
 @BOTH_CACHES
 def test_an_unrelated_draft_model_changes_nothing_but_the_steps(llama, on):
-    found = {}
-    for name, draft_model in (("right", llama), ("wrong", tiny_model("gpt2", num_hidden_layers=1))):
+    def write(draft_model):
         engine = on(DraftTarget.from_pretrained(llama, draft_model))
-        found[name] = engine.generate(IDS, MASK, max_new_tokens=26, do_sample=True, seed=7, **NO_EOS)
-    assert torch.equal(found["right"].sequences, found["wrong"].sequences)
-    assert found["right"].stats.steps == 4 * 5
-    assert found["wrong"].stats.steps > 4 * 15
+        return engine.generate(IDS, MASK, max_new_tokens=26, do_sample=True, seed=7, **NO_EOS)
+
+    right, wrong = write(llama), write(tiny_model("gpt2", num_hidden_layers=1))
+    assert torch.equal(right.sequences, wrong.sequences)
+    assert right.stats.steps == 4 * 5
+    assert wrong.stats.steps > 4 * 15
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 5), (3, 3, 99), (3, 3, 5)])
@@ -217,10 +231,10 @@ def test_the_draft_models_cache_follows_the_accepted_path(llama, similar, shape,
             fresh = draft_model.new_cache(4)
             fresh.reserve(64)
             draft_model.prefill(state.tokens, state.length, fresh)
-            for found, expected in zip(caches[1].pools, fresh.pools, strict=True):
-                found, expected = (rearrange(x.data, "g (b s) h d -> b s g h d", b=4) for x in (found, expected))
+            for pools in zip(caches[1].pools, fresh.pools, strict=True):
+                stored, expected = (rearrange(pool.data, "g (b s) h d -> b s g h d", b=4) for pool in pools)
                 for row, n in enumerate(state.length.tolist()):  # slot n - 1 is read again in the next step
-                    assert_close_by_scale(found[row, : n - 1], expected[row, : n - 1], 2e-5)
+                    assert_close_by_scale(stored[row, : n - 1], expected[row, : n - 1], 2e-5)
     assert len(set(accepted)) > 2  # or nothing was shown
 
 
@@ -245,13 +259,15 @@ def test_a_draft_model_reads_nothing_twice(llama, similar, beams):
 
 @BOTH_CACHES
 @pytest.mark.parametrize("vocabulary", [90, 128])
-def test_a_draft_model_may_have_more_ids_or_fewer(llama, on, vocabulary):
+@pytest.mark.parametrize(
+    "sampling", [{"do_sample": False}, {"do_sample": True, "seed": 3}, {"do_sample": True, "top_k": 3, "seed": 3}]
+)
+def test_a_draft_model_may_have_more_ids_or_fewer(llama, on, vocabulary, sampling):
     ids = IDS.where((torch.arange(IDS.shape[1]) % 3 > 0) | (MASK == 0), VOCAB - 1)  # some that the smaller one lacks
     draft_model = tiny_model("llama", vocab_size=vocabulary, num_hidden_layers=1)
     engine = on(DraftTarget.from_pretrained(llama, draft_model, num_beams=2))
-    for sampling in ({"do_sample": False}, {"do_sample": True, "seed": 3}, {"do_sample": True, "top_k": 3, "seed": 3}):
-        plain = engine.generate(ids, MASK, max_new_tokens=NEW, speculate=False, **sampling)
-        assert torch.equal(engine.generate(ids, MASK, max_new_tokens=NEW, **sampling), plain)
+    plain = engine.generate(ids, MASK, max_new_tokens=NEW, speculate=False, **sampling)
+    assert torch.equal(engine.generate(ids, MASK, max_new_tokens=NEW, **sampling), plain)
 
 
 def save(path, tokens, **changes):
@@ -445,9 +461,9 @@ def test_what_is_found_again_was_read_by_both_models(llama):
     at = torch.arange(lease.reused)[None]
     assert lease.reused >= 2 * BLOCK_SIZE
     for store in (graphs.store, graphs.draft_store):
-        found = PagedCache(store, torch.tensor([lease.blocks]).int())
-        for mine, theirs in zip(store.pools, fresh.pool.pools, strict=True):
-            assert_close_by_scale(mine[:, found.slots(at)], theirs[:, fresh.slots(at)], 2e-5)
+        reused = PagedCache(store, torch.tensor([lease.blocks]).int())
+        for pool, fresh_pool in zip(store.pools, fresh.pool.pools, strict=True):
+            assert_close_by_scale(pool[:, reused.slots(at)], fresh_pool[:, fresh.slots(at)], 2e-5)
 
 
 def test_limits_of_an_engine_hold(llama, similar):
