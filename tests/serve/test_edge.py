@@ -73,19 +73,38 @@ def posted(app: Any, headers: dict[str, str] | None = None, **how: Any) -> httpx
 # Keys
 
 
-def test_a_key_opens_what_is_closed_and_names_its_client():
+CLOSED = ["/v1/models", "/v1/health/model", "/metrics", "/openapi.json", "/docs", "/tokenize", "/v1"]
+OPEN = ["/", "/health", "/v1/health/live", "/v1/health/ready", "/version"]
+
+
+@pytest.fixture
+def locked() -> Any:
+    return create_app(Service(), AccessPolicy(ApiKeys(["first", "second", "first"])))
+
+
+@pytest.mark.parametrize("key", [None, "Bearer wrong", "Bearer", "Basic second", "second"])
+@pytest.mark.parametrize("path", CLOSED)
+def test_without_its_key_a_path_is_closed(locked, path, key):
+    answer = asked(locked, "GET", path, headers={"Authorization": key} if key else {})
+    assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("path", CLOSED)
+def test_a_key_opens_what_is_closed(locked, path):
+    assert asked(locked, "GET", path, headers={"Authorization": "bEARER  second"}).status_code in (200, 404, 405)
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_some_paths_are_open_without_a_key(locked, path):
+    assert asked(locked, "GET", path).status_code == 200
+
+
+def test_a_key_names_its_client():
     service = Service()
     app = create_app(service, AccessPolicy(ApiKeys(["first", "second", "first"])))
     assert service.apart
-    for path in ("/v1/models", "/v1/health/model", "/metrics", "/openapi.json", "/docs", "/tokenize", "/v1"):
-        for key in (None, "Bearer wrong", "Bearer", "Basic second", "second"):
-            answer = asked(app, "GET", path, headers={"Authorization": key} if key else {})
-            assert answer.status_code == 401, path
-        assert asked(app, "GET", path, headers={"Authorization": "bEARER  second"}).status_code in (200, 404, 405)
-    for path in ("/", "/health", "/v1/health/live", "/v1/health/ready", "/version"):
-        assert asked(app, "GET", path).status_code == 200
-    found = posted(app, JSON | {"Authorization": "Bearer second"})
-    assert found.json()["client"] == "key-2"
+    answer = posted(app, JSON | {"Authorization": "Bearer second"})
+    assert answer.json()["client"] == "key-2"
     assert "text/html" in asked(app, "GET", "/docs").headers["content-type"]  # which asks for the key
 
 
@@ -111,7 +130,7 @@ def test_every_key_is_compared(monkeypatch):
     monkeypatch.setattr(api_keys.hmac, "compare_digest", lambda one, other: compared.append(one) or one == other)
     assert ApiKeys(["a", "bb", "ccc"]).client(b"Bearer a") == "key-1"
     assert len(compared) == 3
-    assert {len(each) for each in compared} == {32}
+    assert {len(digest) for digest in compared} == {32}
 
 
 def test_keys_come_from_everywhere(monkeypatch, tmp_path):
@@ -124,13 +143,20 @@ def test_keys_come_from_everywhere(monkeypatch, tmp_path):
         "key-3",
         "key-4",
     ]
+
+
+def test_a_file_without_keys_and_one_that_is_not_there_are_refused(tmp_path):
     (tmp_path / "keys").write_text("# none\n")
-    for file, says in ((tmp_path / "keys", "holds no key"), (tmp_path / "none", "cannot be read")):
-        with pytest.raises(ArgumentError, match=says):
-            collect_keys((), str(file))
-    with pytest.raises(ArgumentError, match="printable ASCII") as found:
+    with pytest.raises(ArgumentError, match="holds no key"):
+        collect_keys((), str(tmp_path / "keys"))
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        collect_keys((), str(tmp_path / "none"))
+
+
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown():
+    with pytest.raises(ArgumentError, match="printable ASCII") as refusal:
         collect_keys(("geheim\u00e4",), None)
-    assert "geheim" not in str(found.value)
+    assert "geheim" not in str(refusal.value)
 
 
 def test_keys_are_shown_nowhere(capsys, tmp_path):
@@ -187,9 +213,11 @@ def test_a_name_that_leads_here_is_not_enough(bound, allowed, host, status):
     assert asked(app, "GET", "/health", headers={"Host": host}).status_code == 200
 
 
-def test_hosts_are_read_without_their_ports():
-    hosts = ("a:1", "[::1]:2", "[::1]", "A", "::1", "")
-    assert [host_of(each) for each in hosts] == ["a", "::1", "::1", "a", "::1", ""]
+@pytest.mark.parametrize(
+    ("host", "name"), [("a:1", "a"), ("[::1]:2", "::1"), ("[::1]", "::1"), ("A", "a"), ("::1", "::1"), ("", "")]
+)
+def test_hosts_are_read_without_their_ports(host, name):
+    assert host_of(host) == name
 
 
 HERE = "http://127.0.0.1:8000"
@@ -216,18 +244,26 @@ def test_pages_of_other_servers_may_not_ask(headers, status):
     assert posted(app, JSON | headers).status_code == status
 
 
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+@pytest.mark.parametrize(("origin", "status"), [("https://chat.example", 200), ("https://evil.example", 400)])
+def test_an_allowed_origin_is_told_so_before_it_asks(origin, status):
+    app = create_app(Service(), AccessPolicy(origins=("https://chat.example",), keys=ApiKeys(["k"])))
+    answer = asked(app, "OPTIONS", COMPLETIONS, headers={"Origin": origin} | PREFLIGHT)
+    assert answer.status_code == status
+    assert (answer.headers.get("access-control-allow-origin") == origin) is (status == 200)
+
+
 def test_an_allowed_origin_is_told_so():
     app = create_app(Service(), AccessPolicy(origins=("https://chat.example",), keys=ApiKeys(["k"])))
-    wishes = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    for origin, status in (("https://chat.example", 200), ("https://evil.example", 400)):
-        answer = asked(app, "OPTIONS", COMPLETIONS, headers={"Origin": origin} | wishes)
-        assert answer.status_code == status
-        assert (answer.headers.get("access-control-allow-origin") == origin) is (status == 200)
     answer = posted(app, JSON | {"Origin": "https://chat.example", "Authorization": "Bearer k"})
     assert answer.headers["access-control-allow-origin"] == "https://chat.example"
     closed = create_app(Service())
     assert "access-control-allow-origin" not in posted(closed, JSON | {"Origin": HERE}).headers
-    assert asked(closed, "OPTIONS", COMPLETIONS, headers={"Origin": "https://chat.example"} | wishes).status_code == 405
+    assert (
+        asked(closed, "OPTIONS", COMPLETIONS, headers={"Origin": "https://chat.example"} | PREFLIGHT).status_code == 405
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,11 +289,15 @@ def test_bodies_are_called_json_where_a_browser_sends_them(headers, status):
 # Routes
 
 
-def test_head_is_answered_wherever_get_is():
-    app = create_app(Service())
-    for path in ("/", "/health", "/docs", "/openapi.json", "/metrics", "/v1/models", "/v1/health/model"):
-        assert asked(app, "HEAD", path).status_code == 200, path
-    assert asked(app, "HEAD", COMPLETIONS).status_code == 405
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/docs", "/openapi.json", "/metrics", "/v1/models", "/v1/health/model"]
+)
+def test_head_is_answered_wherever_get_is(path):
+    assert asked(create_app(Service()), "HEAD", path).status_code == 200
+
+
+def test_head_is_refused_where_bodies_are_posted():
+    assert asked(create_app(Service()), "HEAD", COMPLETIONS).status_code == 405
 
 
 def test_what_is_not_there_is_said_to_the_operator(monkeypatch, caplog):
@@ -291,13 +331,18 @@ def test_a_stream_that_is_cut_off_says_so(error, status_kind):
 # Bodies
 
 
-def test_bodies_of_too_many_parts_are_not_parsed():
-    longest = 1280  # 160 commas, 40 brackets and colons, 10 exponents
-    for body in (b"," * 161, b"[" * 20 + b"{" * 21, b":" * 41, b"1e5 2E-7 " * 6):
-        with pytest.raises(Refusal) as found:
-            check_structure(body, longest)
-        assert found.value.status_code == 413
-    check_structure(b"," * 160 + b"[{:" * 13 + b"1e5 2E-7 " * 5, longest)
+LONGEST = 1280  # bytes: 160 commas, 40 brackets and colons, 10 exponents
+
+
+@pytest.mark.parametrize("body", [b"," * 161, b"[" * 20 + b"{" * 21, b":" * 41, b"1e5 2E-7 " * 6])
+def test_a_body_of_too_many_parts_is_not_parsed(body):
+    with pytest.raises(Refusal) as refusal:
+        check_structure(body, LONGEST)
+    assert refusal.value.status_code == 413
+
+
+def test_a_body_of_as_many_parts_as_may_be_is_parsed():
+    check_structure(b"," * 160 + b"[{:" * 13 + b"1e5 2E-7 " * 5, LONGEST)
 
 
 def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
@@ -317,10 +362,10 @@ def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HERE) as client:
             return await asyncio.gather(*(client.post(COMPLETIONS, content=body, headers=JSON) for _ in range(count)))
 
-    assert [each.status_code for each in asyncio.run(ask(6000, 1))] == [413]
-    statuses = [each.status_code for each in asyncio.run(ask(2000, 3))]
+    assert [answer.status_code for answer in asyncio.run(ask(6000, 1))] == [413]
+    statuses = [answer.status_code for answer in asyncio.run(ask(2000, 3))]
     assert sorted(statuses) == [200, 503, 503]
-    assert [each.status_code for each in asyncio.run(ask(900, 5))] == [200] * 5
+    assert [answer.status_code for answer in asyncio.run(ask(900, 5))] == [200] * 5
     assert asyncio.run(ask(2000, 1))[0].status_code == 200  # what was held is held no longer
 
 
@@ -393,9 +438,9 @@ async def endless(scope: Any, receive: Any, send: Any) -> None:
 
 
 def told(port: int, sent: bytes) -> socket.socket:
-    found = socket.create_connection(("127.0.0.1", port), timeout=10)
-    found.sendall(sent)
-    return found
+    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    connection.sendall(sent)
+    return connection
 
 
 REQUEST = b"GET /%s HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -518,9 +563,9 @@ def test_there_are_no_more_connections_than_files(monkeypatch):
 
 
 def record(message: str, level: int = logging.INFO, **more: Any) -> logging.LogRecord:
-    found = logging.LogRecord("redrafter", level, "", 0, message, (), None)
-    vars(found).update(more)
-    return found
+    log_record = logging.LogRecord("redrafter", level, "", 0, message, (), None)
+    vars(log_record).update(more)
+    return log_record
 
 
 def test_nothing_that_a_client_sends_makes_a_line_of_its_own():

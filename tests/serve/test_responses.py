@@ -220,8 +220,9 @@ def test_what_is_not_there_is_refused_by_name(field, value, says, program):
     assert error["param"].startswith(field)
 
 
-def test_what_the_chat_route_refuses_is_refused_here(program):
-    for body, status in (
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
         ({"input": ""}, 200),
         ({"input": []}, 422),
         ({"input": "a", "tool_choice": "required"}, 422),
@@ -229,10 +230,12 @@ def test_what_the_chat_route_refuses_is_refused_here(program):
         ({"input": "a", "model": "another"}, 404),
         ({"input": "word " * 3000, "stream": True}, 400),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400),
-    ):
-        answer = httpx.post(f"{program.url}/v1/responses", json={"max_output_tokens": 1} | body)
-        assert answer.status_code == status, answer.text
-        assert status == 200 or answer.json()["error"]["message"]
+    ],
+)
+def test_what_the_chat_route_refuses_is_refused_here(program, body, status):
+    answer = httpx.post(f"{program.url}/v1/responses", json={"max_output_tokens": 1} | body)
+    assert answer.status_code == status, answer.text
+    assert status == 200 or answer.json()["error"]["message"]
 
 
 USAGE = {

@@ -21,40 +21,44 @@ from helpers.serving import PROMPTS, SCHEMA, Program, offline, text_of
 
 
 def test_a_completion_is_what_generate_writes(client, pair):
-    found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=30, temperature=0)
-    assert found.choices[0].text == text_of(pair, offline(pair, PROMPTS[0], 30, do_sample=False))
-    assert found.usage.completion_tokens == 30
-    assert found.choices[0].finish_reason == "length"
-    spec = found.model_extra["metrics"]["speculative_decoding"]
+    answer = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=30, temperature=0)
+    assert answer.choices[0].text == text_of(pair, offline(pair, PROMPTS[0], 30, do_sample=False))
+    assert answer.usage.completion_tokens == 30
+    assert answer.choices[0].finish_reason == "length"
+    spec = answer.model_extra["metrics"]["speculative_decoding"]
     assert spec["num_spec_steps"] == sum(spec["acceptance_histogram"])
     assert spec["mean_acceptance_length"] > 1.5
 
 
-def test_seeds_and_settings_are_those_of_generate(client, pair):
-    for settings, own in (
+@pytest.mark.parametrize(
+    ("settings", "own"),
+    [
         ({"temperature": 0.8}, {}),
         ({"temperature": 1.2, "top_p": 0.7}, {}),
         ({"presence_penalty": 1.0, "frequency_penalty": 0.5}, {}),
         ({"logit_bias": {"300": 5, "12": -100}}, {"logit_bias": {300: 5.0, 12: -100.0}}),
-    ):
-        extra = {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.1}
-        found = client.completions.create(
-            model="boxed", prompt=PROMPTS[1], max_tokens=24, seed=7, extra_body=extra, **settings
-        )
-        expected = offline(pair, PROMPTS[1], 24, seed=7, **({"temperature": 1.0} | settings | extra | own))
-        assert found.choices[0].text == text_of(pair, expected)
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_seeds_and_settings_are_those_of_generate(client, pair, settings, own):
+    extra = {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.1}
+    answer = client.completions.create(
+        model="boxed", prompt=PROMPTS[1], max_tokens=24, seed=7, extra_body=extra, **settings
+    )
+    expected = offline(pair, PROMPTS[1], 24, seed=7, **({"temperature": 1.0} | settings | extra | own))
+    assert answer.choices[0].text == text_of(pair, expected)
 
 
 def test_several_prompts_and_several_texts_of_each(client, pair):
     prompts = PROMPTS[:2]
-    found = client.completions.create(model="boxed", prompt=prompts, n=2, max_tokens=12, seed=5, temperature=0.9)
-    for index, choice in enumerate(found.choices):
+    answer = client.completions.create(model="boxed", prompt=prompts, n=2, max_tokens=12, seed=5, temperature=0.9)
+    for index, choice in enumerate(answer.choices):
         assert choice.index == index
         expected = offline(pair, prompts[index // 2], 12, seed=5 + index, temperature=0.9)
         assert choice.text == text_of(pair, expected)
     ids = [pair[1](prompt).input_ids for prompt in prompts]
     again = client.completions.create(model="boxed", prompt=ids, n=2, max_tokens=12, seed=5, temperature=0.9)
-    assert [choice.text for choice in again.choices] == [choice.text for choice in found.choices]
+    assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices]
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
@@ -94,35 +98,39 @@ def test_nothing_of_a_stop_string_is_shown(client, pair):
         "temperature": 0,
         "stop": [stop, "never this"],
     }
-    found = client.completions.create(**settings)
-    assert found.choices[0].text == whole[: whole.index(stop)]
-    assert found.choices[0].finish_reason == "stop"
+    answer = client.completions.create(**settings)
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
     streamed = [part.choices[0].text for part in client.completions.create(**settings, stream=True)]
-    assert "".join(streamed) == found.choices[0].text
+    assert "".join(streamed) == answer.choices[0].text
     tokens = offline(pair, PROMPTS[0], 60, do_sample=False, stop_strings=[stop], tokenizer=pair[1])
-    assert found.usage.completion_tokens == len(tokens)
+    assert answer.usage.completion_tokens == len(tokens)
 
 
 def test_log_probabilities(client):
-    found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=8, temperature=0, logprobs=3)
-    told = found.choices[0].logprobs
-    assert len(told.tokens) == 8
-    assert "".join(told.tokens) == found.choices[0].text
-    assert all(max(top.values()) == own for top, own in zip(told.top_logprobs, told.token_logprobs, strict=True))
+    answer = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=8, temperature=0, logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert len(logprobs.tokens) == 8
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    tops = zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True)
+    assert all(max(top.values()) == logprob for top, logprob in tops)
+
+
+def test_log_probabilities_of_a_chat(client):
     talk = [{"role": "user", "content": "Hello"}]
     settings = {"model": "boxed", "messages": talk, "max_tokens": 5, "seed": 1, "logprobs": True, "top_logprobs": 2}
-    found = client.chat.completions.create(**settings)
-    entries = found.choices[0].logprobs.content
+    answer = client.chat.completions.create(**settings)
+    entries = answer.choices[0].logprobs.content
     assert all(len(entry.top_logprobs) == 2 for entry in entries)
-    assert "".join(entry.token for entry in entries) == found.choices[0].message.content
+    assert "".join(entry.token for entry in entries) == answer.choices[0].message.content
     parts = [part.choices[0] for part in client.chat.completions.create(**settings, stream=True) if part.choices]
     streamed = [entry for choice in parts if choice.logprobs for entry in choice.logprobs.content]
     assert [entry.token for entry in streamed] == [entry.token for entry in entries]
 
 
 def test_echo_and_the_model_list(client):
-    found = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=3, temperature=0, echo=True)
-    assert found.choices[0].text.startswith(PROMPTS[0])
+    answer = client.completions.create(model="boxed", prompt=PROMPTS[0], max_tokens=3, temperature=0, echo=True)
+    assert answer.choices[0].text.startswith(PROMPTS[0])
     [model] = client.models.list().data
     assert model.id == "boxed"
     assert model.model_extra["max_model_len"] > 500
@@ -130,19 +138,19 @@ def test_echo_and_the_model_list(client):
 
 def test_a_beginning_that_was_read_is_found(client, program):
     system = "You are a patient storyteller who knows the sea, its ships and its weather. " * 4
-    talks = [[{"role": "system", "content": system}, {"role": "user", "content": each}] for each in ("Hello", "Who?")]
+    talks = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in ("Hello", "Who?")]
     settings = {"model": "boxed", "max_tokens": 5, "temperature": 0}
     client.chat.completions.create(messages=talks[0], **settings)
-    found = client.chat.completions.create(messages=talks[1], **settings)
-    assert found.usage.prompt_tokens_details.cached_tokens > 0.5 * found.usage.prompt_tokens
+    usage = client.chat.completions.create(messages=talks[1], **settings).usage
+    assert usage.prompt_tokens_details.cached_tokens > 0.5 * usage.prompt_tokens
     assert re.search(
         r"^vllm:prefix_cache_hits_total\{.*\} [1-9]", httpx.get(f"{program.url}/metrics").text, re.MULTILINE
     )
 
 
-def test_what_is_wrong_is_said_in_the_shape_of_openai(client, program):
-    talk = [{"role": "user", "content": "Hello"}]
-    for status, kind, body in (
+@pytest.mark.parametrize(
+    ("status", "kind", "body"),
+    [
         (400, openai.BadRequestError, {"prompt": "a", "extra_body": {"nonsense": 1}}),
         (400, openai.BadRequestError, {"prompt": "a", "suffix": "b"}),
         (400, openai.BadRequestError, {"prompt": [[10**9]]}),
@@ -153,50 +161,66 @@ def test_what_is_wrong_is_said_in_the_shape_of_openai(client, program):
         (422, openai.UnprocessableEntityError, {"prompt": "a", "temperature": -1}),
         (422, openai.UnprocessableEntityError, {"prompt": "a", "max_tokens": "many"}),
         (422, openai.UnprocessableEntityError, {"prompt": "a", "stop": [""]}),
-    ):
-        with pytest.raises(kind) as found:
-            client.completions.create(**({"model": "boxed"} | body))
-        assert found.value.status_code == status
-        assert found.value.body["message"]
-    with pytest.raises(openai.BadRequestError) as found:
+    ],
+)
+def test_what_is_wrong_is_said_in_the_shape_of_openai(client, status, kind, body):
+    with pytest.raises(kind) as refusal:
+        client.completions.create(**({"model": "boxed"} | body))
+    assert refusal.value.status_code == status
+    assert refusal.value.body["message"]
+
+
+def test_a_field_that_is_not_supported_is_named(client):
+    talk = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(openai.BadRequestError) as refusal:
         client.chat.completions.create(model="boxed", messages=talk, audio={"voice": "x", "format": "wav"})
-    assert found.value.param == "audio"
-    assert "not supported" in found.value.message
-    for raw in (b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000):
-        answer = httpx.post(f"{program.url}/v1/completions", content=raw, headers={"content-type": "application/json"})
-        assert answer.status_code in (400, 413, 422)
-        assert answer.json()["error"]["message"]
+    assert refusal.value.param == "audio"
+    assert "not supported" in refusal.value.message
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000], ids=lambda raw: repr(raw[:9]))
+def test_a_body_that_is_no_object_is_refused(program, raw):
+    answer = httpx.post(f"{program.url}/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 413, 422)
+    assert answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_large_and_a_route_that_is_not_there_are_refused(program):
     assert httpx.post(f"{program.url}/v1/completions", content=b"x" * (17 << 20)).status_code == 413
     assert httpx.get(f"{program.url}/nowhere").json()["error"]["type"] == "not_found_error"
 
 
-def test_texts_follow_their_grammars(client, pair):
-    for spec, fits in (
+@pytest.mark.parametrize("temperature", [0, 0.9])
+@pytest.mark.parametrize(
+    ("spec", "fits"),
+    [
         ({"regex": "[a-f]{3,9}-[0-9]{2}"}, lambda text: re.fullmatch("[a-f]{3,9}-[0-9]{2}", text)),
         ({"choice": ["yes", "no", "perhaps"]}, lambda text: text in ("yes", "no", "perhaps")),
         ({"json": SCHEMA}, lambda text: set(json.loads(text)) == {"name", "age"}),
-    ):
-        for temperature in (0, 0.9):
-            settings = {"prompt": "Answer:", "max_tokens": 60, "seed": 4, "temperature": temperature}
-            found = client.completions.create(model="boxed", **settings, extra_body={"structured_outputs": spec})
-            [choice] = found.choices
-            assert choice.finish_reason == "stop", choice.text
-            assert fits(choice.text), choice.text
-            own = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "seed": 4}
-            grammar = {"json_schema": spec["json"]} if "json" in spec else spec
-            ids = offline(pair, "Answer:", 60, grammar=grammar, tokenizer=pair[1], **own)
-            assert choice.text == text_of(pair, ids)
+    ],
+    ids=["regex", "choice", "json"],
+)
+def test_texts_follow_their_grammars(client, pair, spec, fits, temperature):
+    settings = {"prompt": "Answer:", "max_tokens": 60, "seed": 4, "temperature": temperature}
+    answer = client.completions.create(model="boxed", **settings, extra_body={"structured_outputs": spec})
+    [choice] = answer.choices
+    assert choice.finish_reason == "stop"
+    assert fits(choice.text)
+    own = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "seed": 4}
+    grammar = {"json_schema": spec["json"]} if "json" in spec else spec
+    ids = offline(pair, "Answer:", 60, grammar=grammar, tokenizer=pair[1], **own)
+    assert choice.text == text_of(pair, ids)
 
 
 def test_a_response_format_is_kept_to(client):
     talk = [{"role": "user", "content": "Who are you?"}]
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
     same = {"model": "boxed", "messages": talk, "max_tokens": 120, "seed": 1}  # another text may be longer
-    found = client.chat.completions.create(response_format=form, n=3, **same)
-    assert all(0 <= json.loads(choice.message.content)["age"] <= 99 for choice in found.choices)
+    answer = client.chat.completions.create(response_format=form, n=3, **same)
+    assert all(0 <= json.loads(choice.message.content)["age"] <= 99 for choice in answer.choices)
     lark = {"type": "lark_grammar", "lark_grammar": 'start: "(" /[0-9]{2,4}/ ")"'}
-    found = client.chat.completions.create(response_format=lark, **same)
-    assert re.fullmatch(r"\([0-9]{2,4}\)", found.choices[0].message.content)
+    answer = client.chat.completions.create(response_format=lark, **same)
+    assert re.fullmatch(r"\([0-9]{2,4}\)", answer.choices[0].message.content)
     with pytest.raises(openai.APIStatusError, match="only then"):
         client.chat.completions.create(response_format={"type": "lark_grammar"}, **same)
     with pytest.raises(openai.BadRequestError, match="grammar"):
@@ -204,34 +228,45 @@ def test_a_response_format_is_kept_to(client):
         client.chat.completions.create(model="boxed", messages=talk, response_format=broken)
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": SCHEMA}}
+    for name in ("find_person", "find_dog")
+]
+FIND = [{"role": "user", "content": "Find Anna, who is 30."}]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
-def test_tools_are_called(client, streamed):
-    tools = [
-        {"type": "function", "function": {"name": name, "description": name, "parameters": SCHEMA}}
-        for name in ("find_person", "find_dog")
-    ]
-    talk = [{"role": "user", "content": "Find Anna, who is 30."}]
-    for choice, names in (("required", ("find_person", "find_dog")), (tools[1], ("find_dog",))):
-        choice = choice if isinstance(choice, str) else {"type": "function", "function": {"name": "find_dog"}}
-        settings = {"messages": talk, "tools": tools, "tool_choice": choice, "max_tokens": 80, "seed": 2}
-        found = client.chat.completions.create(model="boxed", **settings, stream=streamed)
-        if streamed:
-            parts = [part.choices[0] for part in found]
-            call, *more = [call for part in parts for call in part.delta.tool_calls or ()]
-            assert call.id
-            assert call.type == "function"
-            assert call.function.arguments == ""
-            assert len(more) > 1
-            assert all((each.index, each.id, each.function.name) == (0, None, None) for each in more)
-            call.function.arguments = "".join(each.function.arguments for each in more)
-            finish = parts[-1].finish_reason
-        else:
-            [call], finish = found.choices[0].message.tool_calls, found.choices[0].finish_reason
-        assert finish == "tool_calls"
-        assert call.function.name in names
-        assert set(json.loads(call.function.arguments)) == {"name", "age"}
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", ("find_person", "find_dog")),
+        ({"type": "function", "function": {"name": "find_dog"}}, ("find_dog",)),
+    ],
+    ids=["any", "named"],
+)
+def test_tools_are_called(client, choice, names, streamed):
+    settings = {"messages": FIND, "tools": TOOLS, "tool_choice": choice, "max_tokens": 80, "seed": 2}
+    answer = client.chat.completions.create(model="boxed", **settings, stream=streamed)
+    if streamed:
+        parts = [part.choices[0] for part in answer]
+        call, *more = [call for part in parts for call in part.delta.tool_calls or ()]
+        assert call.id
+        assert call.type == "function"
+        assert call.function.arguments == ""
+        assert len(more) > 1
+        assert all((piece.index, piece.id, piece.function.name) == (0, None, None) for piece in more)
+        call.function.arguments = "".join(piece.function.arguments for piece in more)
+        finish = parts[-1].finish_reason
+    else:
+        [call], finish = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
+    assert finish == "tool_calls"
+    assert call.function.name in names
+    assert set(json.loads(call.function.arguments)) == {"name", "age"}
+
+
+def test_a_call_that_must_be_made_needs_tools(client):
     answered = [
-        *talk,
+        *FIND,
         {
             "role": "assistant",
             "content": None,
@@ -292,15 +327,15 @@ def test_the_example_runs(script, program):
 def test_requests_are_logged():
     program = Program("--log-format", "json")
     body = {"prompt": "The sea", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
-    found = httpx.post(f"{program.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
-    assert found.headers["x-request-id"] == "mine"
+    answer = httpx.post(f"{program.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+    assert answer.headers["x-request-id"] == "mine"
     with httpx.stream("POST", f"{program.url}/v1/completions", json=body | {"stream": True, "max_tokens": 5}) as left:
         list(left.iter_lines())
     refused = httpx.post(f"{program.url}/v1/chat/comp%0aletions", json=body)
     assert program.end() == 0
     lines = [json.loads(line) for line in program.log]
     first, second, last = [line for line in lines if "status" in line]
-    speculation = found.json()["metrics"]["speculative_decoding"]
+    speculation = answer.json()["metrics"]["speculative_decoding"]
     assert first["id"] == "mine"
     assert first["status"] == 200
     assert first["completion_tokens"] == 9
