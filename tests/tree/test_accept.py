@@ -82,8 +82,8 @@ def test_two_steps_over_any_tree_sample_exactly_from_the_target():
     first, second = tokens[:, 0], tokens[:, 1]
     alone = path.accepted == 0  # the second letter is then drawn by the next step, by the same rule and noise
     second = torch.where(alone, (logits[first] + noise[:, 1]).argmax(-1), second)
-    found = (first * 3 + second).bincount(minlength=9) / draws
+    frequencies = (first * 3 + second).bincount(minlength=9) / draws
     p = logits.softmax(-1)
     expected = (p[0][:, None] * p).flatten()
     sigma = (expected * (1 - expected) / draws).sqrt()
-    assert ((found - expected).abs() < 4 * sigma).all()
+    assert ((frequencies - expected).abs() < 4 * sigma).all()

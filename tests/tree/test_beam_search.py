@@ -1,5 +1,6 @@
 """Beam search, against the same search with lists."""
 
+import pytest
 import torch
 
 from redrafter.tree.beam_search import beam_search
@@ -34,35 +35,40 @@ def slow_search(table, root, beams, depth):
     return lattice
 
 
-def test_the_lattice_holds_every_pair_that_the_search_selected():
+def texts_of(tree, row, nodes):
+    """Return the tokens from the root down to each of the first nodes of a row."""
+    return {tuple(tree.tokens[row, path_of(tree, row, node)].tolist()) for node in range(nodes)}
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_the_lattice_holds_every_pair_that_the_search_selected(row):
     tree, table = table_search(0, rows=3, beams=4, depth=3, nodes=13)
-    for row in range(3):
-        expected = {path for path, _ in slow_search(table, tree.tokens[row, 0].item(), 4, 3)}
-        found = {tuple(tree.tokens[row, path_of(tree, row, i)].tolist()) for i in range(13)}
-        assert found == expected
-        assert len(found) == 13
+    expected = {path for path, _ in slow_search(table, tree.tokens[row, 0].item(), 4, 3)}
+    texts = texts_of(tree, row, 13)
+    assert texts == expected
+    assert len(texts) == 13
 
 
-def test_parents_come_first_and_siblings_differ():
-    for seed in range(40):
-        tree, _ = table_search(seed, rows=2, beams=5, depth=4, nodes=9)
-        for row in range(2):
-            seen = set()
-            for node in range(1, 9):
-                parent = tree.parents[row, node].item()
-                assert parent < node
-                assert tree.depth[row, node] == tree.depth[row, parent] + 1
-                seen.add((parent, tree.tokens[row, node].item()))
-            assert len(seen) == 8
+@pytest.mark.parametrize("seed", range(40))
+def test_parents_come_first_and_siblings_differ(seed):
+    tree, _ = table_search(seed, rows=2, beams=5, depth=4, nodes=9)
+    for row in range(2):
+        seen = set()
+        for node in range(1, 9):
+            parent = tree.parents[row, node].item()
+            assert parent < node
+            assert tree.depth[row, node] == tree.depth[row, parent] + 1
+            seen.add((parent, tree.tokens[row, node].item()))
+        assert len(seen) == 8
 
 
-def test_the_budget_keeps_the_most_probable_nodes():
-    for seed in range(20):
-        full, table = table_search(seed, rows=1, beams=5, depth=4, nodes=21)
-        cut, _ = table_search(seed, rows=1, beams=5, depth=4, nodes=8)
-        scored = slow_search(table, full.tokens[0, 0].item(), 5, 4)
-        best = {path for path, _ in sorted(scored, key=lambda x: -x[1])[:8]}
-        assert {tuple(cut.tokens[0, path_of(cut, 0, i)].tolist()) for i in range(8)} == best
+@pytest.mark.parametrize("seed", range(20))
+def test_the_budget_keeps_the_most_probable_nodes(seed):
+    full, table = table_search(seed, rows=1, beams=5, depth=4, nodes=21)
+    cut, _ = table_search(seed, rows=1, beams=5, depth=4, nodes=8)
+    scored = slow_search(table, full.tokens[0, 0].item(), 5, 4)
+    best = {path for path, _ in sorted(scored, key=lambda x: -x[1])[:8]}
+    assert texts_of(cut, 0, 8) == best
 
 
 def test_exact_ties_keep_the_parent():

@@ -7,20 +7,20 @@ from redrafter.errors import ArgumentError
 from redrafter.tree.token_tree import chain, check_size, keep_best, tree_of
 
 
-def test_ancestors_are_the_closure_of_parents():
+@pytest.mark.parametrize("nodes", [1, 2, 7, 30])
+def test_ancestors_are_the_closure_of_parents(nodes):
     generator = torch.Generator().manual_seed(0)
-    for nodes in (1, 2, 7, 30):
-        parents = torch.tensor([[0] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes)]])
-        depth = torch.zeros(1, nodes, dtype=torch.long)
-        for i in range(1, nodes):
-            depth[0, i] = depth[0, parents[0, i]] + 1
-        tree = tree_of(torch.zeros(1, nodes, dtype=torch.long), parents, depth, int(depth.max()))
-        for i in range(nodes):
-            above, j = {i}, i
-            while j != 0:
-                j = parents[0, j].item()
-                above.add(j)
-            assert set(tree.ancestors[0, i].nonzero().flatten().tolist()) == above
+    parents = torch.tensor([[0] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, nodes)]])
+    depth = torch.zeros(1, nodes, dtype=torch.long)
+    for i in range(1, nodes):
+        depth[0, i] = depth[0, parents[0, i]] + 1
+    tree = tree_of(torch.zeros(1, nodes, dtype=torch.long), parents, depth, int(depth.max()))
+    for i in range(nodes):
+        above, j = {i}, i
+        while j != 0:
+            j = parents[0, j].item()
+            above.add(j)
+        assert set(tree.ancestors[0, i].nonzero().flatten().tolist()) == above
 
 
 def test_a_chain_sees_itself_and_what_came_before():
@@ -38,10 +38,13 @@ def test_keeping_the_best_nodes_renumbers_parents():
     assert [x.tolist() for x in kept] == [[[9, 2, 4]], [[0, 0, 1]], [[0, 1, 2]], [[0, 2, 4]]]
 
 
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "5", None, 10**20])
+def test_what_is_no_size_is_refused(value):
+    with pytest.raises(ArgumentError, match="draft_len must be a positive integer"):
+        check_size("draft_len", value)
+
+
 def test_sizes_that_no_tree_has_are_refused():
-    for value in (0, -1, True, 2.0, "5", None, 10**20):
-        with pytest.raises(ArgumentError, match="draft_len must be a positive integer"):
-            check_size("draft_len", value)
     with pytest.raises(ArgumentError, match="num_beams must be at most 1024, got 1025"):
         check_size("num_beams", 1025)
     check_size("draft_len", 1024)
