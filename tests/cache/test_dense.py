@@ -1,5 +1,6 @@
 """The dense cache: where nodes are stored, what a commit moves, and how it grows."""
 
+import pytest
 import torch
 
 from redrafter.cache.dense import WINDOW_STEP_SLOTS, DenseCache, LayerShape
@@ -30,29 +31,28 @@ def column(cache, layer, row):
     return keys[row, 0, :, -1]
 
 
-def test_nodes_go_behind_each_rows_own_length():
+@pytest.mark.parametrize("layer", [0, 1])
+def test_nodes_go_behind_each_rows_own_length(layer):
     cache = DenseCache(SHAPES, 2)
     cache.reserve(20)
     fill(cache, torch.tensor([3, 7]), 4, 1)
-    for layer in range(2):
-        assert column(cache, layer, 0)[2:8].tolist() == [0, *(1000 * layer + i for i in (1, 2, 3, 4)), 0]
-        assert column(cache, layer, 1)[7:11].tolist() == [1000 * layer + 100 + i for i in (1, 2, 3, 4)]
+    assert column(cache, layer, 0)[2:8].tolist() == [0, *(1000 * layer + i for i in (1, 2, 3, 4)), 0]
+    assert column(cache, layer, 1)[7:11].tolist() == [1000 * layer + 100 + i for i in (1, 2, 3, 4)]
 
 
-def test_commit_moves_only_the_path_and_keeps_rows_apart():
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("row", "path"), [(0, [0, 2, 5]), (1, [0, 4])])
+def test_commit_moves_only_the_path_and_keeps_rows_apart(layer, row, path):
     cache = DenseCache(SHAPES, 2)
     cache.reserve(20)
     fill(cache, torch.tensor([0, 0]), 7, 900)  # committed tokens that must stay
-    before = [column(cache, layer, row).clone() for layer in range(2) for row in range(2)]
+    before = column(cache, layer, row).clone()
     length = torch.tensor([3, 5])
     fill(cache, length, 6, 1)
     cache.commit(length, torch.tensor([[0, 2, 5], [0, 4, 0]]))  # the second row's path ends after two nodes
-    for layer in range(2):
-        for row, path in ((0, [0, 2, 5]), (1, [0, 4])):
-            found = column(cache, layer, row)
-            n = int(length[row])
-            assert torch.equal(found[:n], before[2 * layer + row][:n])
-            assert found[n : n + len(path)].tolist() == [1000 * layer + 100 * row + 1 + node for node in path]
+    after, n = column(cache, layer, row), int(length[row])
+    assert torch.equal(after[:n], before[:n])
+    assert after[n : n + len(path)].tolist() == [1000 * layer + 100 * row + 1 + node for node in path]
 
 
 def test_growing_keeps_what_is_there_and_the_window_follows():

@@ -46,7 +46,7 @@ def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
     tree = replace(tree, ancestors=tree.ancestors[:, -only:])
     shapes = [LayerShape(2, 8, 6, torch.float32, torch.device("cpu"))]
     q, k, v = (torch.randn(2 * only + 3, *shape, generator=random) for shape in ((4, 8), (2, 8), (2, 6)))
-    found = []
+    results = []
     for attend in (tree_attention, gathered_attention):
         store = KVCachePool(shapes, 8)
         for pool in store.pools:
@@ -56,9 +56,9 @@ def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
         plans = (plan,) if attend is gathered_attention else ()
         parts = (plan.length, plan.depth, plan.ancestors, plan.table)
         out = attend(*plans, q, k, v, *plan.pools[0], *parts, **settings)
-        found.append((out, *store.pools))
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        results.append((out, *store.pools))
+    for result, reference in zip(*results, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -78,9 +78,8 @@ def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architectu
         for _ in range(2):
             cache = PagedCache(KVCachePool(target.paged_shapes, 5), table)
             target.prefill(prompts, lengths, cache)
-            found = target.verify(tree, lengths, cache)
-            for mine, theirs in zip(found, expected, strict=True):
-                assert_close_by_scale(mine, theirs, 2e-5)
+            for packed, of_dense in zip(target.verify(tree, lengths, cache), expected, strict=True):
+                assert_close_by_scale(packed, of_dense, 2e-5)
             target.varlen_forward.fuse_linears(lambda cache=cache: target.verify(tree, lengths, cache))
     assert before == dict(model.named_modules())  # the fused layers were removed again
     assert model.config._attn_implementation != ATTENTION_NAME
@@ -207,17 +206,17 @@ def test_a_request_within_a_request_disturbs_neither(llama):
     ids, mask = uneven_batch()
     expected = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
     inner = engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False)
-    found = []
+    inner_texts = []
 
     class Nested:
         def put_step(self, *args):
-            found.append(engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False))
+            inner_texts.append(engine.generate(ids[1:2], mask[1:2], max_new_tokens=NEW, do_sample=False))
 
         def end(self):
             pass
 
     assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, streamer=Nested()), expected)
-    assert all(torch.equal(each, inner) for each in found)
+    assert all(torch.equal(text, inner) for text in inner_texts)
 
 
 def test_requests_in_several_threads_disturb_none(llama):
@@ -241,15 +240,21 @@ def test_lengths_have_limits(llama):
     assert engine.generate(prompt, max_new_tokens=50).shape[1] <= 20
     with pytest.raises(ArgumentError, match="max_input_len is 12"):
         engine.generate(torch.arange(3, 16)[None], max_new_tokens=2)
-    for wrong in (
-        {"max_seq_len": 1},
-        {"max_input_len": "many"},
-        *({"kv_cache_free_gpu_memory_fraction": x} for x in (0.0, "0.5", True)),
-        {"max_seq_len": 10**30},
-        {"compile": "no"},
-    ):
-        with pytest.raises(ArgumentError, match=next(iter(wrong))):
-            EngineOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_seq_len", 1),
+        ("max_input_len", "many"),
+        *(("kv_cache_free_gpu_memory_fraction", fraction) for fraction in (0.0, "0.5", True)),
+        ("max_seq_len", 10**30),
+        ("compile", "no"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name(name, value):
+    with pytest.raises(ArgumentError, match=name):
+        EngineOptions(**{name: value})
 
 
 def test_layers_that_read_one_tensor_are_found_without_their_names(llama):
