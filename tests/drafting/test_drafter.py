@@ -111,8 +111,8 @@ def test_joined_weights_compute_the_same_until_training(form):
     first, second, hidden = inputs()
     expected = [state := drafter.step(first, None, hidden)[1], drafter.step(second, state, hidden)[1]]
     drafter.join_recurrence()
-    found = [state := drafter.step(first, None, hidden)[1], drafter.step(second, state, hidden)[1]]
-    torch.testing.assert_close(found, expected)
+    joined = [state := drafter.step(first, None, hidden)[1], drafter.step(second, state, hidden)[1]]
+    torch.testing.assert_close(joined, expected)
     assert (drafter.rnn_joined is not None) == (form == "published")
     assert drafter.train().rnn_joined is None
 

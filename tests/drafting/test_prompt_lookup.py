@@ -67,7 +67,7 @@ def test_text_that_repeats_takes_few_steps():
     assert out.stats.tokens_per_step > 4.4
 
 
-def test_numbers_that_make_no_proposer_are_refused(llama):
-    for wrong in ({"ngram": 0}, {"draft_len": 0}, {"ngram": 1.5}, {"draft_len": True}):
-        with pytest.raises(ArgumentError, match=next(iter(wrong))):
-            PromptLookup.from_pretrained(llama, **wrong)
+@pytest.mark.parametrize(("name", "value"), [("ngram", 0), ("draft_len", 0), ("ngram", 1.5), ("draft_len", True)])
+def test_numbers_that_make_no_proposer_are_refused(llama, name, value):
+    with pytest.raises(ArgumentError, match=name):
+        PromptLookup.from_pretrained(llama, **{name: value})
