@@ -81,18 +81,18 @@ def test_counters_rise_by_what_the_answers_tell(program):
         ("num_draft_tokens", "num_draft_tokens"),
         ("num_accepted_tokens", "num_accepted_draft_tokens"),
     ):
-        assert rise[f"vllm:spec_decode_{name}_total"] == sum(each[field] for each in told) > 0
+        assert rise[f"vllm:spec_decode_{name}_total"] == sum(counts[field] for counts in told) > 0
     for place in range(5):
-        accepted = sum(sum(each["acceptance_histogram"][place + 1 :]) for each in told)
+        accepted = sum(sum(counts["acceptance_histogram"][place + 1 :]) for counts in told)
         assert rise[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] == accepted
     usages = [answer["usage"] for answer in answers]
-    assert rise["vllm:generation_tokens_total"] == sum(each["completion_tokens"] for each in usages)
+    assert rise["vllm:generation_tokens_total"] == sum(usage["completion_tokens"] for usage in usages)
     assert rise['vllm:request_success_total{finished_reason="length"}'] == 24
     many = told[0]
     assert many["num_spec_steps"] + many["num_accepted_draft_tokens"] + 20 < usages[0]["completion_tokens"]
-    for each in told:
-        assert sum(each["acceptance_histogram"]) == each["num_spec_steps"]
-        assert len(each["acceptance_histogram"]) == each["num_spec_tokens"] + 1
+    for counts in told:
+        assert sum(counts["acceptance_histogram"]) == counts["num_spec_steps"]
+        assert len(counts["acceptance_histogram"]) == counts["num_spec_tokens"] + 1
 
 
 def test_a_text_without_drafts_comes_to_one_token_a_step():
@@ -102,13 +102,20 @@ def test_a_text_without_drafts_comes_to_one_token_a_step():
     assert told["num_spec_steps"] == 0
 
 
-def test_counters_are_there_before_the_first_request(program):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f'spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}' for place in range(5)),
+        *(f'request_success_total{{finished_reason="{reason}"}}' for reason in ("stop", "length", "abort", "error")),
+        "num_preemptions_total",
+    ],
+)
+def test_a_counter_is_there_before_the_first_request(program, name):
     """Else what a client finds first is taken for where it began."""
-    for place in range(5):
-        assert program.first_metrics[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] == 0
-    for reason in ("stop", "length", "abort", "error"):
-        assert program.first_metrics[f'vllm:request_success_total{{finished_reason="{reason}"}}'] == 0
-    assert program.first_metrics["vllm:num_preemptions_total"] == 0
+    assert program.first_metrics[f"vllm:{name}"] == 0
+
+
+def test_a_histogram_is_there_before_the_first_request(program):
     assert "vllm:request_time_per_output_token_seconds_count" in program.first_metrics
 
 
@@ -158,8 +165,8 @@ def test_small_packets_do_not_wait():
         server = await asyncio.start_server(come, sock=listen(ServeOptions(port=0)))
         async with server:
             _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            found = (await accepted).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            no_delay = (await accepted).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             writer.close()
-        return found
+        return no_delay
 
     assert asyncio.run(ask())

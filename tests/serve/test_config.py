@@ -34,10 +34,10 @@ def test_a_runtime_json_is_taken_as_it_is(under, capsys, tmp_path):
     file.write_text(json.dumps({"runtime": RUNTIME} if under else RUNTIME))
     assert main(["serve", "--print-config", "--config", str(file)]) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert (found["guaranteed_no_evict"], found["max_batch_size"], found["max_num_tokens"]) == (True, 12, 4096)
-    assert found["chunked_context"] is False
-    assert found["kv_cache_free_gpu_memory_fraction"] == 0.6
+    options = json.loads(out)
+    assert (options["guaranteed_no_evict"], options["max_batch_size"], options["max_num_tokens"]) == (True, 12, 4096)
+    assert options["chunked_context"] is False
+    assert options["kv_cache_free_gpu_memory_fraction"] == 0.6
     assert "kv_cache_host_memory_megabytes means nothing here" in err
     assert "kv_cache_onboard_blocks" in err
 
@@ -48,10 +48,10 @@ def test_files_beside_the_model_are_read_first(capsys, tmp_path):
     (tmp_path / "llgtrt.json5").write_text(said)
     assert main(["serve", "--print-config", "--max-num-tokens", "64", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert (found["max_batch_size"], found["max_num_tokens"], found["guaranteed_no_evict"]) == (13, 64, True)
+    options = json.loads(out)
+    assert (options["max_batch_size"], options["max_num_tokens"], options["guaranteed_no_evict"]) == (13, 64, True)
     # Who may come in, and what code runs, is not for whoever made a model to say.
-    assert (found["host"], found["trust_remote_code"]) == ("127.0.0.1", False)
+    assert (options["host"], options["trust_remote_code"]) == ("127.0.0.1", False)
     assert "host is not read from a file beside a model" in err
     assert "trust_remote_code is not read" in err
     assert "tokenizer means nothing here: the tokenizer is the one beside the model" in err
@@ -69,8 +69,8 @@ def test_flags_win_over_files_and_later_files_over_earlier(capsys, tmp_path):
     ):
         (tmp_path / name).write_text(text)
     files = ["--config", str(tmp_path / "a.json5"), "--config", str(tmp_path / "b.json")]
-    found = printed(capsys, *files)
-    assert (found["max_batch_size"], found["port"], found["model"]) == (3, 10, "mine")
+    options = printed(capsys, *files)
+    assert (options["max_batch_size"], options["port"], options["model"]) == (3, 10, "mine")
     assert printed(capsys, *files, "--max-batch-size", "5", "other")["max_batch_size"] == 5
     assert printed(capsys, *files, "other")["model"] == "other"
 
@@ -99,6 +99,9 @@ def test_mistakes_name_the_file_or_the_flag(text, says, capsys, tmp_path):
     (tmp_path / "c.json").write_text(text)
     assert main(["serve", "--print-config", "--config", str(tmp_path / "c.json")]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_named(capsys, tmp_path):
     assert main(["serve", "--config", str(tmp_path / "none.json")]) == 2
     assert "none.json cannot be read" in capsys.readouterr().err
 

@@ -19,9 +19,9 @@ from redrafter.version import __version__
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[Program]:
-    found = Program("--max-batch-size", "8", "--api-key", "secret")
-    yield found
-    assert found.end() == 0
+    server = Program("--max-batch-size", "8", "--api-key", "secret")
+    yield server
+    assert server.end() == 0
 
 
 @pytest.fixture(scope="module")
@@ -36,33 +36,41 @@ def tokenizer():
 
 
 def test_a_prompt_is_told_as_tokens_and_back(http, tokenizer):
-    found = http.post("/tokenize", json={"model": "boxed", "prompt": "The sea, é", "return_token_strs": True}).json()
+    answer = http.post("/tokenize", json={"model": "boxed", "prompt": "The sea, é", "return_token_strs": True}).json()
     ids = tokenizer("The sea, é").input_ids
-    assert found["tokens"] == ids
-    assert found["count"] == len(ids)
-    assert found["max_model_len"] > 500
-    assert found["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
-    for special in (True, False):
-        told = http.post("/tokenize", json={"prompt": "The sea", "add_special_tokens": special}).json()
-        assert told["tokens"] == tokenizer("The sea", add_special_tokens=special).input_ids
-        assert told["token_strs"] is None
+    assert answer["tokens"] == ids
+    assert answer["count"] == len(ids)
+    assert answer["max_model_len"] > 500
+    assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
     assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": tokenizer.decode(ids)}
 
 
-def test_messages_are_told_as_the_template_writes_them(http, tokenizer):
-    talk = [{"role": "user", "content": "Hello"}]
-    for begun in (True, False):
-        found = http.post("/tokenize", json={"messages": talk, "add_generation_prompt": begun}).json()
-        text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=begun)
-        assert found["tokens"] == tokenizer(text, add_special_tokens=False).input_ids
-    chat = http.post("/v1/chat/completions", json={"messages": talk, "max_tokens": 1}).json()
-    told = http.post("/tokenize", json={"messages": talk}).json()
-    assert told["count"] == chat["usage"]["prompt_tokens"]
+@pytest.mark.parametrize("special", [True, False])
+def test_special_tokens_are_added_where_it_is_asked_for(http, tokenizer, special):
+    answer = http.post("/tokenize", json={"prompt": "The sea", "add_special_tokens": special}).json()
+    assert answer["tokens"] == tokenizer("The sea", add_special_tokens=special).input_ids
+    assert answer["token_strs"] is None
+
+
+TALK = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_messages_are_told_as_the_template_writes_them(http, tokenizer, begun):
+    answer = http.post("/tokenize", json={"messages": TALK, "add_generation_prompt": begun}).json()
+    text = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=begun)
+    assert answer["tokens"] == tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_messages_are_counted_as_a_chat_counts_them(http):
+    chat = http.post("/v1/chat/completions", json={"messages": TALK, "max_tokens": 1}).json()
+    answer = http.post("/tokenize", json={"messages": TALK}).json()
+    assert answer["count"] == chat["usage"]["prompt_tokens"]
 
 
 def test_a_prompt_longer_than_the_context_is_counted_and_one_without_end_refused(http):
-    found = http.post("/tokenize", json={"prompt": "sea " * 1500}).json()
-    assert found["count"] > found["max_model_len"]
+    answer = http.post("/tokenize", json={"prompt": "sea " * 1500}).json()
+    assert answer["count"] > answer["max_model_len"]
     assert http.post("/tokenize", json={"prompt": "sea " * 500_000}, timeout=20).status_code == 400
 
 
@@ -84,18 +92,21 @@ def test_what_is_wrong_is_said(path, body, status, http):
     ErrorAnswer.model_validate(answer.json())
 
 
-def test_the_key_is_asked_for_where_work_is_done(program):
-    for path in ("/tokenize", "/detokenize", "/v1/responses", "/v1/embeddings"):
-        assert httpx.post(f"{program.url}{path}", json={"prompt": "a", "tokens": []}).status_code == 401
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/responses", "/v1/embeddings"])
+def test_the_key_is_asked_for_where_work_is_done(program, path):
+    assert httpx.post(f"{program.url}{path}", json={"prompt": "a", "tokens": []}).status_code == 401
+
+
+def test_the_version_is_told_to_all(program):
     assert httpx.get(f"{program.url}/version").json() == {"version": __version__}
 
 
 def test_a_model_is_told_by_its_name(program, http):
     client = openai.OpenAI(base_url=f"{program.url}/v1", api_key="secret", max_retries=0)
     assert client.models.retrieve("boxed") == client.models.list().data[0]
-    with pytest.raises(openai.NotFoundError, match="'boxed' is") as found:
+    with pytest.raises(openai.NotFoundError, match="'boxed' is") as refusal:
         client.models.retrieve("some/other")
-    assert found.value.code == "model_not_found"
+    assert refusal.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -112,12 +123,13 @@ def test_a_model_is_told_by_its_name(program, http):
         ("fine_tuning/jobs", "redrafter train"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(path, says, http):
-    for answer in (http.post(f"/v1/{path}", json={"input": "a"}), http.get(f"/v1/{path}")):
-        assert answer.status_code == 404
-        error = ErrorAnswer.model_validate(answer.json()).error
-        assert says in error.message
-        assert error.code == "unsupported_endpoint"
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_what_is_not_served_is_refused_by_name(path, says, method, http):
+    answer = http.request(method, f"/v1/{path}", json={"input": "a"} if method == "POST" else None)
+    assert answer.status_code == 404
+    error = ErrorAnswer.model_validate(answer.json()).error
+    assert says in error.message
+    assert error.code == "unsupported_endpoint"
 
 
 def test_a_suffix_is_refused_with_what_to_type(http):
