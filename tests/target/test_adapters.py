@@ -70,8 +70,8 @@ def test_a_peft_model_is_served_with_its_adapters(on, changes):
 def test_the_custom_generate_of_an_engine_belongs_to_its_peft_model_too():
     model = adapted()
     engine = with_tree(model, tiny_drafter(), 3, 3)
-    found = model.generate(input_ids=IDS, attention_mask=MASK, custom_generate=engine.custom_generate(), **GREEDY)
-    assert torch.equal(found, plain_text(model))
+    text = model.generate(input_ids=IDS, attention_mask=MASK, custom_generate=engine.custom_generate(), **GREEDY)
+    assert torch.equal(text, plain_text(model))
     assert engine.model is model.get_base_model()
 
 

@@ -46,7 +46,7 @@ def plain_features(model: PreTrainedModel, text: Tensor, layers: tuple[int, ...]
 
 def hooks_of(model: nn.Module) -> int:
     """Count the hooks on all modules of a model."""
-    return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 # The trainer's reading
@@ -69,8 +69,7 @@ def test_texts_that_share_a_row_are_read_as_alone(architecture):
                     continue
                 alone = teacher.read(rows[row : row + 1, text])
                 for name in ("hidden", "embedding", "logits"):
-                    found, expected = getattr(packed, name)[row, text], getattr(alone, name)[0]
-                    assert_close_by_scale(found, expected, 2e-5)
+                    assert_close_by_scale(getattr(packed, name)[row, text], getattr(alone, name)[0], 2e-5)
                 with torch.no_grad():
                     logits = model(input_ids=rows[row : row + 1, text], use_cache=False).logits[0]
                     embedding = model.get_input_embeddings()(rows[row, text])
@@ -243,14 +242,14 @@ def test_layers_that_a_target_has_not_are_refused(layers):
         Teacher(model, layers)
 
 
-def test_a_target_is_read_by_drafters_of_the_same_layers_alone():
+@pytest.mark.parametrize("layers", [(), (0, 1)])
+def test_a_target_is_read_by_drafters_of_the_same_layers_alone(layers):
     target = Target(tiny_model("llama"))
     assert target.feature_size == HIDDEN
     for _ in range(2):
         ReDrafter(target, random_drafter(target_layers=(0, 2)))
-    for layers in ((), (0, 1)):
-        with pytest.raises(MismatchError, match=r"layers \[0, 2\] are read by another drafter"):
-            ReDrafter(target, random_drafter(target_layers=layers))
+    with pytest.raises(MismatchError, match=r"layers \[0, 2\] are read by another drafter"):
+        ReDrafter(target, random_drafter(target_layers=layers))
 
 
 def test_a_drafter_whose_layers_do_not_fit_makes_no_engine(tmp_path):
@@ -318,19 +317,19 @@ def test_drafts_are_made_from_what_the_trainer_reads(monkeypatch, architecture, 
     def checked(
         self: RecurrentProposer, state: State, sampler: Sampler, noise: Tensor | None, cache: object = None
     ) -> Tree:
-        found = propose(self, state, sampler, noise, cache)
+        tree = propose(self, state, sampler, noise, cache)
         offline = state.hidden.clone()
         for row in state.active.nonzero().flatten().tolist():
             with Teacher(model, self.drafter.config.target_layers) as teacher:
                 offline[row] = teacher.read(state.tokens[row : row + 1, : state.length[row] + 1]).hidden[0, -2]
         torch.testing.assert_close(state.hidden[state.active], offline[state.active], atol=1e-4, rtol=1e-3)
         expected = propose(self, replace(state, hidden=offline), sampler, noise, cache)
-        assert torch.equal(found.tokens[state.active], expected.tokens[state.active])
-        assert torch.equal(found.parents[state.active], expected.parents[state.active])
+        assert torch.equal(tree.tokens[state.active], expected.tokens[state.active])
+        assert torch.equal(tree.parents[state.active], expected.parents[state.active])
         offline[:, HIDDEN:] = 0
         blind = propose(self, replace(state, hidden=offline), sampler, noise, cache)
-        changed.append(not torch.equal(found.tokens[state.active], blind.tokens[state.active]))
-        return found
+        changed.append(not torch.equal(tree.tokens[state.active], blind.tokens[state.active]))
+        return tree
 
     monkeypatch.setattr(RecurrentProposer, "propose", checked)
     ids, mask = uneven_batch(rows=3)

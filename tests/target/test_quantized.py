@@ -148,7 +148,7 @@ def test_one_warning_names_the_scheme_whose_scales_tokens_share(merged, name):
         warnings.simplefilter("always")
         engine = ReDrafter.from_pretrained(folder)
     ours = [
-        each for each in caught if each.filename == redrafter.target.target.__file__
+        warning for warning in caught if warning.filename == redrafter.target.target.__file__
     ]  # so that the program shows it
     assert len(ours) == SCHEMES[name]
     if SCHEMES[name]:
@@ -265,10 +265,10 @@ def test_scales_of_a_token_s_own_are_told(name):
 
 @pytest.mark.parametrize("name", SHARED)
 def test_scales_that_tokens_share_are_named(name):
-    found, called = SHARED[name]
-    assert shared_scales(config_with(found)) == called
+    settings, called = SHARED[name]
+    assert shared_scales(config_with(settings)) == called
     outer = config_with(None)
-    outer.get_text_config = lambda decoder: config_with(found)  # of a model that also sees
+    outer.get_text_config = lambda decoder: config_with(settings)  # of a model that also sees
     assert is_quantized(outer)
     assert shared_scales(outer) == called
 

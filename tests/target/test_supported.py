@@ -127,23 +127,23 @@ def test_a_model_is_served_as_it_is_or_refused_with_the_reason(name):
     out = engine.generate(IDS, MASK, **GREEDY)
     assert torch.equal(engine.generate(IDS, MASK, speculate=False, **GREEDY), out)
     for row in range(len(IDS)):  # alone: some models count padding as positions
-        own = IDS[row][MASK[row].bool()][None]
-        alone = model.generate(own, **GREEDY)[0, own.shape[1] :]
-        found = out[row, IDS.shape[1] :]
-        assert torch.equal(found[: len(alone)], alone)
-        assert (found[len(alone) :] == 0).all()
+        prompt = IDS[row][MASK[row].bool()][None]
+        alone = model.generate(prompt, **GREEDY)[0, prompt.shape[1] :]
+        written = out[row, IDS.shape[1] :]
+        assert torch.equal(written[: len(alone)], alone)
+        assert (written[len(alone) :] == 0).all()
 
 
-def test_memory_that_ran_out_is_not_blamed_on_the_architecture(monkeypatch):
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), MemoryError("no memory")])
+def test_memory_that_ran_out_is_not_blamed_on_the_architecture(monkeypatch, error):
     model = tiny_model("llama")
-    for error in (torch.cuda.OutOfMemoryError("CUDA out of memory"), MemoryError("no memory")):
 
-        def full(*_: object, error: Exception = error, **__: object) -> None:
-            raise error
+    def full(*_: object, **__: object) -> None:
+        raise error
 
-        monkeypatch.setattr(model.model.layers[0], "forward", full)
-        with pytest.raises(type(error), match="memory"):
-            Target(model)
+    monkeypatch.setattr(model.model.layers[0], "forward", full)
+    with pytest.raises(type(error), match="memory"):
+        Target(model)
 
 
 # Sizes

@@ -53,16 +53,15 @@ def test_a_hybrid_of_that_class_is_refused_with_the_kind_of_its_layers():
         Target(tiny_model("granitemoehybrid", **GRANITE, layer_types=["mamba", "attention", "mamba"]))
 
 
-def test_a_model_that_reads_keys_by_view_is_given_contiguous_ones():
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("rows", [4, 1])
+def test_a_model_that_reads_keys_by_view_is_given_contiguous_ones(rows, speculate):
     model = tiny_model("gpt_neox_japanese", intermediate_multiple_size=2, attention_dropout=0.0, hidden_dropout=0.0)
     engine = with_tree(model, tiny_drafter(), 5, 3)
     assert "its attention cannot be replaced: no layer attends through" in engine.target.paged.reason
-    ids, mask = uneven_batch()
-    for rows in (slice(0, 4), slice(0, 1)):
-        expected = model.generate(ids[rows], attention_mask=mask[rows], max_new_tokens=20, do_sample=False)
-        for speculate in (True, False):
-            out = engine.generate(ids[rows], mask[rows], max_new_tokens=20, do_sample=False, speculate=speculate)
-            assert torch.equal(out, expected)
+    ids, mask = uneven_batch(rows)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    assert torch.equal(engine.generate(ids, mask, max_new_tokens=20, do_sample=False, speculate=speculate), expected)
 
 
 def test_an_encoder_decoder_is_refused():
@@ -144,7 +143,7 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, page
     )
     depth = torch.tensor([0, 1, 1, 1, 2, 2, 2, 3, 3, 3]).expand(3, 10)
     tokens = (torch.arange(30).view(3, 10) * 5 + 3) % VOCAB
-    whole, found = tree_of(tokens, parents, depth, 3), []
+    whole, results = tree_of(tokens, parents, depth, 3), []
     with torch.inference_mode():
         for levels in ([10], [1, 4, 7, 10]):
             if paged:
@@ -161,7 +160,7 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, page
                 alone = target.verify(tree, length, cache, logits_index=one)
                 for part, all_of in zip(alone, pieces[-1], strict=True):
                     assert torch.allclose(part[:, 0], all_of[torch.arange(3), one], atol=2e-5)
-            found.append([torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)])
+            results.append([torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)])
     assert torch.equal(tree.ancestors, whole.ancestors[:, -3:])
-    for grown, expected in zip(*found[::-1], strict=True):
+    for grown, expected in zip(*results[::-1], strict=True):
         assert torch.allclose(grown, expected, atol=5e-5)
