@@ -49,8 +49,8 @@ def test_openai_parses_nested_types(url):
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    found = client.chat.completions.parse(messages=TALK, response_format=Dog, **SETTINGS)
-    assert isinstance(found.choices[0].message.parsed, Dog)
+    answer = client.chat.completions.parse(messages=TALK, response_format=Dog, **SETTINGS)
+    assert isinstance(answer.choices[0].message.parsed, Dog)
 
 
 def test_openai_parses_calls_with_nested_types(url):
@@ -58,8 +58,8 @@ def test_openai_parses_calls_with_nested_types(url):
 
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     tool = openai.pydantic_function_tool(Dog)
-    found = client.chat.completions.parse(messages=TALK, tools=[tool], tool_choice="required", **SETTINGS)
-    [call] = found.choices[0].message.tool_calls
+    answer = client.chat.completions.parse(messages=TALK, tools=[tool], tool_choice="required", **SETTINGS)
+    [call] = answer.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Dog)
 
 
@@ -84,8 +84,8 @@ def test_langchain_writes_by_the_responses_protocol(url):
 
 
 def test_langchain_binds_tools(url):
-    found = langchain(url).bind_tools([Dog], tool_choice="any").invoke("Find Rex")
-    [call] = found.tool_calls
+    answer = langchain(url).bind_tools([Dog], tool_choice="any").invoke("Find Rex")
+    [call] = answer.tool_calls
     assert call["name"] == "Dog"
     assert Dog.model_validate(call["args"])
 
@@ -105,8 +105,8 @@ def test_litellm_writes_streams_and_calls(url):
     assert text == whole.choices[0].message.content
     parameters = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 20}}, "required": ["age"]}
     tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
-    found = litellm.completion(messages=TALK, tools=[tool], tool_choice="required", max_tokens=100, **same)
-    assert found.choices[0].message.tool_calls[0].function.name == "find"
+    called = litellm.completion(messages=TALK, tools=[tool], tool_choice="required", max_tokens=100, **same)
+    assert called.choices[0].message.tool_calls[0].function.name == "find"
     typed = litellm.completion(messages=TALK, response_format=Dog, max_tokens=800, **same)
     assert Dog.model_validate_json(typed.choices[0].message.content)
     told = litellm.text_completion(prompt="The sea", max_tokens=5, **same | {"model": "text-completion-openai/boxed"})
@@ -121,5 +121,5 @@ def test_instructor_writes_nested_types(url, mode):
     client = instructor.from_openai(
         openai.OpenAI(base_url=url, api_key="none", max_retries=0), mode=instructor.Mode[mode]
     )
-    found = client.chat.completions.create(messages=TALK, response_model=Dog, max_retries=0, **SETTINGS)
-    assert isinstance(found, Dog)
+    dog = client.chat.completions.create(messages=TALK, response_model=Dog, max_retries=0, **SETTINGS)
+    assert isinstance(dog, Dog)

@@ -40,16 +40,16 @@ TOOL = {"type": "function", "function": {"name": "find", "parameters": NOTHING}}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    found = Server(Pair.load(LoadOptions()), ServeOptions(), LoadOptions())
-    found.worker.start()
-    yield found
-    found.worker.stop()
+    made = Server(Pair.load(LoadOptions()), ServeOptions(), LoadOptions())
+    made.worker.start()
+    yield made
+    made.worker.stop()
 
 
 @pytest.fixture(scope="module")
 def url(server) -> Iterator[str]:
-    with listening(server.app) as found:
-        yield found
+    with listening(server.app) as address:
+        yield address
 
 
 def streamed(url: str, kind: str, drafts: bool = True, **body: Any) -> list[dict[str, Any]]:
@@ -112,15 +112,15 @@ def test_runs_join_to_the_text_of_each_part_and_change_nothing(url, kind, body):
 
 def whole(choices: list[dict[str, Any]]) -> dict[int, list[Any]]:
     """Of each choice all that its parts tell, of which there are as many as the server had time for."""
-    found: dict[int, list[Any]] = {}
+    joined: dict[int, list[Any]] = {}
     for choice in choices:
-        told = found.setdefault(choice["index"], ["", [], None, []])
+        told = joined.setdefault(choice["index"], ["", [], None, []])
         told[0] += text_in(choice)
         logprobs = choice["logprobs"] or {}
         told[1] += logprobs.get("content") or list(zip(*(logprobs[name] for name in sorted(logprobs)), strict=True))
         told[2] = choice["finish_reason"] or told[2]
         told[3] += [call["function"] for call in choice.get("delta", {}).get("tool_calls", ())]
-    return found
+    return joined
 
 
 def test_an_answer_that_is_a_call_has_no_runs(url):
@@ -161,14 +161,14 @@ def test_drafts_are_for_streams_only(url):
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_the_page_may_load_nothing_else(path, url):
-    found = httpx.get(f"{url}{path}")
-    policy = found.headers["Content-Security-Policy"]
-    assert found.headers["Content-Type"] == "text/html; charset=utf-8"
+    answer = httpx.get(f"{url}{path}")
+    policy = answer.headers["Content-Security-Policy"]
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
     assert "unsafe" not in policy
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy
     elsewhere = r"src=|href=\"(?!data:)|@import|url\(|https?://(?!www\.w3\.org/2000/svg)"
-    assert not re.search(elsewhere, found.text)
+    assert not re.search(elsewhere, answer.text)
     assert path not in httpx.get(f"{url}/openapi.json").json()["paths"]
 
 
@@ -207,10 +207,10 @@ def page(tmp_path_factory) -> Iterator["Page"]:
 
     if CHROMIUM is None:
         pytest.skip("there is no Chromium")
-    found = Page(tmp_path_factory.mktemp("profile"))
-    found.send("Emulation.setDeviceMetricsOverride", width=400, height=400, deviceScaleFactor=1, mobile=False)
-    yield found
-    found.close()
+    made = Page(tmp_path_factory.mktemp("profile"))
+    made.send("Emulation.setDeviceMetricsOverride", width=400, height=400, deviceScaleFactor=1, mobile=False)
+    yield made
+    made.close()
 
 
 def opened(page: "Page", url: str, **settings: float) -> None:
@@ -378,7 +378,7 @@ def test_the_protocol_is_shown_without_anything_from_elsewhere(page):
         page.run("document.getElementById('key').requestSubmit()")
         page.wait("document.querySelectorAll('#routes > details').length > 4")
         shown = page.run("document.getElementById('routes').textContent")
-        assert all(each in shown for each in DOCUMENTED)
+        assert all(route in shown for route in DOCUMENTED)
         assert "temperature" in shown
         assert "at most 2" in shown
         page.run("document.querySelectorAll('details').forEach((each) => each.open = true)")

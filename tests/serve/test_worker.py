@@ -41,18 +41,18 @@ def test_a_slow_listener_gets_more_at_once(engine):
     worker.start()
 
     async def listen(pause: float) -> list[tuple[int, list[int]]]:
-        found = []
+        heard = []
         async for number, _, deltas in worker.deltas([[5, 6, 7], [8, 9]], 30, params, lambda: None):
-            found.append((number, [token for delta in deltas for token in delta.tokens]))
+            heard.append((number, [token for delta in deltas for token in delta.tokens]))
             await asyncio.sleep(pause)
-        return found
+        return heard
 
     for pause in (0.0, 0.3):
-        found = asyncio.run(listen(pause))
+        heard = asyncio.run(listen(pause))
         for number, prompt in enumerate(([5, 6, 7], [8, 9])):
-            written = [token for each, tokens in found if each == number for token in tokens]
+            written = [token for sequence, tokens in heard if sequence == number for token in tokens]
             assert written == alone(engine, make_sequence(prompt, 30, params))
-    assert len(found) < 20  # of 60 tokens, one a step
+    assert len(heard) < 20  # of 60 tokens, one a step
     worker.stop()
 
 
@@ -90,14 +90,14 @@ def test_who_takes_nothing_is_dropped_and_nobody_else(worker, engine, monkeypatc
     async def quick() -> list[int]:
         return [
             token
-            async for _, _, found in worker.deltas([[8, 9]], 60, GREEDY, lambda: None)
-            for delta in found
+            async for _, _, deltas in worker.deltas([[8, 9]], 60, GREEDY, lambda: None)
+            for delta in deltas
             for token in delta.tokens
         ]
 
     async def both() -> list[int]:
-        _, found = await asyncio.gather(slow(), quick())
-        return found
+        _, tokens = await asyncio.gather(slow(), quick())
+        return tokens
 
     assert asyncio.run(both()) == alone(engine, make_sequence([8, 9], 60, GREEDY))
 
@@ -127,8 +127,8 @@ def test_who_turns_round_for_a_moment_is_not_dropped(worker, monkeypatch):
             _, taken, _ = await anext(deltas)
             while not taken.ended:
                 await asyncio.sleep(0.01)
-            _, taken, found = await anext(deltas)
-            return sum(len(delta.tokens) for delta in found)
+            _, taken, pending = await anext(deltas)
+            return sum(len(delta.tokens) for delta in pending)
 
     assert asyncio.run(listen()) > 50
 
@@ -152,10 +152,10 @@ def test_after_a_drain_what_is_left_is_cancelled(seconds, worker):
     async def listen() -> list[str | None]:
         deltas = worker.deltas([[5 + n] for n in range(40)], 80, GREEDY, lambda: None)
         finishes = []
-        async for _, _, found in deltas:
+        async for _, _, new in deltas:
             if worker.alive:
                 worker.drain(seconds)
-            finishes += [delta.finish for delta in found if delta.finish is not None]
+            finishes += [delta.finish for delta in new if delta.finish is not None]
         with pytest.raises(Stopped):
             await anext(worker.deltas([[5]], 3, GREEDY, lambda: None))
         return finishes
@@ -172,17 +172,17 @@ def test_to_stop_takes_no_longer_where_nobody_reads(engine):
     async def leave_unread() -> None:
         deltas = [worker.deltas([[5 + n], [7]], 80, GREEDY, lambda: None) for n in range(3)]
         first = await anext(deltas[0])
-        waiting = [asyncio.ensure_future(anext(each)) for each in deltas[1:]]
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in deltas[1:]]
         await asyncio.sleep(0)
         began = time.perf_counter()
         worker.stop()
         assert time.perf_counter() - began < 5
         assert first[1].ended
-        for each in waiting:  # nor does anybody wait for ever
-            number, _, found = await each
+        for stream in waiting:  # nor does anybody wait for ever
+            number, _, last = await stream
             assert number in (0, 1)
-            assert found
-        assert [delta.finish for delta in found][-1] is not None
+            assert last
+        assert [delta.finish for delta in last][-1] is not None
 
     asyncio.run(leave_unread())
     worker.stop()
@@ -226,11 +226,11 @@ def test_those_who_leave_hold_nobody_up(worker, engine):
             await anext(deltas)
 
     async def stay() -> list[int]:
-        found = worker.deltas([[8, 9]], 20, GREEDY, lambda: None, "stays")
-        return [token async for _, _, deltas in found for delta in deltas for token in delta.tokens]
+        stream = worker.deltas([[8, 9]], 20, GREEDY, lambda: None, "stays")
+        return [token async for _, _, deltas in stream for delta in deltas for token in delta.tokens]
 
     async def all_of_them() -> list[int]:
-        *_, found = await asyncio.gather(*(leave(client) for client in range(4)), stay())
-        return found
+        *_, tokens = await asyncio.gather(*(leave(client) for client in range(4)), stay())
+        return tokens
 
     assert asyncio.run(all_of_them()) == alone(engine, make_sequence([8, 9], 20, GREEDY))
