@@ -1,0 +1,204 @@
+"""A connection to a server over HTTP/1.1, and events of a stream, read as they come.
+
+A load generator must not be what limits a server. This is for one kind of request and answer only, and so takes a
+fraction of a general client's processor time for each chunk of a stream.
+"""
+
+import asyncio
+import json
+import re
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
+
+from redrafter.errors import ArgumentError
+
+__all__ = ["Address", "Connection", "EventLines", "RequestFailedError"]
+
+MAX_PIECE = 1 << 16  # bytes read at once from a body whose length is not given
+MAX_MESSAGE = 300  # characters of a server's error message that are kept
+CONNECT_SECONDS = 10.0
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class RequestFailedError(Exception):
+    """A request got no answer, or one that cannot be used. The message says why."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens.
+
+    Attributes:
+        url: The URL without `/v1`, such as `http://127.0.0.1:8000`.
+        host: Name or IP address of the server.
+        port: Its port.
+        path: What routes begin with, empty or such as `/proxy`.
+        tls: Whether the server speaks https.
+    """
+
+    url: str
+    host: str
+    port: int
+    path: str
+    tls: bool
+
+    @classmethod
+    def parse(cls, url: str) -> "Address":
+        """Return the address that a URL names; `/v1` at its end is left out.
+
+        Raises:
+            ArgumentError: It is no URL of a server.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ArgumentError(f"--url {url}: {error}") from error
+        known = parts.scheme in ("http", "https") and parts.hostname and url.isascii() and url.isprintable()
+        if not known or "@" in parts.netloc or parts.query or parts.fragment or " " in url:
+            raise ArgumentError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
+        tls, path = parts.scheme == "https", parts.path.rstrip("/").removesuffix("/v1")
+        return cls(
+            url=f"{parts.scheme}://{parts.netloc}{path}",
+            host=str(parts.hostname),
+            port=port or (443 if tls else 80),
+            path=path,
+            tls=tls,
+        )
+
+
+class Connection:
+    """A connection to a server that is opened when needed and kept from one request to the next.
+
+    Args:
+        address: The server.
+        key: API key, sent as a bearer token; None for none.
+
+    Attributes:
+        sent_at: When the last request was sent, by `time.perf_counter`.
+    """
+
+    def __init__(self, address: Address, key: str | None = None):
+        self._address = address
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        headers = [f"Host: {host}:{address.port}", "User-Agent: redrafter", "Content-Type: application/json"]
+        headers += [] if key is None else [f"Authorization: Bearer {key}"]
+        self._headers = "".join(f"{header}\r\n" for header in headers)
+        self._streams: Streams | None = None
+        self.sent_at = 0.0
+
+    async def request(self, method: str, path: str, body: bytes, take: Callable[[bytes], None]) -> None:
+        """Send a request, and give the body of its answer to `take` as it comes.
+
+        Args:
+            method: Such as "POST".
+            path: Route, such as "/v1/models".
+            body: The body to send, which may be empty.
+            take: Called with each piece of the answer's body; what it raises ends the request.
+
+        Raises:
+            RequestFailedError: There is no whole answer, or its status is not 200.
+        """
+        kept = False
+        try:
+            reader, writer = await self._open()
+            head = f"{method} {self._address.path}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
+            self.sent_at = time.perf_counter()
+            writer.write(head.encode("latin-1") + body)
+            status, headers = await _read_head(reader)
+            pieces: list[bytes] = []
+            kept = await _read_body(reader, headers, take if status == 200 else pieces.append)
+            if status != 200:
+                raise RequestFailedError(f"HTTP {status}: {_error_message(b''.join(pieces))}")
+        except asyncio.IncompleteReadError as error:
+            raise RequestFailedError("the server closed the connection before its answer had ended") from error
+        except (ValueError, asyncio.LimitOverrunError) as error:
+            raise RequestFailedError("the answer is not HTTP/1.1") from error
+        except OSError as error:
+            raise RequestFailedError(f"the connection failed: {error.strerror or error}") from error
+        finally:
+            if not kept:
+                self.close()
+
+    def close(self) -> None:
+        """Close the connection, if one is open; the next request opens another."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+    async def _open(self) -> Streams:
+        """Return the open connection, or a new one where there is none or the server has closed it."""
+        if self._streams is not None and self._streams[0].at_eof():
+            self.close()
+        if self._streams is None:
+            tls = _tls_context() if self._address.tls else None
+            opening = asyncio.open_connection(self._address.host, self._address.port, ssl=tls)
+            try:
+                self._streams = await asyncio.wait_for(opening, CONNECT_SECONDS)
+            except asyncio.TimeoutError as error:
+                raise RequestFailedError(f"no connection within {CONNECT_SECONDS:g} s") from error
+        return self._streams
+
+
+@lru_cache
+def _tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Return the status of an answer, and its headers by their names in lower case."""
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").rstrip().split("\r\n")
+    status = re.match(r"HTTP/1\.[01] (\d{3})", first)
+    if status is None:
+        raise ValueError(first)
+    pairs = (line.partition(":") for line in lines)
+    return int(status[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str], take: Callable[[bytes], None]) -> bool:
+    """Give the pieces of a body to `take`, and return whether the connection may be used for another request."""
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+            take((await reader.readexactly(size + 2))[:-2])
+        while await reader.readuntil(b"\r\n") != b"\r\n":
+            pass  # headers may also follow a body
+    elif "content-length" in headers:
+        take(await reader.readexactly(int(headers["content-length"])))
+    else:
+        while piece := await reader.read(MAX_PIECE):
+            take(piece)
+        return False
+    return headers.get("connection", "").lower() != "close"
+
+
+def _error_message(body: bytes) -> str:
+    """Return the message in the body of an error: OpenAI's `error.message`, or else the body's text."""
+    text = body.decode(errors="replace").strip()
+    try:
+        error: Any = json.loads(text)
+        text = str(error["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        pass  # an error of another server, or of a proxy before it
+    return " ".join(text.split())[:MAX_MESSAGE] or "no message"
+
+
+class EventLines:
+    """What the `data:` lines of an event stream hold, from its bytes in pieces of any size.
+
+    Every line is an event of its own, as all servers of OpenAI's protocol send them. Comments and other fields are left
+    out.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Return the data of the lines that end in this piece."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
