@@ -1,0 +1,154 @@
+"""The numbers of a load on a server: throughput, also in steady state, and percentiles of what users wait for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from redrafter.bench.completion_stream import Completion
+from redrafter.bench.server_load import LoadRun
+
+__all__ = ["LoadSummary", "Percentiles", "percentile", "steady_span", "summarize", "tokens_between"]
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """The median and the 99th percentile of times, in milliseconds."""
+
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """What users get of a server at one concurrency. Requests that failed count under `failed` only.
+
+    Attributes:
+        concurrency: Requests in flight.
+        requests: Requests that were sent.
+        failed: Requests that failed.
+        first_error: Why the first of them failed; None where none did.
+        seconds: From the first request to the end of the last.
+        tokens_per_second: Tokens of all completions by `seconds`.
+        steady_tokens_per_second: Tokens per second while all slots are busy (see `steady_span`); None without such a
+            time.
+        requests_per_second: Completions by `seconds`.
+        first_token_ms: From sending a request to the first text; None where all failed, like the next three.
+        chunk_gap_ms: Between one chunk with text and the next of the same completion; a chunk may hold several tokens.
+        ms_per_token: From a completion's first chunk to its last, by its tokens after the first; mean of all tokens.
+        request_ms: From sending a request to the end of its answer.
+        prompt_tokens: Tokens of all prompts, by the server's count.
+        completion_tokens: Tokens of all completions, by the server's count.
+        tokens_per_chunk: Tokens of all completions by their chunks; None where all failed.
+        short_texts: Completions of fewer tokens than were asked for.
+        client_cpu_share: Processor time of the client, by the time that passed.
+    """
+
+    concurrency: int
+    requests: int
+    failed: int
+    first_error: str | None
+    seconds: float
+    tokens_per_second: float
+    steady_tokens_per_second: float | None
+    requests_per_second: float
+    first_token_ms: Percentiles | None
+    chunk_gap_ms: Percentiles | None
+    ms_per_token: float | None
+    request_ms: Percentiles | None
+    prompt_tokens: int
+    completion_tokens: int
+    tokens_per_chunk: float | None
+    short_texts: int
+    client_cpu_share: float
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return a percentile of values, on the line between the two next to it.
+
+    Args:
+        values: One value or more, in any order.
+        share: The share of values below it, from 0 to 1.
+    """
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def steady_span(completions: Sequence[Completion], concurrency: int) -> tuple[float, float] | None:
+    """Return from when until when every slot is busy; None where there is no such time.
+
+    It begins once each of the first `concurrency` requests has its first chunk (or has failed), and ends when a request
+    ends and none is left to follow it.
+
+    Args:
+        completions: All requests, in any order.
+        concurrency: Requests in flight.
+    """
+    if len(completions) < concurrency:
+        return None
+    first = sorted(completions, key=lambda completion: completion.index)[:concurrency]
+    begin = max(completion.chunk_times[0] if completion.chunk_times else completion.ended for completion in first)
+    end = sorted(completion.ended for completion in completions)[len(completions) - concurrency]
+    return (begin, end) if begin < end else None
+
+
+def tokens_between(completions: Sequence[Completion], begin: float, end: float) -> float:
+    """Return how many tokens came after `begin` and until `end`; a completion's are spread evenly on its chunks."""
+    total = 0.0
+    for completion in completions:
+        times = completion.chunk_times
+        inside = sum(begin < time <= end for time in times)
+        total += completion.completion_tokens * inside / max(len(times), 1)
+    return total
+
+
+def summarize(run: LoadRun, max_new_tokens: int) -> LoadSummary:
+    """Return the numbers of a load.
+
+    Args:
+        run: The requests.
+        max_new_tokens: Tokens that each asked for.
+    """
+    answered, seconds = run.answered, run.ended - run.began
+    errors = [completion.error for completion in run.completions if completion.error is not None]
+    tokens = sum(completion.completion_tokens for completion in answered)
+    span = steady_span(run.completions, run.concurrency)
+    chunks = sum(len(completion.chunk_times) for completion in answered)
+    return LoadSummary(
+        concurrency=run.concurrency,
+        requests=len(run.completions),
+        failed=len(errors),
+        first_error=errors[0] if errors else None,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        steady_tokens_per_second=None if span is None else tokens_between(answered, *span) / (span[1] - span[0]),
+        requests_per_second=len(answered) / seconds,
+        first_token_ms=_percentiles([_shown(completion)[0] - completion.sent for completion in answered]),
+        chunk_gap_ms=_percentiles([b - a for completion in answered for a, b in pairwise(_shown(completion))]),
+        ms_per_token=_ms_per_token(answered),
+        request_ms=_percentiles([completion.ended - completion.sent for completion in answered]),
+        prompt_tokens=sum(completion.prompt_tokens for completion in answered),
+        completion_tokens=tokens,
+        tokens_per_chunk=tokens / chunks if chunks else None,
+        short_texts=sum(completion.completion_tokens < max_new_tokens for completion in answered),
+        client_cpu_share=run.client_cpu_share,
+    )
+
+
+def _shown(completion: Completion) -> Sequence[float]:
+    """Return when a completion showed something new; one without any text shows that only when it ends."""
+    return completion.text_times or [completion.ended]
+
+
+def _percentiles(seconds: Sequence[float]) -> Percentiles | None:
+    if not seconds:
+        return None
+    return Percentiles(1e3 * percentile(seconds, 0.5), 1e3 * percentile(seconds, 0.99))
+
+
+def _ms_per_token(completions: Sequence[Completion]) -> float | None:
+    seconds = sum(completion.chunk_times[-1] - completion.chunk_times[0] for completion in completions)
+    tokens = sum(completion.completion_tokens - 1 for completion in completions)
+    return 1e3 * seconds / tokens if tokens else None
