@@ -1,17 +1,18 @@
-"""`redrafter bench`: load a pair, measure it on a workload, and report."""
+"""`redrafter bench`: load a pair, measure it on a workload, and report; with --url, measure servers instead."""
 
 import argparse
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from redrafter.app.flags import read_options
+from redrafter.app.flags import flag, read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
 from redrafter.bench.rivals import check_names
 from redrafter.bench.suite import Plan, run_suite
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.cli.options import BenchOptions
+from redrafter.cli import bench_server
+from redrafter.cli.options import BenchOptions, ServerOptions
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError
@@ -29,6 +30,9 @@ __all__ = ["run"]
 
 def run(args: argparse.Namespace) -> int:
     """Run the command: check the options, load the pair, measure, print the report."""
+    if hasattr(args, "url"):
+        return bench_server.run(args)
+    _refuse_server_options(args)
     options, load = read_options(BenchOptions, args), read_options(LoadOptions, args)
     check_names(options.against)
     if options.pad_to is not None and options.pad_to not in SHAPES:
@@ -79,6 +83,12 @@ def run(args: argparse.Namespace) -> int:
         ),
     )
     return report.finish()
+
+
+def _refuse_server_options(args: argparse.Namespace) -> None:
+    for item in fields(ServerOptions):
+        if hasattr(args, item.name):
+            raise ArgumentError(f"{flag(item.name)} is for --url: give that too")
 
 
 def _padded(load: LoadOptions, options: BenchOptions) -> Pair:

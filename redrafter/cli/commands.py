@@ -6,7 +6,7 @@ from typing import Any
 from redrafter.app.flags import add_options, temperatures
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.parser import Parser, add_json
-from redrafter.cli.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, TuneOptions
+from redrafter.cli.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, ServerOptions, TuneOptions
 from redrafter.version import __version__
 
 __all__ = ["build_parser"]
@@ -130,18 +130,20 @@ def _add_tune(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure how fast a model and its drafter are, and where the time goes",
+        help="measure how fast a model and its drafter are, or a server, and where the time goes",
         description="Measure plain decoding and speculation in turn on the same prompts: tokens per second by batch\n"
         "size, the time of each part of a step beside the time to move its bytes, whether the tokens are\n"
-        "equal, and, with --against, Hugging Face's own generate. Tables on stdout, one JSON document as\n"
-        "its last line, progress on stderr.",
+        "equal, and, with --against, Hugging Face's own generate. With --url, measure servers under load\n"
+        "instead. Tables on stdout, one JSON document as its last line, progress on stderr.",
         epilog="examples:\n"
         "  redrafter bench --max-new-tokens 64\n"
         "  redrafter bench --model my-base --drafter my-drafter --dtype bfloat16 \\\n"
-        "      --batch-sizes 1,8,64 --against eager,static,assisted --plots plots --json bench.json",
+        "      --batch-sizes 1,8,64 --against eager,static,assisted --plots plots --json bench.json\n"
+        "  redrafter bench --url http://127.0.0.1:8000 --concurrency 1,8,32 --prompts prompts.jsonl",
     )
     add_options(parser, LoadOptions, "loading")
     add_options(parser, BenchOptions, "measuring")
+    add_options(parser, ServerOptions, "measuring servers")
 
 
 def _add_color(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from redrafter.app.flags import integers, names, option
 from redrafter.app.options import PROMPTS_HELP, PromptOptions, check_counts
 from redrafter.errors import ArgumentError
 
-__all__ = ["NOT_IN_COMPARE", "BenchOptions", "CompareOptions", "TuneOptions"]
+__all__ = ["NOT_IN_COMPARE", "BenchOptions", "CompareOptions", "ServerOptions", "TuneOptions"]
 
 # Generation options that `redrafter compare` does not have, since transformers' assisted generation has none such.
 NOT_IN_COMPARE = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "stop_token_ids")
@@ -122,6 +122,44 @@ class BenchOptions(PromptOptions):
             if getattr(self, name) == "":
                 raise ArgumentError(f"--{name} needs a name, got an empty one")
         _check_writing(self)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Which servers `redrafter bench --url` measures, and how many requests they get."""
+
+    url: Sequence[str] = option(
+        (),
+        "measure servers of OpenAI's protocol (redrafter serve, vLLM, SGLang) instead of a model, such as "
+        "http://127.0.0.1:8000 (may be repeated). Requests are streams of /v1/completions with ignore_eos; --model is "
+        "the server's name of its model (default: the first that it lists), and prompts must be plain text. Texts are "
+        "compared with those of the first server: greedy ones should be equal, sampled ones only between servers "
+        "that draw the same noise from a seed",
+        type=names,
+        action="extend",
+        metavar="URL,...",
+    )
+    concurrency: Sequence[int] = option((1, 8, 32), "with --url: requests in flight", type=integers, metavar="N,...")
+    num_requests: int | None = option(
+        None, "with --url: requests at each concurrency (default: --num-prompts, or 4 times the concurrency if more)"
+    )
+    api_key: str | None = option(
+        None,
+        "with --url: bearer token for all servers; a command line is there for all to read: better in the environment "
+        "as REDRAFTER_API_KEY or OPENAI_API_KEY",
+        metavar="KEY",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", tuple(dict.fromkeys(self.url)))
+        check_counts(self, "concurrency")
+        if self.num_requests is not None:
+            check_counts(self, "num_requests")
+            if self.num_requests < max(self.concurrency):
+                raise ArgumentError(
+                    f"--num-requests must be at least the largest --concurrency, {max(self.concurrency)}, got "
+                    f"{self.num_requests}"
+                )
 
 
 def _check_writing(options: Any) -> None:

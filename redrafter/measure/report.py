@@ -73,11 +73,14 @@ class Report:
             yield
         except Exception as error:
             message = f"{type(error).__name__}: {first_line(error)}"
-            self.document["errors"].append({"section": name, "error": message})
             self.line(f"{name} failed: {message}")
             if not isinstance(error, ReDrafterError):
                 traceback.print_exc()
-            self.save()
+            self.add_error(name, message)
+
+    def add_error(self, section: str, message: str) -> None:
+        """Add an error of a section to the document's `errors`, and save; the exit code will be 1."""
+        self.add("errors", {"section": section, "error": message})
 
     def save(self) -> None:
         """Replace the file by the document as it is; a reader finds the old document or the new one, never a half."""
