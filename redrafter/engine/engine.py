@@ -140,7 +140,14 @@ class Engine:
         if sampler.by_row:
             rows = min(rows, self.options.max_batch_size)
         batch = owner.batches.take(self.target, graphs, sampler, rows, draft_model, self.options.max_batch_size)
-        limits = Limits(rows, sys.maxsize, max_queue_size=0, guaranteed_no_evict=True, chunked=False)
+        limits = Limits(
+            rows,
+            sys.maxsize,
+            max_queue_size=0,
+            guaranteed_no_evict=True,
+            chunked=False,
+            admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
+        )
         scheduler = Scheduler(drafting, graphs, limits, speculate, batch)
         batch.draft_lengths = self.lengths_for(len(request.lengths)) if speculate else None
         batch.reserve(max(request.limits))

@@ -27,6 +27,8 @@ class Limits:
             preempted.
         chunked: Read long prompts in chunks.
         reuse: Look for prefixes that are in the cache already.
+        admit_together: Places that must be free before sequences are admitted beside others that run, if as many wait.
+            A forward over several prompts takes little longer than one over a single prompt.
     """
 
     max_batch_size: int = 32
@@ -36,6 +38,7 @@ class Limits:
     guaranteed_no_evict: bool = False
     chunked: bool = True
     reuse: bool = True
+    admit_together: int = 1
 
     def refuse_if_full(self, queue: WaitingQueue, running: int, client: str, count: int) -> None:
         """Raise `QueueFullError` if so many more sequences of a client may not wait.

@@ -7,6 +7,9 @@ from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.engine.options import EngineOptions
+from redrafter.scheduler.prefill import PrefilledRows, Prefiller
+from redrafter.scheduler.prefill_budget import Chunk
+from redrafter.scheduler.row_caches import RowCaches
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.target import Target
@@ -69,6 +72,21 @@ def test_no_step_has_more_rows_than_allowed_and_none_of_a_row_that_has_ended(lla
     assert max(map(len, rows)) == 4
     assert not any(ended for step in rows for ended in step)
     assert len({len(step) for step in rows}) > 1
+
+
+def test_prompts_are_read_together_while_others_are_decoded(llama, monkeypatch):
+    sizes, forward = [], Prefiller.forward
+
+    def counted(self: Prefiller, chunks: list[Chunk], caches: RowCaches) -> PrefilledRows:
+        sizes.append(len(chunks))
+        return forward(self, chunks, caches)
+
+    monkeypatch.setattr(Prefiller, "forward", counted)
+    ids, mask = uneven_batch(rows=21)
+    engine_of(llama, 8).generate(ids, mask, max_new_tokens=30, eos_token_id=ENDS, do_sample=False)
+    assert sizes[0] == 8
+    assert sum(sizes) == 21
+    assert min(sizes[1:-1]) >= 2
 
 
 @pytest.mark.usefixtures("ahead")
