@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
+from helpers.scheduling import launch_ahead
 from redrafter import ArgumentError, DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.engine.options import EngineOptions
@@ -11,7 +12,6 @@ from redrafter.scheduler.prefill import PrefilledRows, Prefiller
 from redrafter.scheduler.prefill_budget import Chunk
 from redrafter.scheduler.row_caches import RowCaches
 from redrafter.scheduler.running_batch import RunningBatch
-from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.target import Target
 
 ENDS = [2, 5, 11, 30, 31, 32, 40]
@@ -38,14 +38,7 @@ def dense(engine: Engine) -> Engine:
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch steps ahead of the host, as on a GPU."""
-    make = Scheduler.__init__
-
-    def made(self: Scheduler, *args: object) -> None:
-        make(self, *args)
-        self.overlap = self._graphs is not None
-
-    monkeypatch.setattr(Scheduler, "__init__", made)
+    launch_ahead(monkeypatch)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pytest
 import torch
 
 from helpers.models import VOCAB
@@ -45,14 +46,21 @@ def make_sequence(prompt: list[int], max_new_tokens: int, params: SamplingParams
     return TokenSequence(prompt, max_new_tokens, params, Sink())
 
 
-def scheduler(
-    engine: Engine, blocks: int = 200, speculate: bool = True, overlap: bool = True, **limits: object
-) -> Scheduler:
+def launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let schedulers on a paged cache launch steps ahead of the host, as on a GPU."""
+    make = Scheduler.__init__
+
+    def made(self: Scheduler, engine: Engine, graphs: CUDAGraphRunner | None, *args: object) -> None:
+        make(self, engine, graphs, *args)
+        self.overlap = graphs is not None
+
+    monkeypatch.setattr(Scheduler, "__init__", made)
+
+
+def scheduler(engine: Engine, blocks: int = 200, speculate: bool = True, **limits: object) -> Scheduler:
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
     graphs = CUDAGraphRunner(engine.target, *(KVCachePool(model.paged_shapes, blocks) for model in models))
-    served = Scheduler(engine, graphs, Limits(**limits), speculate)
-    served.overlap = overlap
-    return served
+    return Scheduler(engine, graphs, Limits(**limits), speculate)
 
 
 def alone(engine: Engine, sequence: TokenSequence) -> list[int]:

@@ -88,6 +88,13 @@ def test_a_captured_step_tells_the_drafter_what_a_plain_forward_does(compile):
     assert steps[0] == steps[1] < 4 * NEW / 2
 
 
+def step_of_rows(engine: Engine, rows: int) -> CapturedStep:
+    """Return the step of so many rows that an engine has kept; there is one."""
+    steps = [step for running in engine.batches.idle for step in running.captured_steps.values()]
+    [step] = [step for step in steps if len(step.state.length) == rows]
+    return step
+
+
 def neither_waits_nor_allocates(step: CapturedStep) -> None:
     """Fail if a replay waits for the device or allocates memory."""
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -104,8 +111,7 @@ def test_a_step_neither_waits_nor_allocates():
     engine = on_gpu("llama", compile=False)
     ids, mask = batch()
     engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
-    [step] = [each for each in engine.graphs.kept.values() if len(each.state.length) == 4]
-    neither_waits_nor_allocates(step)
+    neither_waits_nor_allocates(step_of_rows(engine, 4))
 
 
 def test_nothing_is_collected_while_a_step_is_captured():
@@ -160,7 +166,7 @@ def test_a_step_with_a_draft_model_neither_waits_nor_allocates():
     for acceptance in ("match", "rejection"):
         engine = drafting("llama", "llama", acceptance=acceptance)
         engine.generate(*batch(), max_new_tokens=NEW, **SAMPLING)
-        [step] = [each for each in engine.graphs.kept.values() if len(each.state.length) == 4]
+        step = step_of_rows(engine, 4)
         assert step.graph is not None
         neither_waits_nor_allocates(step)
 
