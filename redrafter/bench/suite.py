@@ -7,6 +7,7 @@ from pathlib import Path
 from redrafter.bench.plot import draw
 from redrafter.bench.rivals import measure_rivals
 from redrafter.bench.speedup import Throughput, measure_speedup
+from redrafter.bench.steady_state import measure_steady_state
 from redrafter.bench.step_parts import StepParts, measure_head, measure_parts, random_drafter
 from redrafter.measure.bandwidth import Bandwidth, copy_bandwidth
 from redrafter.measure.report import Report, Table
@@ -18,6 +19,8 @@ SPEEDUP_COLUMNS = [("batch", 6), ("plain tok/s", 12), ("spec tok/s", 11), ("rati
 SPEEDUP_COLUMNS += [(f"{name} {way}", 12) for name in ("ttft ms", "tpot ms") for way in ("plain", "spec")] + [
     ("equal", 12)
 ]
+WAVES_COLUMNS = [("rows", 6), ("prompts", 8), ("plain tok/s", 12), ("steady", 8), ("spec tok/s", 11), ("steady", 8)]
+WAVES_COLUMNS += [("ratio", 6), ("tok/step", 9)]
 PARTS_COLUMNS = [("batch", 6), ("context", 9), ("way", 12), ("step ms", 8), ("draft", 8), ("floor", 8), ("x", 6)]
 PARTS_COLUMNS += [("verify", 8), ("floor", 8), ("x", 6), ("rest", 8), ("host gap", 9)]
 HEADS_COLUMNS = [("batch", 6), ("ids", 9), ("draft ms", 9), ("floor", 8), ("x", 6)]
@@ -31,6 +34,7 @@ class Plan:
     Attributes:
         batch_sizes: Batch sizes to measure everything at.
         repeats: Runs of each, of which the median counts.
+        waves: Prompts of one call as a multiple of its rows; None for no such call.
         contexts: Lengths of text to time steps at, beside the prompts' own.
         draft_vocab_sizes: Vocabularies to time drafting with.
         rivals: Baselines to measure; see `RIVALS` in `redrafter.bench.rivals`.
@@ -40,6 +44,7 @@ class Plan:
 
     batch_sizes: Sequence[int]
     repeats: int
+    waves: int | None = None
     contexts: Sequence[int] = ()
     draft_vocab_sizes: Sequence[int] = ()
     rivals: Sequence[str] = ()
@@ -56,6 +61,8 @@ def run_suite(report: Report, work: Workload, plan: Plan) -> None:
         speed, size = bandwidth.bytes_per_second / 1e9, bandwidth.buffer_bytes / 2**20
         report.line(f"copy bandwidth, measured: {speed:.1f} GB/s read and written (a buffer of {size:.0f} MiB)")
     speedups = _measure_speedups(report, work, plan)
+    if plan.waves is not None:
+        _steady_states(report, work, plan, plan.waves)
     if bandwidth is not None:
         _parts(report, work, plan, bandwidth, speedups)
         _heads(report, work, plan, bandwidth)
@@ -87,6 +94,23 @@ def _measure_speedups(report: Report, work: Workload, plan: Plan) -> dict[int, T
     for rows, result in speedups.items():
         _report_details(report, rows, result)
     return speedups
+
+
+def _steady_states(report: Report, work: Workload, plan: Plan, waves: int) -> None:
+    table = report.table(f"one call with {waves} times as many prompts as rows", WAVES_COLUMNS)
+    for rows in plan.batch_sizes:
+        with report.section(f"{waves} waves of {rows}"):
+            result = measure_steady_state(work, rows, waves)
+            report.add("steady_states", result)
+            plain, fast = result.plain, result.speculative
+            table.row(
+                rows,
+                result.prompts,
+                *(x for way in (plain, fast) for x in (way.tokens_per_second, way.steady_tokens_per_second)),
+                result.speedup,
+                fast.tokens_per_step,
+            )
+    report.line("steady: from when all rows have begun until the last text begins")
 
 
 def _report_details(report: Report, rows: int, result: Throughput) -> None:

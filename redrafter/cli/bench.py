@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         seed=options.seed,
     )
     _check_draft_vocab_sizes(engine, options)
+    most = max(engine.options.max_batch_size, *options.batch_sizes)  # a batch is measured at once, however large
+    engine.options = replace(engine.options, max_batch_size=most)
     note = None if options.pad_to is None else describe(options.pad_to, Path(pair.name).name)
     names = {
         "model": pair.name,
@@ -75,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         Plan(
             batch_sizes=options.batch_sizes,
             repeats=options.repeats,
+            waves=options.waves,
             contexts=options.context,
             draft_vocab_sizes=options.draft_vocab_sizes,
             rivals=options.against,

@@ -79,6 +79,10 @@ class BenchOptions(PromptOptions):
     temperature: float = option(0.0, "0 is greedy, a higher value samples")
     seed: int = option(0, "seed of the sampling")
     repeats: int = option(3, "runs of each measurement; the median counts")
+    waves: int | None = option(
+        None,
+        "also decode N times as many prompts as rows in one call, whose texts take each other's places (default: no)",
+    )
     context: Sequence[int] = option(
         (),
         "also time the parts of a step after N tokens of context; beyond the model's own context, only the times mean "
@@ -111,6 +115,10 @@ class BenchOptions(PromptOptions):
         super().__post_init__()
         for name in ("batch_sizes", "context", "draft_vocab_sizes", "num_prompts", "repeats"):
             check_counts(self, name)
+        if self.waves is not None and self.waves < 2:
+            raise ArgumentError(
+                f"--waves must be 2 or more, got {self.waves}: a single wave is what is measured anyway"
+            )
         if self.pad_head_rank is not None:
             check_counts(self, "pad_head_rank")
             if self.pad_to is None:

@@ -14,6 +14,7 @@ from redrafter import ArgumentError, CheckpointError, ReDrafterError, Unsupporte
 from redrafter.bench.padded_model import SHAPES, PadShape
 from redrafter.bench.rivals import measure_rivals
 from redrafter.bench.standing_batch import long_texts, open_standing_batch
+from redrafter.bench.steady_state import measure_steady_state, steady_rate
 from redrafter.bench.step_parts import measure_parts, random_drafter
 from redrafter.bench.suite import Plan, run_suite
 from redrafter.cli import bench as bench_module
@@ -531,3 +532,26 @@ def test_a_number_given_twice_is_measured_once():
     options = BenchOptions(batch_sizes=(2, 2, 1), context=(5, 5))
     assert options.batch_sizes == (2, 1)
     assert options.context == (5,)
+
+
+def test_the_steady_rate_counts_from_the_last_row_that_begins_at_once_to_the_last_text_that_begins():
+    arrivals = [(0.0, 0, 1), (1.0, 1, 1), (2.0, 0, 3), (3.0, 1, 2), (3.0, 2, 1), (5.0, 3, 1), (6.0, 3, 9)]
+    assert steady_rate(arrivals, 2) == (3 + 2 + 1 + 1) / (5.0 - 1.0)
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_there_is_no_steady_rate_where_no_text_waits(rows):
+    assert steady_rate([(float(row), row, 1) for row in range(4)], rows) is None
+
+
+def test_waves_are_decoded_in_one_call_and_leave_the_engine_as_it_was():
+    work = workload(max_new_tokens=12)
+    options = work.engine.options
+    result = measure_steady_state(work, 2, 3)
+    assert (result.batch_size, result.prompts) == (2, 6)
+    assert work.engine.options is options
+    assert result.plain.tokens_per_step == 1
+    assert result.speculative.tokens_per_step >= 1
+    for speed in (result.plain, result.speculative):
+        assert speed.tokens_per_second > 0
+        assert speed.steady_tokens_per_second is not None
