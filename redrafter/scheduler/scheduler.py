@@ -259,7 +259,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Give places and blocks to the next sequences of the queue, as many as there is room for."""
         free = self.limits.max_batch_size - self.running
-        if self.running and free < min(self.limits.admit_together, self.waiting):
+        if self.running and 0 < free < min(self.limits.admit_together, self.waiting):
             return
         while True:
             with self._lock:
