@@ -198,7 +198,11 @@ def test_ctrl_c_leaves_the_document_of_what_was_measured(tmp_path, prompts):
     (tmp_path / "out").mkdir()
     with StubServer(answer) as server:
         words = [sys.executable, "-m", "redrafter", "bench", "--url", server.url, *QUICK, "--prompts", prompts]
-        process = subprocess.Popen([*words, "--json", str(tmp_path / "out" / "load.json")], stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            [*words, "--json", str(tmp_path / "out" / "load.json")],
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
+        )
         end = time.monotonic() + 60
         while len(server.bodies) < 7 and time.monotonic() < end:
             time.sleep(0.05)
