@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from redrafter.measure.run import timed_run
 from redrafter.measure.stopwatch import Stopwatch
-from redrafter.measure.workload import Workload, padded
+from redrafter.measure.workload import Workload
 
 __all__ = ["QueueSpeed", "SteadyState", "measure_steady_state", "steady_rate"]
 
@@ -106,19 +105,6 @@ def measure_steady_state(work: Workload, rows: int, waves: int) -> SteadyState:
 
 
 def _measure(work: Workload, prompts: Sequence[Sequence[int]], rows: int, speculate: bool) -> QueueSpeed:
-    ids, mask = padded(prompts, work.pad_token)
     for _ in range(2):
-        work.engine.forget_prefixes()
-        watch = Stopwatch(work.device)
-        streamer = _Arrivals(watch)
-        run = timed_run(
-            work.engine,
-            ids,
-            mask,
-            watch,
-            streamer=streamer,
-            seed=work.seed,
-            speculate=speculate,
-            **work.arguments(),
-        )
+        run, streamer = work.streamed(prompts, speculate, _Arrivals)
     return QueueSpeed(run.count / run.seconds, steady_rate(streamer.arrivals, rows), run.stats.tokens_per_step)

@@ -1,8 +1,8 @@
 """The workload of a benchmark: an engine, the prompts that it continues, and how many tokens it writes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from redrafter.drafting.proposer import Proposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError
-from redrafter.measure.run import FirstTokenTimer, StreamedRun, timed_run
+from redrafter.measure.run import FirstTokenTimer, Run, StreamedRun, timed_run
 from redrafter.measure.stopwatch import Stopwatch
 
 __all__ = ["Workload", "padded"]
+
+Streamer = TypeVar("Streamer")
 
 
 @dataclass(frozen=True)
@@ -94,23 +96,42 @@ class Workload:
             speculate: Whether to draft; else it is plain decoding.
             seed: A number added to the workload's seed.
         """
+        run, timer = self.streamed(batch, speculate, FirstTokenTimer, seed=seed)
+        assert timer.seconds is not None
+        assert all(len(row) == self.max_new_tokens for row in run.tokens), "a row ended early"
+        return StreamedRun(run.tokens, run.stats, run.seconds, timer.seconds)
+
+    def streamed(
+        self,
+        batch: Sequence[Sequence[int]],
+        speculate: bool,
+        make_streamer: Callable[[Stopwatch], Streamer],
+        *,
+        seed: int = 0,
+    ) -> tuple[Run, Streamer]:
+        """Decode a batch once, timed, with a streamer, without reusing keys and values of earlier runs.
+
+        Args:
+            batch: Token ids of each row's prompt.
+            speculate: Whether to draft; else it is plain decoding.
+            make_streamer: Makes the streamer from the stopwatch that times the call.
+            seed: A number added to the workload's seed.
+        """
         ids, mask = padded(batch, self.pad_token)
         self.engine.forget_prefixes()
         watch = Stopwatch(self.device)
-        timer = FirstTokenTimer(watch)
+        streamer = make_streamer(watch)
         run = timed_run(
             self.engine,
             ids,
             mask,
             watch,
-            streamer=timer,
+            streamer=streamer,
             seed=self.seed + seed,
             speculate=speculate,
             **self.arguments(),
         )
-        assert timer.seconds is not None
-        assert all(len(row) == self.max_new_tokens for row in run.tokens), "a row ended early"
-        return StreamedRun(run.tokens, run.stats, run.seconds, timer.seconds)
+        return run, streamer
 
 
 def padded(batch: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tensor]:
