@@ -49,25 +49,22 @@ class IdleBatches:
             max_batch_size: Most rows at once of later calls.
         """
         if graphs is None:
-            caches = DenseRows(target, draft_model, rows)
-            return RunningBatch(target, CallSampling(sampler, rows), rows, caches)
+            return RunningBatch(target, CallSampling(sampler, rows), rows, DenseRows(target, draft_model, rows))
         graphs.check_adapters()
-        if not sampler.by_row:
-            return RunningBatch(
-                target, CallSampling(sampler, rows), rows, PagedRows(graphs, draft_model is not None), graphs
-            )
+        capacity = rows
         # Settings that are as large as the vocabulary are held for no more rows than needed.
-        small = all(tensor.dim() == 1 for tensor in sampler.tensors())
-        capacity = bucket(max(rows, max_batch_size) if small else rows)
+        if sampler.by_row:
+            capacity = bucket(max(rows, max_batch_size) if all(x.dim() == 1 for x in sampler.tensors()) else rows)
         key = (sampler.kind, capacity, draft_model is not None)
         with self._lock:
-            batch = self._idle[key].pop() if self._idle[key] else None
+            batch = self._idle[key].pop() if sampler.by_row and self._idle[key] else None
         if batch is None:
-            sampling = CallSampling(sampler, capacity)
-            batch = RunningBatch(target, sampling, capacity, PagedRows(graphs, draft_model is not None), graphs)
+            caches = PagedRows(graphs, draft_model is not None)
+            batch = RunningBatch(target, CallSampling(sampler, capacity), capacity, caches, graphs)
         assert isinstance(batch.sampling, CallSampling)
         batch.sampling.begin(sampler)
-        self._keys[batch] = key
+        if sampler.by_row:
+            self._keys[batch] = key
         return batch
 
     def keep(self, batch: RunningBatch) -> None:

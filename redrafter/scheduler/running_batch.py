@@ -194,9 +194,9 @@ class RunningBatch:
 
     def prepare_step(self) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
-        rows, proposer = self._size(len(self.rows)), self._proposer()
-        caches = self.caches.of_step(rows, self._longest, proposer)
-        if self.target.needs_reread(self._longest):
+        rows, proposer, longest = self._size(len(self.rows)), self._proposer(), self._longest()
+        caches = self.caches.of_step(rows, longest, proposer)
+        if self.target.needs_reread(longest):
             state = self._first(rows)
             self.target.reread(state.tokens, state.length, state.active, caches.target)
         self.sampling.load_texts(self.rows)
@@ -214,9 +214,8 @@ class RunningBatch:
             return self.draft_lengths.choose([sequence.index for sequence in sequences])
         return self._proposers[self._size(len(self.rows))]
 
-    @property
     def _longest(self) -> int:
-        """Committed tokens of the longest row, at most."""
+        """Return the most committed tokens that a row can have."""
         ahead = self.depth + 1  # tokens by which a step may advance a row
         return max(
             len(sequence.tokens) - 1 + ahead * (sequence.launched + (sequence.row is None)) for sequence in self.rows
