@@ -4,16 +4,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from helpers.models import engine_with_config, tiny_drafter, uneven_batch, with_tree
+from helpers.models import engine_with_config, uneven_batch
 from redrafter import ArgumentError, UnsupportedError
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-
-
-@pytest.fixture(scope="module")
-def engine(llama):
-    return with_tree(llama, tiny_drafter(), 3, 3)
 
 
 def test_an_unknown_argument_is_refused_with_the_name_that_was_meant(engine):

@@ -12,21 +12,14 @@ from helpers.models import (
     VOCAB,
     engine_with_config,
     scripted_engine,
-    tiny_drafter,
     tiny_model,
     uneven_batch,
-    with_tree,
 )
 from redrafter import ArgumentError, DraftTarget, PromptLookup, UnsupportedError
 from redrafter.target.target import Target
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-
-
-@pytest.fixture(scope="module")
-def engine(llama):
-    return with_tree(llama, tiny_drafter(), 3, 3)
 
 
 # A generation config of the call

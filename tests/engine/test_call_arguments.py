@@ -5,16 +5,11 @@ import torch
 from transformers import GenerationConfig
 
 from helpers.generation import letters
-from helpers.models import engine_with_config, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.models import engine_with_config, tiny_model, uneven_batch
 from redrafter import ArgumentError, UnsupportedError
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-
-
-@pytest.fixture(scope="module")
-def engine(llama):
-    return with_tree(llama, tiny_drafter(), 3, 3)
 
 
 @pytest.mark.parametrize(

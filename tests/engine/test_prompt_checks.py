@@ -3,16 +3,11 @@
 import pytest
 import torch
 
-from helpers.models import CONTEXT, VOCAB, tiny_drafter, uneven_batch, with_tree
+from helpers.models import CONTEXT, VOCAB, uneven_batch
 from redrafter import ArgumentError
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-
-
-@pytest.fixture(scope="module")
-def engine(llama):
-    return with_tree(llama, tiny_drafter(), 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,6 @@ from redrafter import ArgumentError
 IDS, MASK = uneven_batch()
 
 
-@pytest.fixture(scope="module")
-def engine(llama):
-    return with_tree(llama, tiny_drafter(), 3, 3)
-
-
 def test_fewer_than_one_sequence_a_prompt_is_refused(engine):
     with pytest.raises(ArgumentError, match="num_return_sequences"):
         engine.generate(IDS, MASK, num_return_sequences=0)
