@@ -32,7 +32,7 @@ class RequestFailedError(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens.
+    """The address of a server.
 
     Attributes:
         url: The URL without `/v1`, such as `http://127.0.0.1:8000`.
@@ -189,7 +189,7 @@ def _error_message(body: bytes) -> str:
 
 
 class EventLines:
-    """What the `data:` lines of an event stream hold, from its bytes in pieces of any size.
+    """Splits an event stream, which comes in pieces of any size, into the contents of its `data:` lines.
 
     Every line is an event of its own, as all servers of OpenAI's protocol send them. Comments and other fields are left
     out.

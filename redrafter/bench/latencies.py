@@ -20,7 +20,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """What users get of a server at one concurrency. Requests that failed count under `failed` only.
+    """The speed and the waits of a server's users at one concurrency. Failed requests count under `failed` only.
 
     Attributes:
         concurrency: Requests in flight.

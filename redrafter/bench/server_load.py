@@ -41,7 +41,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Load:
-    """What a server is asked for; request i continues prompt i, modulo their number.
+    """The requests that a server is sent; request i continues prompt i, modulo their number.
 
     Attributes:
         prompts: Texts to continue.

@@ -20,7 +20,7 @@ COLUMNS += [("failed", 6), ("tokens in", 9), ("out", 7), ("same texts", 10), ("c
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What servers are asked for.
+    """The requests that servers are sent.
 
     Attributes:
         load: The requests.

@@ -1,4 +1,4 @@
-"""What ends a text, read from the stopping criteria that transformers prepared."""
+"""Conditions that end a text, read from the stopping criteria that transformers prepared."""
 
 from typing import NamedTuple
 
