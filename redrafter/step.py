@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.sampling.prefixes import Prefixes
@@ -37,6 +38,7 @@ class StepOutput:
         logits: The target's logits at every node, `[B, N, V]`.
         scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
             fused into one kernel, which keeps no processed scores.
+        chunk_ends: What the target gave at the end of each chunk of a prompt that the step read; None for no chunks.
     """
 
     tokens: Tensor
@@ -44,6 +46,7 @@ class StepOutput:
     levels: int
     logits: Tensor
     scores: Tensor
+    chunk_ends: ChunkEnds | None = None
 
     @property
     def drafted(self) -> int:
@@ -62,8 +65,11 @@ def step(
     cache: KVCache,
     sampler: Sampler,
     draft_cache: KVCache | None = None,
+    chunks: PromptChunks | None = None,
 ) -> tuple[State, StepOutput]:
     """Draft a tree of tokens, verify it with the target, and advance every row by the drafts that hold.
+
+    Prompts of other sequences may be read in the same forward, a chunk of each.
 
     The output is exact whatever is drafted: each token is the target's own draw, made after the same prefix as in plain
     decoding (or, with rejection sampling, a sample of the same distribution).
@@ -75,6 +81,7 @@ def step(
         cache: The target's keys and values of the committed tokens; written in place.
         sampler: How each row draws: temperature, processors, seed.
         draft_cache: The draft model's keys and values; None for a proposer that has no model of its own.
+        chunks: What the target reads of prompts beside the tree; None for nothing.
 
     Returns:
         The state after the step, and the tokens it produced.
@@ -84,7 +91,11 @@ def step(
     tree = proposer.propose(state, sampler, noise, draft_cache)  # [B, N]
 
     # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
-    logits, hidden = target.verify(tree, state.length, cache)  # [B, N, V], [B, N, F]
+    chunk_ends: ChunkEnds | None = None
+    if chunks is None:
+        logits, hidden = target.verify(tree, state.length, cache)  # [B, N, V], [B, N, F]
+    else:
+        logits, hidden, chunk_ends = target.verify_and_read(tree, state.length, cache, chunks)
 
     # 3. Draw. The target draws its own next token at every node, after that node's own prefix.
     scores = sampler.scores(logits, _prefixes(state, tree, sampler, cache.window))  # [B, N, V]
@@ -107,7 +118,8 @@ def step(
 
     # 6. Advance. The token drawn at the end of the path is the next pending token.
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
-    return _advance(state, tokens, path, hidden), StepOutput(tokens, path, tree.levels, logits, scores)
+    output = StepOutput(tokens, path, tree.levels, logits, scores, chunk_ends)
+    return _advance(state, tokens, path, hidden), output
 
 
 def prefill(

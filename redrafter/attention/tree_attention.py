@@ -6,6 +6,7 @@ model's own keyword arguments, and the operator both stores the new keys and val
 cache object.
 """
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from redrafter import kernels
-from redrafter.attention.tree_plan import RUNNING_PLAN, Plan
+from redrafter.attention.tree_plan import RUNNING_PLAN, Plan, RowsPlan
 from redrafter.kernels.block_size import BLOCK_SIZE
 
 __all__ = [
@@ -41,9 +42,13 @@ def tree_attention(
     values: Tensor,
     value_layer: int,
     length: Tensor,
+    starts: Tensor,
     depth: Tensor,
     ancestors: Tensor,
     table: Tensor,
+    chunk_starts: Tensor,
+    chunk_lengths: Tensor,
+    chunk_table: Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -55,17 +60,22 @@ def tree_attention(
     `gathered_attention`.
 
     Args:
-        query: Queries of the new nodes, `[T, Hq, d]`; T is B*M, or more with padding at the end, whose output is 0.
-        key: Keys of the new nodes, `[T, H, d]`.
-        value: Values of the new nodes, `[T, H, dv]`.
+        query: Queries of the tokens that `Plan` lists, `[T, Hq, d]`. The output of padding is 0, or any finite numbers
+            where there are chunks.
+        key: Keys of these tokens, `[T, H, d]`.
+        value: Values of these tokens, `[T, H, dv]`.
         keys: Pool of keys.
         key_layer: Index of the layer in that pool.
         values: Pool of values.
         value_layer: Index of the layer in that pool.
         length: As in `Plan`.
+        starts: As in `Plan`.
         depth: As in `Plan`.
         ancestors: As in `Plan`.
         table: As in `Plan`.
+        chunk_starts: As in `Plan`.
+        chunk_lengths: As in `Plan`.
+        chunk_table: As in `Plan`.
         scale: Factor of the scores.
         window: Positions that a node looks back, 0 for all.
         softcap: Bound of the scores, 0 for none.
@@ -74,39 +84,50 @@ def tree_attention(
     Returns:
         `[T, Hq, dv]`.
     """
-    rows = length.shape[0] - 1
+    rows, chunks = length.shape[0] - 1, chunk_starts.shape[0] - 2
     nodes = (depth.shape[0] - 1) // rows
     new = (ancestors.shape[0] - 1) // (rows * nodes)
-    count, heads = rows * new, key.shape[1]
-    table, depth = table[:-1].view(rows, -1).long(), depth[:-1].view(rows, nodes)
-    ancestors, length = ancestors[:-1].view(rows, new, nodes), length[:-1]
-    scratch = length[:, None] + torch.arange(nodes - new, nodes, device=length.device)  # [B, M], counted along a row
-    block, beyond = scratch // BLOCK_SIZE, scratch // BLOCK_SIZE >= table.shape[1]
-    blocks = table.gather(1, block.clamp(max=table.shape[1] - 1)).masked_fill(beyond, 0)
-    slots = (blocks * BLOCK_SIZE + scratch % BLOCK_SIZE).flatten()
-    keys[key_layer].index_copy_(0, slots, key[:count])
-    values[value_layer].index_copy_(0, slots, value[:count])
+    depth, ancestors = depth[:-1].view(rows, nodes), ancestors[:-1].view(rows, new, nodes)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    for row in range(rows):
-        n, new_nodes = int(length[row]), slice(row * new, (row + 1) * new)
-        before = torch.arange(n + nodes - new, device=length.device)
-        blocks = table[row].gather(0, (before // BLOCK_SIZE).clamp(max=table.shape[1] - 1))
-        slots = blocks.where(before // BLOCK_SIZE < table.shape[1], 0) * BLOCK_SIZE + before % BLOCK_SIZE
-        k = torch.cat([keys[key_layer][slots], key[new_nodes]])
-        v = torch.cat([values[value_layer][slots], value[new_nodes]])
-        k, v = (repeat(x, "s h d -> s (h g) d", g=query.shape[1] // heads).float() for x in (k, v))
-        scores = torch.einsum("nhd,shd->hns", query[new_nodes].float(), k) * scale
+    stores = keys[key_layer], values[value_layer]
+
+    def attend(tokens: slice, blocks: Tensor, n: int, depth: Tensor, seen: Tensor) -> None:
+        """Attend with the new nodes of one row, of nodes at these depths. seen: ancestors of the new ones."""
+        before = torch.arange(n + len(depth), device=query.device)  # slots counted along the row
+        inside = before // BLOCK_SIZE < len(blocks)
+        slots = blocks[(before // BLOCK_SIZE).clamp(max=len(blocks) - 1)].where(inside, 0).long() * BLOCK_SIZE
+        slots = slots + before % BLOCK_SIZE
+        count = len(seen)
+        for store, x in zip(stores, (key, value), strict=True):
+            store.index_copy_(0, slots[len(slots) - count :], x[tokens])
+        held = len(slots) - count
+        k, v = (
+            repeat(torch.cat([store[slots[:held]], x[tokens]]), "s h d -> s (h g) d", g=query.shape[1] // x.shape[1])
+            for store, x in zip(stores, (key, value), strict=True)
+        )
+        scores = torch.einsum("nhd,shd->hns", query[tokens].float(), k.float()) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        seen = torch.cat([ancestors.new_ones(new, n), ancestors[row]], dim=1)  # [M, n + N]
+        visible = torch.cat([seen.new_ones(count, n), seen], dim=1)  # [M, n + N]
         if window:
-            position = torch.cat([before[:n], n + depth[row]])
-            seen = seen & (n + depth[row][-new:, None] - position < window)
-        scores = scores.masked_fill(~seen, -torch.inf)
+            position = torch.cat([before[:n], n + depth])
+            visible = visible & (n + depth[len(depth) - count :, None] - position < window)
+        scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
-            scores = torch.cat([scores, repeat(sinks.float(), "h -> h n 1", n=new)], dim=-1)
-        weights = scores.softmax(-1)[..., : n + nodes]
-        out[new_nodes] = torch.einsum("hns,shd->nhd", weights, v).to(out.dtype)
+            scores = torch.cat([scores, repeat(sinks.float(), "h -> h n 1", n=count)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(slots)]
+        out[tokens] = torch.einsum("hns,shd->nhd", weights, v.float()).to(out.dtype)
+
+    for row, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
+        held = nodes - new + end - first  # of a ragged tree, the first nodes alone
+        blocks = table[:-1].view(rows, -1)[row]
+        attend(slice(first, end), blocks, int(length[row]), depth[row, :held], ancestors[row, : end - first, :held])
+    for chunk, (first, end) in enumerate(itertools.pairwise(chunk_starts.tolist()[: chunks + 1])):
+        if end > first:
+            depth_in_chunk = torch.arange(end - first, device=query.device)
+            blocks = chunk_table[:-1].view(chunks + 1, -1)[chunk]
+            seen = depth_in_chunk[:, None] >= depth_in_chunk
+            attend(slice(first, end), blocks, int(chunk_lengths[chunk]), depth_in_chunk, seen)
     return out
 
 
@@ -143,9 +164,9 @@ def gathered_attention(
 
     Args:
         plan: Lengths, block tables and trees of the rows.
-        query: Queries of the new nodes, `[T, Hq, d]`; T may include padding at the end.
-        key: Keys of the new nodes, `[T, H, d]`.
-        value: Values of the new nodes, `[T, H, dv]`.
+        query: Queries of the plan's tokens, `[T, Hq, d]`.
+        key: Keys of these tokens, `[T, H, d]`.
+        value: Values of these tokens, `[T, H, dv]`.
         keys: Pool of keys; written in place.
         key_layer: Index of the layer in that pool.
         values: Pool of values; written in place.
@@ -158,23 +179,25 @@ def gathered_attention(
     Returns:
         The attention output of each new node, `[T, Hq, dv]`; 0 for padding.
     """
-    slots, new_slots = plan.slots
-    rows, count = len(slots), len(new_slots)
-    keys[key_layer].index_copy_(0, new_slots, key[:count])
-    values[value_layer].index_copy_(0, new_slots, value[:count])
-    k, v = (
-        rearrange(pool[slots.flatten()], "(b s) h d -> b h s d", b=rows)
-        for pool in (keys[key_layer], values[value_layer])
-    )
-    q = rearrange(query[:count], "(b m) h d -> b h m d", b=rows)
-    mask = plan.mask(window, query.dtype)
-    if not softcap and sinks is None:
-        grouped = q.shape[1] != k.shape[1]
-        attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    else:
-        attended = explicit_attention(q, k, v, mask, scale, softcap, sinks)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    out[:count] = rearrange(attended, "b h m d -> (b m) h d")
+    stores = keys[key_layer], values[value_layer]
+
+    def attend(part: RowsPlan) -> None:
+        for store, x in zip(stores, (key, value), strict=True):
+            store.index_copy_(0, part.new_slots, x[part.tokens])
+        k, v = (rearrange(store[part.slots.flatten()], "(b s) h d -> b h s d", b=len(part.slots)) for store in stores)
+        q = query.new_zeros(*part.held.shape, *query.shape[1:])
+        q[part.held] = query[part.tokens]
+        q, mask = rearrange(q, "b m h d -> b h m d"), part.mask(window, query.dtype)
+        if not softcap and sinks is None:
+            grouped = q.shape[1] != k.shape[1]
+            attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        else:
+            attended = explicit_attention(q, k, v, mask, scale, softcap, sinks)
+        out[part.tokens] = rearrange(attended, "b h m d -> b m h d")[part.held]
+
+    for part in (plan.trees, *plan.chunks):
+        attend(part)
     return out
 
 
@@ -249,10 +272,7 @@ def tree_attention_forward(
         key,
         value,
         *home,
-        plan.length,
-        plan.depth,
-        plan.ancestors,
-        plan.table,
+        *plan.tensors,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=plan.windows[module.layer_idx],
         softcap=softcap or 0.0,

@@ -1,5 +1,6 @@
 """What attention over a paged cache must know of a forward over token trees."""
 
+import itertools
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,19 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from redrafter.attention.mask import AttentionKind, additive_mask, visible_slots
 from redrafter.kernels.block_size import BLOCK_SIZE
 
-__all__ = ["RUNNING_PLAN", "Plan"]
+__all__ = ["RUNNING_PLAN", "Plan", "RowsPlan"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What attention must know of one forward over the last M of a tree's N nodes, for B rows.
+    """What attention must know of one forward over the last M of a tree's N nodes, for B rows, and P prompt chunks.
 
-    All tensors are flat, each with one spare entry at its end, since a compiler treats a dimension that is ever 1 as a
-    case of its own.
+    The forward's T tokens are the new nodes of each row, one row behind the other, then the chunks, then padding. A row
+    may have fewer nodes than N: of a ragged tree, only the first ones are tokens. All tensors are flat, each with one
+    spare entry at its end, since a compiler treats a dimension that is ever 1 as a case of its own.
 
     Attributes:
         pools: Per layer, the pool and index of the keys that it attends to, then of the values; a pool is `[G, slots,
@@ -27,17 +30,40 @@ class Plan:
         windows: Per layer, positions that a node looks back, 0 for all. They are learnt from the masks that the model
             makes, since not every model tells its attention function.
         length: Committed tokens of each row, `[B + 1]` int64.
+        starts: Index of the first token of each row, and of what is behind the last one, `[B + 1]` int64.
         depth: Depth of each node below the root, `[B*N + 1]` int64.
         ancestors: Whether each new node descends from a node, or is it, `[B*M*N + 1]` bool.
         table: Blocks of each row in order of position, `[B*blocks + 1]` int32.
+        chunk_starts: Index of the first token of each chunk, of the padding, and of the end, `[P + 2]` int64. Padding
+            is treated as one more chunk, which is in block 0.
+        chunk_lengths: Tokens of each chunk's prompt that are cached already, `[P + 2]` int64.
+        chunk_table: Blocks of each chunk's prompt, `[(P + 1)*blocks + 1]` int32.
     """
 
     pools: tuple[tuple[Tensor, int, Tensor, int] | None, ...]
     windows: tuple[int, ...]
     length: Tensor
+    starts: Tensor
     depth: Tensor
     ancestors: Tensor
     table: Tensor
+    chunk_starts: Tensor
+    chunk_lengths: Tensor
+    chunk_table: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, as the operator takes them."""
+        return (
+            self.length,
+            self.starts,
+            self.depth,
+            self.ancestors,
+            self.table,
+            self.chunk_starts,
+            self.chunk_lengths,
+            self.chunk_table,
+        )
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -47,30 +73,73 @@ class Plan:
         return rows, nodes, (self.ancestors.shape[0] - 1) // (rows * nodes)
 
     @cached_property
-    def slots(self) -> tuple[Tensor, Tensor]:
-        """Slots of each row's committed tokens and nodes, `[B, S]`, and of the new nodes, `[B*M]`; on a CPU."""
+    def trees(self) -> "RowsPlan":
+        """What attention must know of the trees; on a CPU."""
         rows, nodes, new = self.sizes
-        table, length = self.table[:-1].view(rows, -1).long(), self.length[:-1]
-        offsets = torch.arange(int(length.max()) + nodes)  # counted along a row
-        blocks = table.gather(1, (offsets // BLOCK_SIZE).clamp(max=table.shape[1] - 1).expand(rows, -1))
-        slots = blocks.where(offsets // BLOCK_SIZE < table.shape[1], 0) * BLOCK_SIZE + offsets % BLOCK_SIZE  # [B, S]
-        scratch = length[:, None] + torch.arange(nodes - new, nodes)
-        return slots, slots.gather(1, scratch).flatten()
+        length, starts = self.length[:-1], self.starts
+        slots = _slots(self.table, rows, torch.arange(int(length.max()) + nodes))
+        scratch = slots.gather(1, length[:, None] + torch.arange(nodes - new, nodes))  # [B, M]
+        held = torch.arange(new) < (starts[1:] - starts[:-1])[:, None]
+        depth, ancestors = self.depth[:-1].view(rows, nodes), self.ancestors[:-1].view(rows, new, nodes)
+        return RowsPlan(torch.arange(int(starts[-1])), held, scratch[held], slots, length, depth, ancestors)
+
+    @cached_property
+    def chunks(self) -> list["RowsPlan"]:
+        """What attention must know of each chunk that has tokens; on a CPU."""
+        plans = []
+        tables = self.chunk_table[:-1].chunk(len(self.chunk_starts) - 1)
+        spans = itertools.pairwise(self.chunk_starts.tolist()[:-1])
+        for (first, end), length, table in zip(spans, self.chunk_lengths.tolist(), tables, strict=False):
+            if end > first:
+                depth = torch.arange(end - first)
+                slots = _slots(pad(table, (0, 1)), 1, torch.arange(length + end - first))
+                held, seen = torch.ones(1, end - first, dtype=torch.bool), depth[:, None] >= depth
+                n = torch.tensor([length])
+                plans.append(RowsPlan(depth + first, held, slots[0, length:], slots, n, depth[None], seen[None]))
+        return plans
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """What attention on a CPU must know of rows that are computed side by side.
+
+    Attributes:
+        tokens: The tokens of the forward that are new nodes of the rows, in their order.
+        held: Which of M new nodes each row has, `[B, M]` bool.
+        new_slots: Slots of the new nodes, one for each of `tokens`.
+        slots: Slots of each row's committed tokens and nodes, `[B, S]`.
+        length: Committed tokens of each row, `[B]` int64.
+        depth: Depth of each node, `[B, N]` int64.
+        ancestors: Whether each new node descends from a node, or is it, `[B, M, N]` bool.
+    """
+
+    tokens: Tensor
+    held: Tensor
+    new_slots: Tensor
+    slots: Tensor
+    length: Tensor
+    depth: Tensor
+    ancestors: Tensor
 
     @cached_property
     def masks(self) -> dict[tuple[int, torch.dtype], Tensor]:
-        """Masks that were made already, by window and dtype; on a CPU."""
+        """Masks that were made already, by window and dtype."""
         return {}
 
     def mask(self, window: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask `[B, 1, M, S]` of a layer that looks back `window` positions, 0 for all."""
         if (window, dtype) not in self.masks:
-            rows, nodes, new = self.sizes
-            depth, ancestors = self.depth[:-1].view(rows, nodes), self.ancestors[:-1].view(rows, new, nodes)
             kind = AttentionKind(window=window or None)
-            seen = visible_slots(self.length[:-1], depth, ancestors, self.slots[0].shape[1], kind)
+            seen = visible_slots(self.length, self.depth, self.ancestors, self.slots.shape[1], kind)
             self.masks[window, dtype] = additive_mask(seen, dtype)
         return self.masks[window, dtype]
+
+
+def _slots(flat_table: Tensor, rows: int, offsets: Tensor) -> Tensor:
+    """Return the slots `[B, S]` of offsets `[S]` along each of B rows; in block 0 past a row's last block."""
+    table = flat_table[:-1].view(rows, -1).long()
+    blocks = table.gather(1, (offsets // BLOCK_SIZE).clamp(max=table.shape[1] - 1).expand(rows, -1))
+    return blocks.where(offsets // BLOCK_SIZE < table.shape[1], 0) * BLOCK_SIZE + offsets % BLOCK_SIZE
 
 
 # A plan of a tree or of prompts, for models that hand no keyword arguments on to their attention.

@@ -6,8 +6,10 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from redrafter import kernels
+from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.attention.prompt_plan import PagedPrompt, Piece
 from redrafter.attention.tree_plan import Plan
 from redrafter.cache.block_manager import BlockTable
@@ -96,16 +98,32 @@ class PagedCache:
         self.pool, self.table = pool, table
         self.window = table.shape[1] * BLOCK_SIZE
 
-    def plan(self, tree: Tree, length: Tensor, windows: tuple[int, ...]) -> Plan:
-        """Return what attention needs for a forward over the new nodes of a tree.
+    def plan(
+        self, tree: Tree, length: Tensor, windows: tuple[int, ...], chunks: PromptChunks | None, tokens: int
+    ) -> Plan:
+        """Return what attention needs for a forward over the new nodes of a tree and chunks of prompts.
 
         Args:
             tree: The nodes.
             length: Committed tokens of each row, `[B]` int64.
             windows: Positions that each layer looks back, 0 for all.
+            chunks: What is read of prompts; None for nothing.
+            tokens: Tokens of the forward, padding included.
         """
+        chunks = PromptChunks.room(0, self.table.shape[1], length.device) if chunks is None else chunks
+        starts = len(length) * tree.new + chunks.starts
+        padding_table = chunks.table.new_zeros(1, chunks.table.shape[1])
         return Plan(
-            self.pool.layer_pools, windows, *map(_flatten_with_spare, (length, tree.depth, tree.ancestors, self.table))
+            self.pool.layer_pools,
+            windows,
+            length=_flatten_with_spare(length),
+            starts=torch.arange(len(length) + 1, device=length.device) * tree.new,
+            depth=_flatten_with_spare(tree.depth),
+            ancestors=_flatten_with_spare(tree.ancestors),
+            table=_flatten_with_spare(self.table),
+            chunk_starts=torch.cat([starts, starts.new_full((1,), tokens)]),
+            chunk_lengths=pad(chunks.lengths, (0, 2)),
+            chunk_table=_flatten_with_spare(torch.cat([chunks.table, padding_table])),
         )
 
     @contextmanager

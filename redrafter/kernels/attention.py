@@ -3,7 +3,9 @@
 A program handles one row, one key head, one tile of that head's queries (all nodes of all query heads that share the
 key head) and one split of the committed tokens. The last split handles the tree: it attends to the new nodes' keys and
 values directly and stores them in the cache. A second kernel merges the splits by log-sum-exp (flash-decoding; Dao et
-al. 2023).
+al. 2023). Rows may have unequal numbers of nodes: programs of tiles that a row does not have end at once.
+
+Chunks of prompts that are read beside the trees are rows of a second launch, in which every token sees all before it.
 """
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.launch import supports_dependent_launch
+from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
 
 __all__ = ["tree_attention"]
 
@@ -73,34 +76,41 @@ def _attend_committed(
 
 @triton.jit(do_not_specialize=["nodes", "cached", "blocks", "splits", "tiles"])
 def _attend_kernel(
-    Q, K, V, KEYS, VALUES, LENGTH, DEPTH, ANCESTORS, TABLE, SINKS, OUT, PART, TOPS,
+    Q, K, V, KEYS, VALUES, LENGTH, START, DEPTH, ANCESTORS, TABLE, SINKS, OUT, PART, TOPS,
     q_token, q_head, k_token, k_head, v_token, v_head, cache_k, cache_v,
     scale, nodes, cached, blocks, splits, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
-    CACHED: tl.constexpr, FOLLOW: tl.constexpr,
+    CACHED: tl.constexpr, CHAIN: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries to one split of the committed tokens, or to the tree.
 
-    Without splits (`SPLIT` is false), the one program of a tile does both and writes the output.
+    Without splits (`SPLIT` is false), the one program of a tile does both and writes the output. The new nodes of a row
+    are tokens `START[row]` to `START[row + 1] - 1`. If they are a chain (`CHAIN`), each has all before it as ancestors,
+    and neither `DEPTH` nor `ANCESTORS` is read; else these have entries for `nodes` new nodes of each row.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) // tiles
     tile = tl.program_id(1) % tiles
     split = tl.program_id(2)
-    n = tl.load(LENGTH + row).to(tl.int32)
+    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    count = (tl.load(START + row + 1) - behind).to(tl.int32)
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    if tile * BLOCK_M >= count * GROUP:
+        return
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node, q_of = m // GROUP, head * GROUP + m % GROUP
-    live = node < nodes
+    live = node < count
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    token = row * nodes + node
+    token, index = behind + node, row * nodes + node
     all_nodes = cached + nodes
-    if FOLLOW:
-        tl.extra.cuda.gdc_wait()
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
-    depth = tl.load(DEPTH + row * all_nodes + cached + node, live, 0).to(tl.int32)
+    depth = node
+    if not CHAIN:
+        depth = tl.load(DEPTH + row * all_nodes + cached + node, live, 0).to(tl.int32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -136,23 +146,31 @@ def _attend_kernel(
                 slot = tl.load(TABLE + row * blocks + at // PAGE, held, 0).to(tl.int64) * PAGE + at % PAGE
                 k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], held & (dk[:, None] < DK), 0.0)
                 v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, held[:, None] & (dv < DV), 0.0)
-                visible = tl.load(ANCESTORS + token[:, None] * all_nodes + j, live[:, None] & held, 0) != 0
+                visible = tl.load(ANCESTORS + index[:, None] * all_nodes + j, live[:, None] & held, 0) != 0
                 if WINDOW > 0:
                     above = tl.load(DEPTH + row * all_nodes + j, held, 0).to(tl.int32)
                     visible = visible & (depth[:, None] - above < WINDOW)
                 x = tl.where(visible, _scaled_scores(q, k, scale, SOFTCAP), float("-inf"))
                 top, total, acc = _update_softmax(x, v, top, total, acc)
-        for start in range(0, nodes, BLOCK_S):
+        end = count
+        if CHAIN and tile > 0:
+            end = tl.minimum(count, ((tile + 1) * BLOCK_M - 1) // GROUP + 1)  # no token sees those behind it
+        for start in range(0, end, BLOCK_S):
             j = start + tl.arange(0, BLOCK_S)
-            held = j < nodes
-            other = row * nodes + j
+            held = j < count
+            other = behind + j
             k = tl.load(K + other * k_token + head * k_head + dk[:, None], held & (dk[:, None] < DK), 0.0)
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
             x = _scaled_scores(q, k, scale, SOFTCAP)
-            visible = tl.load(ANCESTORS + token[:, None] * all_nodes + cached + j, live[:, None] & held, 0) != 0
-            if WINDOW > 0:
-                level = tl.load(DEPTH + row * all_nodes + cached + j, held, 0).to(tl.int32)
-                visible = visible & (depth[:, None] - level < WINDOW)
+            if CHAIN:
+                visible = live[:, None] & (j <= node[:, None])
+                if WINDOW > 0:
+                    visible = visible & (node[:, None] - j < WINDOW)
+            else:
+                visible = tl.load(ANCESTORS + index[:, None] * all_nodes + cached + j, live[:, None] & held, 0) != 0
+                if WINDOW > 0:
+                    level = tl.load(DEPTH + row * all_nodes + cached + j, held, 0).to(tl.int32)
+                    visible = visible & (depth[:, None] - level < WINDOW)
             top, total, acc = _update_softmax(tl.where(visible, x, float("-inf")), v, top, total, acc)
             if tile == 0:
                 at = n + cached + j
@@ -179,19 +197,20 @@ def _attend_kernel(
         tl.store(OUT + out[:, None] * DV + dv, acc.to(OUT.dtype.element_ty), live[:, None] & (dv < DV))
 
 
-@triton.jit(do_not_specialize=["splits", "count"])
+@triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
-    PART, TOPS, SINKS, OUT, splits, count,
+    PART, TOPS, SINKS, OUT, END, splits,
     QUERY_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """Merge what the splits found for one query head of one node, by log-sum-exp; padding comes out as 0."""
+    """Merge what the splits found for one query head of one token, by log-sum-exp; 0 for tokens from `END` on."""
     out = tl.program_id(0).to(tl.int64)
+    count = tl.load(END) * QUERY_HEADS
     s, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
     index = out * splits + s
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
-    live = (s < splits) & (out < count)  # outputs past the end are padding
+    live = (s < splits) & (out < count)
     top = tl.load(TOPS + index * 2, live, float("-inf"))
     total = tl.load(TOPS + index * 2 + 1, live, 0.0)
     best = tl.max(top, 0)
@@ -243,47 +262,123 @@ def tree_attention(
     values: Tensor,
     value_layer: int,
     length: Tensor,
+    starts: Tensor,
     depth: Tensor,
     ancestors: Tensor,
     table: Tensor,
+    chunk_starts: Tensor,
+    chunk_lengths: Tensor,
+    chunk_table: Tensor,
     scale: float,
     window: int,
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
     """Store and attend as the operator `redrafter.attention.tree_attention.tree_attention`; the same arguments."""
-    rows = length.shape[0] - 1
+    rows, chunks = length.shape[0] - 1, chunk_starts.shape[0] - 2
     all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
     nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)
-    cached = all_nodes - nodes
-    count, query_heads, dk = rows * nodes, query.shape[1], query.shape[2]
+    heads, group = value.shape[1], query.shape[1] // value.shape[1]
+    half = query.element_size() == 2 and query.shape[2] <= 128
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    tensors = query, key, value, keys[key_layer], values[value_layer], sinks, out
+    tiling = _choose_tiling(rows * heads, nodes * group, blocks, half)
+    _attend(
+        *tensors,
+        length,
+        starts,
+        depth,
+        ancestors,
+        table,
+        rows,
+        nodes,
+        all_nodes - nodes,
+        tiling,
+        scale,
+        window,
+        softcap,
+    )
+    if chunks:  # the padding is one more
+        most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE
+        block_m, block_s, _, stages = _choose_tiling(heads, most * group, blocks, half)
+        tiling = block_m, block_s, 1, stages
+        _attend(
+            *tensors, chunk_lengths, chunk_starts, depth, ancestors, chunk_table, chunks + 1, most, 0, tiling, scale,
+            window, softcap, chain=True,
+        )  # fmt: skip
+    elif len(query) > rows * nodes and tiling[2] == 1:
+        out[rows * nodes :].zero_()
+    return out
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    length: Tensor,
+    starts: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    table: Tensor,
+    rows: int,
+    nodes: int,
+    cached: int,
+    tiling: tuple[int, int, int, int],
+    scale: float,
+    window: int,
+    softcap: float,
+    chain: bool = False,
+) -> None:
+    """Launch the attention of some rows, whose tensors are those of a `Plan`.
+
+    Args:
+        query: Queries of all tokens, `[T, Hq, d]`.
+        key: Keys of all tokens, `[T, H, d]`.
+        value: Values of all tokens, `[T, H, dv]`.
+        keys: Keys of the layer in the cache, `[slots, H, d]`.
+        values: Values of the layer in the cache, `[slots, H, dv]`.
+        sinks: Attention sinks, `[Hq]`, or None.
+        out: Receives the attention of the rows' tokens, `[T, Hq, dv]`.
+        length: Tokens of each row before its new nodes.
+        starts: First token of each row, and what is behind the last.
+        depth: Depth of each node; not read for chains.
+        ancestors: Ancestors of each new node; not read for chains.
+        table: Blocks of each row.
+        rows: Number of rows.
+        nodes: Most new nodes of a row.
+        cached: Nodes of each row that are in the cache already.
+        tiling: As `_choose_tiling` returns it.
+        scale: Factor of the scores.
+        window: Positions that a node looks back, 0 for all.
+        softcap: Bound of the scores, 0 for none.
+        chain: Whether the new nodes of each row are a chain.
+    """
+    tokens, query_heads, dk = query.shape
     heads, dv = value.shape[1:]
     group = query_heads // heads
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
-    half = query.element_size() == 2
-    block_m, block_s, splits, stages = _choose_tiling(rows * heads, nodes * group, blocks, half and dk <= 128)
-    tiles = triton.cdiv(nodes * group, block_m)
-    out = query.new_empty(query.shape[0], query_heads, dv)
-    if query.shape[0] > count and splits == 1:
-        out[count:].zero_()
-    part = out if splits == 1 else query.new_empty(count, query_heads, splits, dv, dtype=torch.float32)
-    tops = out if splits == 1 else query.new_empty(count, query_heads, splits, 2, dtype=torch.float32)
+    block_m, block_s, splits, stages = tiling
+    tiles, blocks = triton.cdiv(nodes * group, block_m), (table.shape[0] - 1) // rows
+    part = out if splits == 1 else query.new_empty(tokens, query_heads, splits, dv, dtype=torch.float32)
+    tops = out if splits == 1 else query.new_empty(tokens, query_heads, splits, 2, dtype=torch.float32)
     block_dk, block_dv = (max(triton.next_power_of_2(d), 16) for d in (dk, dv))
     follow = supports_dependent_launch(query.device)
-    k_pool, v_pool = keys[key_layer], values[value_layer]
     _attend_kernel[(rows, heads * tiles, splits)](
-        query, key, value, k_pool, v_pool, length, depth, ancestors, table, sinks, out, part, tops,
+        query, key, value, keys, values, length, starts, depth, ancestors, table, sinks, out, part, tops,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        k_pool.stride(0), v_pool.stride(0),
+        keys.stride(0), values.stride(0),
         scale, nodes, cached, blocks, splits, tiles,
         HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_S=block_s,
         PAGE=BLOCK_SIZE, WINDOW=window, SOFTCAP=softcap, SPLIT=splits > 1, HAS_SINKS=sinks is not None,
-        CACHED=cached > 0, FOLLOW=follow, launch_pdl=follow, num_warps=NUM_WARPS, num_stages=stages,
+        CACHED=cached > 0, CHAIN=chain, FOLLOW=follow, launch_pdl=follow, num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
-        _merge_splits_kernel[(query.shape[0] * query_heads,)](
-            part, tops, sinks, out, splits, count * query_heads,
+        _merge_splits_kernel[(tokens * query_heads,)](
+            part, tops, sinks, out, starts[rows:], splits,
             QUERY_HEADS=query_heads, DV=dv, BLOCK_DV=block_dv, BLOCK_SPLITS=triton.next_power_of_2(splits),
             HAS_SINKS=sinks is not None, FOLLOW=follow, launch_pdl=follow, num_warps=1 if block_dv <= 64 else 2,
         )  # fmt: skip
-    return out

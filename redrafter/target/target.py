@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from redrafter.attention.positions import find_slot_readers
+from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.errors import MismatchError, UnsupportedError
@@ -224,6 +225,29 @@ class Target:
         long = None if self.rope is None else length >= self.rope.switch_at  # [B]
         forward = self.varlen_forward if isinstance(cache, PagedCache) else self._padded_forward
         return forward(tree, length, cache, logits_index, long)  # type: ignore[arg-type]
+
+    def verify_and_read(
+        self, tree: Tree, length: Tensor, cache: KVCache, chunks: PromptChunks
+    ) -> tuple[Tensor, Tensor, ChunkEnds]:
+        """Run a tree and chunks of prompts through the model, in one forward on a paged cache.
+
+        Args:
+            tree: The trees of B rows, N nodes each.
+            length: Committed tokens of each row, `[B]` int64.
+            cache: Keys and values of the rows; receives those of the nodes, and its pool those of the chunks.
+            chunks: What is read of P prompts.
+
+        Returns:
+            Logits `[B, N, V]` and hidden states `[B, N, F]` of the nodes, and both of the last token of each chunk.
+        """
+        assert self.reads_beside_trees, "the caller reads prompts by `prefill`"
+        assert isinstance(cache, PagedCache)
+        return self.varlen_forward.verify_and_read(tree, length, cache, chunks)
+
+    @property
+    def reads_beside_trees(self) -> bool:
+        """Whether `verify_and_read` can read prompts: on a paged cache, by a model whose rope does not switch."""
+        return self.rope is None and self.paged.ok
 
     def drop_past_rope_switch(self, tree: Tree, length: Tensor) -> Tree:
         """Return the tree without the tokens that cannot be accepted, as rope switches before them.

@@ -10,18 +10,18 @@ from transformers import AttentionInterface
 
 from redrafter.attention.positions import answer_by_position
 from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME
+from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.attention.prompt_plan import Piece, PromptPlan
 from redrafter.attention.tree_attention import ATTENTION_NAME, tree_attention_forward
 from redrafter.attention.tree_plan import RUNNING_PLAN, Plan
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import KVCache, PagedCache
+from redrafter.kernels.token_counts import TOKEN_MULTIPLE
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
 from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.tree.token_tree import Tree
 
 __all__ = ["VarlenForward"]
-
-TOKEN_MULTIPLE = 8  # of a forward's tokens: matrix products like it, and no forward is then of one token
 
 COMPILE_OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 4,  # what every layer reads, sines and cosines, is computed once and not in each
@@ -61,27 +61,72 @@ class VarlenForward(TreeForward):
     ) -> tuple[Tensor, Tensor]:
         """Run the new nodes of a tree through the model; see `TreeForward`."""
         rows, nodes = len(length), tree.new
-        positions = length[:, None] + tree.depth[:, -nodes:]
-        if self._context is not None:
-            positions = positions.clamp(max=self._context - 1)  # what is past the end is never kept
         index = torch.arange(rows * nodes, device=length.device)
         if logits_index is not None:
             index = index.view(rows, nodes).gather(1, logits_index[:, None]).flatten()
-        ids, positions, index = (
-            _aligned(tree.tokens[:, -nodes:].flatten()),
-            _aligned(positions.flatten()),
-            _aligned(index),
-        )
-        plan = cache.plan(tree, length, self._kinds.windows)
+        logits, hidden = self._run_tree(tree, length, cache, index, long, None)
+        return logits.view(rows, -1, logits.shape[-1]), hidden.view(rows, -1, hidden.shape[-1])
+
+    def verify_and_read(
+        self, tree: Tree, length: Tensor, cache: PagedCache, chunks: PromptChunks
+    ) -> tuple[Tensor, Tensor, ChunkEnds]:
+        """Run the nodes of a tree, and beside them chunks of prompts, through a model whose rope does not switch.
+
+        Args:
+            tree: The trees of B rows, N nodes each.
+            length: Committed tokens of each row, `[B]` int64.
+            cache: Keys and values of the rows; receives those of the nodes, and its pool those of the chunks.
+            chunks: What is read of P prompts.
+
+        Returns:
+            Logits `[B, N, V]` and hidden states `[B, N, F]` of the nodes, and both of the last token of each chunk.
+        """
+        rows, nodes = tree.tokens.shape
+        count = rows * nodes
+        index = torch.cat([torch.arange(count, device=length.device), count + chunks.last])
+        logits, hidden = self._run_tree(tree, length, cache, index, None, chunks)
+        of_nodes, of_ends = zip(*(x.tensor_split([count]) for x in (logits, hidden)), strict=True)
+        logits, hidden = (x.view(rows, nodes, -1) for x in of_nodes)
+        return logits, hidden, ChunkEnds(*of_ends)
+
+    def _run_tree(
+        self,
+        tree: Tree,
+        length: Tensor,
+        cache: PagedCache,
+        index: Tensor,
+        long: Tensor | None,
+        chunks: PromptChunks | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run T tokens, the new nodes of a tree and then chunks of prompts, through the model.
+
+        Args:
+            tree: The trees of B rows, M new nodes each.
+            length: Committed tokens of each row, `[B]` int64.
+            cache: Keys and values of the rows.
+            index: The tokens at which to compute the head, `[R]` int64.
+            long: Whether each row has the rope of long texts, `[B]` bool; None where rope does not switch.
+            chunks: What is read of prompts; None for nothing.
+
+        Returns:
+            Logits `[R, V]` and hidden states `[R, F]`.
+        """
+        nodes, wanted = tree.new, len(index)
+        ids, positions = tree.tokens[:, -nodes:].flatten(), (length[:, None] + tree.depth[:, -nodes:]).flatten()
+        if chunks is not None:
+            ids, positions = torch.cat([ids, chunks.tokens]), torch.cat([positions, chunks.positions()])
+        if self._context is not None:
+            positions = positions.clamp(max=self._context - 1)  # what is past the end is never kept
+        ids, positions, index = _aligned(ids), _aligned(positions), _aligned(index)
+        plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
         if long is not None:
             long = _aligned(long[:, None].expand(-1, nodes).flatten())
             torch._dynamo.maybe_mark_dynamic(long, 0)
-        for x in (ids, positions, index, plan.length, plan.depth, plan.ancestors, plan.table):
+        for x in (ids, positions, index, *plan.tensors):
             torch._dynamo.maybe_mark_dynamic(x, 0)
         with self._lock, self._attending(ATTENTION_NAME, plan, threads_apart=False), self._fused or nullcontext():
             logits, hidden = self._run(ids, positions, index, plan, long)
-        count = rows if logits_index is not None else rows * nodes
-        return logits[:count].view(rows, -1, logits.shape[-1]), hidden[:count].view(rows, -1, hidden.shape[-1])
+        return logits[:wanted], hidden[:wanted]
 
     def read_pieces(
         self, pieces: Sequence[Piece], prompts: Tensor, cache: KVCache, long: Tensor | None, *, all_tokens: bool

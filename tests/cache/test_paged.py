@@ -51,11 +51,10 @@ def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
         store = KVCachePool(shapes, 8)
         for pool in store.pools:
             pool.normal_(generator=torch.Generator().manual_seed(1))
-        plan = PagedCache(store, table).plan(tree, lengths, (0,))
+        plan = PagedCache(store, table).plan(tree, lengths, (0,), None, len(q))
         settings = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
         plans = (plan,) if attend is gathered_attention else ()
-        parts = (plan.length, plan.depth, plan.ancestors, plan.table)
-        out = attend(*plans, q, k, v, *plan.pools[0], *parts, **settings)
+        out = attend(*plans, q, k, v, *plan.pools[0], *plan.tensors, **settings)
         results.append((out, *store.pools))
     for result, reference in zip(*results, strict=True):
         torch.testing.assert_close(result, reference, rtol=1e-5, atol=1e-5)

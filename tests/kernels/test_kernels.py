@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
@@ -40,6 +41,9 @@ def problem(
     causal=False,
     padding=0,
     layers=2,
+    held=None,
+    chunks=(),
+    room=0,
 ):
     """Make arguments of the operator, on shuffled blocks, with random trees.
 
@@ -55,15 +59,23 @@ def problem(
         causal: Whether the trees are chains.
         padding: Queries past those of the batch.
         layers: Layers of a pool.
+        held: Nodes that each row of a ragged tree has; None for all.
+        chunks: Of each chunk of a prompt, the tokens that the cache holds already and those of the chunk.
+        room: Chunks that there is room for; those past `chunks` are empty.
     """
     new = nodes if new is None else new
     generator = torch.Generator().manual_seed(len(lengths) * 1000 + nodes)
-    rows, blocks = len(lengths), max(lengths) // BLOCK_SIZE + nodes // BLOCK_SIZE + 2
-    order = torch.randperm(rows * blocks, generator=generator) + 1
-    table = order.view(rows, blocks).int()
-    count = rows * new + padding
+    rows, longest = len(lengths), max(max(lengths) + nodes, *(0, *map(sum, chunks)))
+    blocks = longest // BLOCK_SIZE + 2
+    order = torch.randperm((rows + room) * blocks, generator=generator) + 1
+    tables = order.view(rows + room, blocks).int()
+    starts = torch.tensor([0, *(held or [new] * rows)]).cumsum(0)
+    chunk_starts = (
+        torch.tensor([0, *(count for _, count in chunks), *[0] * (room - len(chunks))]).cumsum(0) + starts[-1]
+    )
+    count = int(chunk_starts[-1]) + padding
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
-    keys, values = (random(layers, (rows * blocks + 1) * BLOCK_SIZE, heads, d) for d in (dk, dv))
+    keys, values = (random(layers, ((rows + room) * blocks + 1) * BLOCK_SIZE, heads, d) for d in (dk, dv))
     tokens = torch.zeros(rows, nodes, dtype=torch.long)
     if causal:
         tree = chain(tokens)
@@ -84,9 +96,13 @@ def problem(
         values,
         0,
         flat(torch.tensor(lengths)),
+        starts.to(DEVICE),
         flat(tree.depth),
         flat(tree.last(new).ancestors),
-        flat(table),
+        flat(tables[:rows]),
+        torch.cat([chunk_starts, torch.tensor([count])]).to(DEVICE),
+        pad(torch.tensor([cached for cached, _ in chunks], dtype=torch.long), (0, room - len(chunks) + 2)).to(DEVICE),
+        flat(torch.cat([tables[rows:], torch.zeros_like(tables[:1])])),
     ]
 
 
@@ -103,6 +119,10 @@ def check(arguments, *, scale=0.3, window=0, softcap=0.0, sinks=None, tolerance=
     for pool in (3, 5):
         # Block 0 is left out: nobody reads it.
         assert torch.equal(arguments[pool][:, BLOCK_SIZE:].cpu(), other[pool][:, BLOCK_SIZE:])
+    if len(arguments[12]) > 2:  # beside chunks, padding comes out as any finite numbers
+        assert found.isfinite().all()
+        end = int(arguments[12][-2])
+        found, expected = found[:end], expected[:end]
     worst = (found - expected).abs().max()
     assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance), worst
 
@@ -182,8 +202,8 @@ def test_the_reference_reads_nodes_of_earlier_forwards_as_it_reads_new_ones():
     last = on_cpu(problem([33, 0], 20, new=6))
     last[:3] = (x.view(2, 20, *x.shape[1:])[:, -6:].flatten(0, 1) for x in whole[:3])
     last[3:7] = whole[3:7]
-    last[8], last[10] = whole[8], whole[10]
-    last[9] = torch.cat([whole[9][:-1].view(2, 20, 20)[:, -6:].flatten(), whole[9][-1:]])
+    last[9], last[11] = whole[9], whole[11]
+    last[10] = torch.cat([whole[10][:-1].view(2, 20, 20)[:, -6:].flatten(), whole[10][-1:]])
     assert_close_by_scale(tree_attention(*last, 0.3, 5, 0.0, None).view(2, 6, 4, 16), expected[:, -6:], 5e-6)
 
 
@@ -207,6 +227,32 @@ def test_prompts_in_half_precision_come_out_right_and_twice_the_same(width):
 def test_padding_comes_out_as_zero():
     arguments = problem([5], 3, padding=2)
     assert kernel(*arguments, 0.3, 0, 0.0, None)[3:].eq(0).all()
+
+
+@pytest.mark.parametrize("held", [[1, 7, 3], [7, 7, 7], [1, 1, 1]])
+@pytest.mark.parametrize("window", [0, 4])
+def test_rows_of_a_ragged_tree_have_unequal_numbers_of_nodes(held, window):
+    check(problem([1, 0, 40], 7, held=held), window=window)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "room", "padding"),
+    [([(0, 5)], 1, 3), ([(37, 20), (0, 9)], 4, 6), ([(3, 64)], 4, 0), ([(0, 1), (16, 1), (5, 40)], 4, 2), ([], 2, 8)],
+)
+@pytest.mark.parametrize("window", [0, 4])
+def test_chunks_of_prompts_are_read_beside_trees(chunks, room, padding, window):
+    check(problem([30, 2], 5, chunks=chunks, room=room, padding=padding), window=window)
+
+
+def test_chunks_with_softcap_sinks_and_ragged_trees():
+    arguments = dict(held=[4, 1], chunks=[(10, 30), (0, 3)], room=4, padding=7, heads=1, group=4)
+    check(problem([30, 2], 5, **arguments), softcap=2.0, sinks=torch.randn(4, device=DEVICE))
+
+
+def test_chunks_in_half_precision():
+    dtype = torch.bfloat16 if CUDA else torch.float16
+    arguments = dict(chunks=[(100, 50), (0, 3)], room=4, dk=64, dv=64, dtype=dtype)
+    check(problem([130, 7], 26, **arguments), scale=0.1, tolerance=3e-2)
 
 
 def test_committing_equals_one_gather_and_scatter():

@@ -1,0 +1,73 @@
+"""Chunks of prompts that a forward over token trees reads beside the trees."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
+
+__all__ = ["ChunkEnds", "PromptChunks"]
+
+
+@dataclass(frozen=True)
+class PromptChunks:
+    """Room for P chunks of P prompts, one behind the other, of at most `P * TOKENS_PER_CHUNK` tokens together.
+
+    All shapes follow from P and the width of the block tables, so that a forward can be captured before it is known
+    what it will read.
+
+    Attributes:
+        tokens: Token ids of all chunks, `[P * TOKENS_PER_CHUNK]` int64; those past the last chunk are padding.
+        starts: Index in `tokens` of the first token of each chunk and, last, of the padding, `[P + 1]` int64.
+        lengths: Tokens of each prompt that the cache holds already, `[P]` int64.
+        table: Blocks of each prompt in order of position, `[P, M]` int32; 0 where it has fewer.
+    """
+
+    tokens: Tensor
+    starts: Tensor
+    lengths: Tensor
+    table: Tensor
+
+    @classmethod
+    def room(cls, count: int, blocks: int, device: torch.device) -> "PromptChunks":
+        """Return empty room for `count` chunks.
+
+        Args:
+            count: P.
+            blocks: M, the width of the block tables.
+            device: Where the tensors are.
+        """
+        with device:
+            tokens, starts = torch.zeros(count * TOKENS_PER_CHUNK, dtype=torch.long), torch.zeros(count + 1).long()
+            return cls(tokens, starts, starts[:-1].clone(), torch.zeros(count, blocks, dtype=torch.int32))
+
+    @property
+    def count(self) -> int:
+        """P, how many chunks there is room for."""
+        return len(self.lengths)
+
+    @property
+    def last(self) -> Tensor:
+        """Index in `tokens` of the last token of each chunk, `[P]` int64; of any token where a chunk is empty."""
+        return (self.starts[1:] - 1).clamp(min=0)
+
+    def positions(self) -> Tensor:
+        """Return the position of each token in its prompt, `[P * TOKENS_PER_CHUNK]` int64; padding counts from 0."""
+        index = torch.arange(len(self.tokens), device=self.tokens.device)
+        chunk = torch.searchsorted(self.starts[1:], index, right=True)  # P for padding
+        before = torch.cat([self.lengths, self.lengths.new_zeros(1)]) - self.starts  # [P + 1]
+        return before[chunk] + index
+
+
+@dataclass(frozen=True)
+class ChunkEnds:
+    """What a forward gave at the last token of each of P chunks; of an empty chunk, that of any token.
+
+    Attributes:
+        logits: The target's logits, `[P, V]`.
+        hidden: Its hidden states that a drafter reads, `[P, F]`.
+    """
+
+    logits: Tensor
+    hidden: Tensor
