@@ -145,7 +145,7 @@ class Engine:
             sys.maxsize,
             max_queue_size=0,
             guaranteed_no_evict=True,
-            chunked=False,
+            paced=False,
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
         )
         scheduler = Scheduler(drafting, graphs, limits, speculate, batch)

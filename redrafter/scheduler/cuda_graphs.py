@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.cache.block_manager import BlockManager
 from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.drafting.proposer import Proposer, State
@@ -88,6 +89,7 @@ class CapturedStep:
         cache: The target's keys and values of the rows.
         sampler: Buffers of how the rows draw.
         draft_cache: The draft model's keys and values of the rows, or None.
+        chunks: Buffers of what is read of prompts beside the rows, or None.
         output: What the last replay drew. The next replay overwrites it.
         report: What `StepOutput.pack_for_host` says of it, `[B, K+2]` int64, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
@@ -101,14 +103,17 @@ class CapturedStep:
         cache: KVCache,
         sampler: Sampler,
         draft_cache: KVCache | None = None,
+        chunks: PromptChunks | None = None,
     ):
         self.state, self.proposer, self.target, self.sampler = state, proposer, target, sampler
-        self.cache, self.draft_cache = cache, draft_cache
+        self.cache, self.draft_cache, self.chunks = cache, draft_cache, chunks
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
         """Take the step uncaptured, in place."""
-        state, self.output = step(self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache)
+        state, self.output = step(
+            self.state, self.proposer, self.target, self.cache, self.sampler, self.draft_cache, self.chunks
+        )
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
         self.report = self.output.pack_for_host()

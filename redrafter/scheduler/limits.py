@@ -26,9 +26,11 @@ class Limits:
         guaranteed_no_evict: Admit a sequence only when there are blocks for its greatest length, so that none is ever
             preempted.
         chunked: Read long prompts in chunks.
+        paced: Let a forward over prompts alone take about `prefill_budget.TARGET_SECONDS` at most, so that running
+            sequences do not wait for longer. Without a pace, it reads all prompts that were admitted.
         reuse: Look for prefixes that are in the cache already.
-        admit_together: Places that must be free before sequences are admitted beside others that run, if as many wait.
-            A forward over several prompts takes little longer than one over a single prompt.
+        admit_together: Places that must be free before sequences are admitted beside others that run, if as many wait
+            and prompts have forwards of their own: one over several prompts takes little longer than over one.
     """
 
     max_batch_size: int = 32
@@ -37,6 +39,7 @@ class Limits:
     max_queue_size: int = 4096
     guaranteed_no_evict: bool = False
     chunked: bool = True
+    paced: bool = True
     reuse: bool = True
     admit_together: int = 1
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from redrafter.cache.to_device import to_device
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
+from redrafter.scheduler.chunk_buffers import choose_room
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.prefill_budget import Chunk, PrefillPace, choose_chunks
@@ -78,7 +80,7 @@ class Prefiller:
             The chunks of each forward.
         """
         most = self._limits.max_num_tokens - step_tokens
-        budget = max(min(most, self.pace.tokens) if self._limits.chunked else most, BLOCK_SIZE)
+        budget = max(min(most, self.pace.tokens) if self._limits.chunked and self._limits.paced else most, BLOCK_SIZE)
         kinds = [[sequence for sequence in sequences if sequence.needs_scores is scored] for scored in (False, True)]
         kinds = [kind for kind in kinds if kind]
         share = max(budget // max(len(kinds), 1), BLOCK_SIZE)
@@ -121,7 +123,58 @@ class Prefiller:
             draft_cache=caches.draft,
             show=show if sequences[0].needs_scores else None,
         )
-        for sequence, end in zip(sequences, ends, strict=True):
-            sequence.prefilled = end
+        return self.finish(chunks, logits, hidden, caches)
+
+    @property
+    def can_read_beside(self) -> bool:
+        """Whether steps can read prompts too: not where a draft model must read them as well, or read them whole."""
+        return self._target.reads_beside_trees and self._draft_model is None and self._limits.chunked
+
+    def choose_beside(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
+        """Choose what one step reads of prompts beside the rows' trees.
+
+        Args:
+            sequences: Sequences with blocks that can be read so, in the order of their admission.
+            step_tokens: Tokens of the trees.
+
+        Returns:
+            The chunks; none where the limits leave no room.
+        """
+        left = sum(sequence.prefill_length - sequence.prefilled for sequence in sequences)
+        room = choose_room(len(sequences), left)
+        budget = min(room * TOKENS_PER_CHUNK, self._limits.max_num_tokens - step_tokens)
+        if not sequences or budget < 1:
+            return []
+        [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)
+        return chunks[:room]
+
+    def finish(self, chunks: Sequence[Chunk], logits: Tensor, hidden: Tensor, caches: CachePair) -> PrefilledRows:
+        """Take note of chunks that a forward has read, and return the prompts that are complete.
+
+        Args:
+            chunks: The chunks.
+            logits: The target's logits at the last token of each, `[P, V]`, P chunks or more.
+            hidden: Its hidden states there, `[P, F]`.
+            caches: Keys and values, of the prompt of a chunk in each row.
+        """
+        device = self._target.device
+        for sequence, count in chunks:
+            sequence.prefilled += count
+        sequences = [sequence for sequence, _ in chunks]
         done = [row for row, sequence in enumerate(sequences) if sequence.prefilled == sequence.prefill_length]
-        return PrefilledRows(sequences, tokens, upto, logits, hidden, caches, range(len(sequences))).at(done)
+        complete = [sequences[row] for row in done]
+        width = max((sequence.prefilled for sequence in complete), default=0) + 1
+        tokens = torch.zeros(len(complete), width, dtype=torch.long)  # [B, T]
+        for row, sequence in enumerate(complete):
+            tokens[row, : sequence.prefilled] = torch.tensor(sequence.tokens[: sequence.prefilled])
+        lengths = [sequence.prefilled for sequence in complete]
+        index = to_device(done, device, torch.long)
+        return PrefilledRows(
+            complete,
+            to_device(tokens, device),
+            to_device(lengths, device, torch.long),
+            logits.index_select(0, index),
+            hidden.index_select(0, index),
+            caches,
+            done,
+        )

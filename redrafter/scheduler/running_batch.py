@@ -4,21 +4,26 @@ All buffers stay where they are, so that a step over the first 1, 2, 4, ... rows
 sequences occupy them.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import Proposer, State
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.chunk_buffers import ChunkBuffers
 from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket, new_state
 from redrafter.scheduler.launched import LaunchedStep
 from redrafter.scheduler.prefill import PrefilledRows
+from redrafter.scheduler.prefill_budget import Chunk
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
 from redrafter.scheduler.row_sampling import RowSampling
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.step import StepOutput
 from redrafter.target.target import Target
 
 __all__ = ["RunningBatch", "overshoot"]
@@ -48,7 +53,8 @@ class RunningBatch:
         depth: Greatest number of successive drafts of any of the proposers.
         overshoot: Positions behind the last token of a sequence that a step may write to.
         draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
-        captured_steps: The steps so far, by number of rows, what their sampling depends on, and id of the proposer.
+        captured_steps: The steps so far, by number of rows, what their sampling depends on, id of the proposer, and
+            chunks of prompts that there is room for.
     """
 
     def __init__(
@@ -67,9 +73,10 @@ class RunningBatch:
         self._graphs = graphs
         self.rows: list[TokenSequence] = []
         self.draft_lengths: AdaptiveDraftLength | None = None
-        self.captured_steps: dict[tuple[int, Hashable, int], CapturedStep] = {}
+        self.captured_steps: dict[tuple[int, Hashable, int, int], CapturedStep] = {}
         self._positions = 0  # of a row's buffers
         self._state: State | None = None
+        self._chunk_buffers: ChunkBuffers | None = None
 
     def draft_with(
         self, proposer_for: Callable[[int], Proposer], plain: Proposer, rows: int, *, rejection_sampling: bool = False
@@ -185,25 +192,43 @@ class RunningBatch:
         """Whether a step runs Python code of a processor."""
         return self.sampling.asks_host(self.sequences)
 
-    def step(self) -> LaunchedStep:
-        """Launch one step of all rows, without drafts if no row takes any."""
-        with nullcontext() if self._graphs is None else self._graphs.lock:
-            step = self.prepare_step()
-            report = step.replay()
-            return LaunchedStep.of(tuple(self.rows), step.output, report)
+    def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
+        """Launch one step of all rows, without drafts if no row takes any.
 
-    def prepare_step(self) -> CapturedStep:
+        Args:
+            chunks: What the same forward reads of prompts.
+
+        Returns:
+            The step, and its output, which the next step may overwrite.
+        """
+        with nullcontext() if self._graphs is None else self._graphs.lock:
+            step = self.prepare_step(chunks)
+            report = step.replay()
+            return LaunchedStep.of(tuple(self.rows), step.output, report), step.output
+
+    def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
+        if chunks:
+            self.reserve(max(sequence.max_length for sequence, _ in chunks))
         rows, proposer, longest = self._size(len(self.rows)), self._proposer(), self._longest()
         caches = self.caches.of_step(rows, longest, proposer)
         if self.target.needs_reread(longest):
             state = self._first(rows)
             self.target.reread(state.tokens, state.length, state.active, caches.target)
         self.sampling.load_texts(self.rows)
-        key = (rows, self.sampling.kind(self.rows), id(proposer))
+        beside = self._load(chunks)
+        key = (rows, self.sampling.kind(self.rows), id(proposer), 0 if beside is None else beside.count)
         if key not in self.captured_steps:
-            self.captured_steps[key] = self._capture(rows, proposer, caches)
+            self.captured_steps[key] = self._capture(rows, proposer, caches, beside)
         return self.captured_steps[key]
+
+    def _load(self, chunks: Sequence[Chunk]) -> PromptChunks | None:
+        """Write chunks of prompts where a step reads them; None for no chunks."""
+        if not chunks:
+            return None
+        if self._chunk_buffers is None:
+            self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target.device)
+        return self._chunk_buffers.load(chunks)
 
     def _proposer(self) -> Proposer:
         """Return the proposer of the next step."""
@@ -226,13 +251,13 @@ class RunningBatch:
         state = self.state
         return State(state.tokens[:rows], state.length[:rows], state.hidden[:rows], state.active[:rows])
 
-    def _capture(self, rows: int, proposer: Proposer, caches: CachePair) -> CapturedStep:
+    def _capture(self, rows: int, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""
         state = self._first(rows)
         keep_scores = self._rejection_sampling and proposer is not self._plain
         sampler = self.sampling.sampler(rows, self.rows, keep_scores=keep_scores)
         drafts = None if proposer.model is None else caches.draft
-        step = CapturedStep(state, proposer, self.target, caches.target, sampler, drafts)
+        step = CapturedStep(state, proposer, self.target, caches.target, sampler, drafts, chunks)
         if self._graphs is not None:
             active = state.active.clone()
             state.active.zero_()  # the run that is captured must change nothing
@@ -256,4 +281,5 @@ class RunningBatch:
             larger = replace(self._state, tokens=larger.tokens)
         self._state = larger
         self.caches.reserve(self._all_rows, self._positions)
+        self._chunk_buffers = None
         self.captured_steps.clear()

@@ -5,6 +5,9 @@ then makes one step of all rows. So a long prompt delays running sequences by a 
 sequence that ends makes room in the next round. The tokens of a sequence depend on none of that: draws are keyed by
 seed and position.
 
+On a GPU, a step's forward reads chunks of prompts beside the trees of the rows, since a step of few tokens takes as
+long as one of some more. Prompts have a forward of their own where they outnumber the rows that must wait for it.
+
 Which sequence is admitted next is decided by client (`waiting_queue`), how much of the prompts a round reads by the
 time that earlier chunks took (`prefill_budget`). Where every place is taken, a client without any is given the place of
 another client's newest sequence, which goes on later with the same tokens. No round looks at every waiting sequence.
@@ -19,6 +22,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -30,7 +34,7 @@ from redrafter.scheduler.launched import LaunchedPrefill, LaunchedStep, Timer
 from redrafter.scheduler.limits import Limits, check_sequences
 from redrafter.scheduler.models import Models
 from redrafter.scheduler.prefill import PrefilledRows, Prefiller
-from redrafter.scheduler.prefill_budget import padded_tokens
+from redrafter.scheduler.prefill_budget import Chunk, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
@@ -62,6 +66,8 @@ class Scheduler:
         longest: Most tokens of a sequence, prompt included.
         overlap: Whether a step is launched before the one before it is read. It gains nothing where a device computes
             at once what is launched, as a CPU does.
+        reads_beside: Whether steps read chunks of prompts too. It gains nothing where each token of a forward takes its
+            time, as on a CPU.
         on_failure: Called with an exception that ended all running sequences, and how many there were.
         preempted: Number of sequences put back into the queue so far.
     """
@@ -106,6 +112,7 @@ class Scheduler:
         self._blocks = None if graphs is None else SequenceBlocks(graphs, draft_model is not None, limits.reuse)
         self.longest = self._bound()
         self.overlap = graphs is not None and engine.target.device.type == "cuda"
+        self.reads_beside = self.overlap and self.prefiller.can_read_beside
         self.on_failure: Callable[[Exception, int], object] = self._log_failure
         self._launched: deque[LaunchedStep | LaunchedPrefill] = deque()  # not read yet, in their order
         self._lock = threading.Lock()  # of the queue and of the cancelled sequences
@@ -221,7 +228,7 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> None:
         """Run the second half of a round: one step of all rows."""
-        self._run(self._grow_block_tables, self._step, self._finish_older)
+        self._run(self._grow_block_tables, self._step)
 
     def _run(self, *phases: Callable[[], None]) -> None:
         """Run phases of a round in their order. If one raises an exception, end all running sequences with that error.
@@ -259,7 +266,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Give places and blocks to the next sequences of the queue, as many as there is room for."""
         free = self.limits.max_batch_size - self.running
-        if self.running and 0 < free < min(self.limits.admit_together, self.waiting):
+        if not self.reads_beside and self.running and 0 < free < min(self.limits.admit_together, self.waiting):
             return
         while True:
             with self._lock:
@@ -349,18 +356,35 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Launch forwards that read on in the prompts, and let those that are complete take part in the next step."""
-        if not self._prefilling:
+        beside = self._read_beside_rows()
+        alone = [sequence for sequence in self._prefilling if sequence not in beside]
+        if not alone:
             return
-        step_tokens = len(self.batch.rows) * self.batch.nodes
-        for chunks in self.prefiller.choose(tuple(self._prefilling), step_tokens):
+        for chunks in self.prefiller.choose(alone, self._step_tokens):
             timer = Timer(self.engine.target.device)
             rows = self.prefiller.forward(chunks, self.batch.caches)
-            if self._blocks is not None:
-                for sequence in rows.sequences:
-                    self._blocks.publish(sequence, sequence.prefill_length)
+            self._publish(rows)
             first = self._start_decoding(rows)
             timer.stop()
             self._launch(LaunchedPrefill(first, padded_tokens(chunks, self.prefiller.padded), timer))
+
+    def _publish(self, rows: PrefilledRows) -> None:
+        """Let later sequences find the prompts that are in the cache."""
+        if self._blocks is not None:
+            for sequence in rows.sequences:
+                self._blocks.publish(sequence, sequence.prefill_length)
+
+    @property
+    def _step_tokens(self) -> int:
+        """Tokens of the trees of the next step."""
+        return len(self.batch.rows) * self.batch.nodes
+
+    def _read_beside_rows(self) -> list[TokenSequence]:
+        """Return the sequences whose prompts are read in the forwards of steps."""
+        if not self.reads_beside or len(self._prefilling) > len(self.batch.sequences):
+            return []
+        # A prompt that is scored needs the logits of all its tokens.
+        return [sequence for sequence in self._prefilling if not sequence.needs_scores]
 
     def _start_decoding(self, rows: PrefilledRows) -> LaunchedStep | None:
         """Draw the first tokens of prompts that are complete, and add their rows to the running batch.
@@ -419,8 +443,31 @@ class Scheduler:
         # The host's processors must know the texts; and each forward that was launched adds a token at least.
         if self.batch.asks_host or all(s.written + s.launched >= s.max_new_tokens for s in sequences):
             self.settle()
+        older = len(self._launched)
         if self.batch.sequences:
-            self._launch(self.batch.step())
+            self._launch_step()
+        # The device goes on with this step meanwhile.
+        for _ in range(min(older, len(self._launched))):
+            self._finish(self._launched.popleft())
+
+    def _launch_step(self) -> None:
+        """Launch a step of all rows, which reads chunks of prompts beside them."""
+        chunks = self.prefiller.choose_beside(self._read_beside_rows(), self._step_tokens)
+        with self.graphs.lock if self._graphs is not None else nullcontext():
+            step, output = self.batch.step(chunks)
+            self._launch(step)
+            if chunks:
+                self._finish_chunks(chunks, output)
+
+    def _finish_chunks(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
+        """Let prompts that a step has read to their ends take part in the next one."""
+        assert output.chunk_ends is not None
+        caches = self.batch.caches.of_prompts([sequence for sequence, _ in chunks])
+        read = self.prefiller.finish(chunks, output.chunk_ends.logits, output.chunk_ends.hidden, caches)
+        if read.sequences:
+            self._publish(read)
+            if first := self._start_decoding(read):
+                self._launch(first)
 
     def _launch(self, forward: LaunchedStep | LaunchedPrefill) -> None:
         """Take note of a forward that was launched. Where nothing overlaps, it is finished at once."""
@@ -430,11 +477,6 @@ class Scheduler:
             sequence.launched += 1
         if not self.overlap:
             self.settle()
-
-    def _finish_older(self) -> None:
-        """Report the tokens of all forwards but the newest, which the device may go on with meanwhile."""
-        while len(self._launched) > 1 or (self._launched and not self.batch.sequences):
-            self._finish(self._launched.popleft())
 
     def settle(self) -> None:
         """Wait for all forwards that were launched, and report their tokens. For the thread that runs the rounds."""

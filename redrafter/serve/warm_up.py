@@ -1,8 +1,11 @@
 """Warm-up: compile kernels and capture steps before the first request."""
 
+import itertools
 from dataclasses import replace
 
 from redrafter.cache.block_manager import BlockManager
+from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
+from redrafter.scheduler.chunk_buffers import ROOMS
 from redrafter.scheduler.prefill_budget import PrefillPace
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
@@ -22,9 +25,11 @@ def warm_up(scheduler: Scheduler) -> None:
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     lengths = [length for length in PROMPT_TOKENS if length < longest]
-    for rows in scheduler.batch.sizes:
-        for params in (GREEDY, TOP_P):
-            _write(scheduler, min(rows, limits.max_batch_size), 1, params)
+    fillings = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS[:-1])]  # tokens that need each room at least
+    for rows, params in itertools.product(scheduler.batch.sizes, (GREEDY, TOP_P)):
+        _write(scheduler, min(rows, limits.max_batch_size), 1, params)
+        for length in fillings if scheduler.reads_beside else ():
+            _read_beside(scheduler, min(rows, limits.max_batch_size - 1), min(length, longest - 1), params)
     for length in lengths:
         _write(scheduler, 1, length, GREEDY)
         _write(scheduler, min(2, limits.max_batch_size), length, GREEDY)
@@ -37,5 +42,23 @@ def _write(scheduler: Scheduler, rows: int, length: int, params: SamplingParams)
     """Decode two tokens after each of some prompts: one by prefill, one by a step."""
     prompts = [[1 + row % 7] * length for row in range(rows)]
     scheduler.submit(*(TokenSequence(prompt, 2, params, lambda sequence, delta: None) for prompt in prompts))
+    while not scheduler.idle:
+        scheduler.round()
+
+
+def _read_beside(scheduler: Scheduler, rows: int, length: int, params: SamplingParams) -> None:
+    """Read a prompt beside so many rows that go on."""
+    if not rows:
+        return
+    going_on = [TokenSequence([1], scheduler.longest - 1, params, lambda sequence, delta: None) for _ in range(rows)]
+    scheduler.submit(*going_on)
+    while scheduler.waiting or len(scheduler.batch.rows) < rows:
+        scheduler.round()
+    salt = f"{rows} {params}"  # so that no part of the prompt is in the cache
+    read = TokenSequence([1] * length, 1, params, lambda sequence, delta: None, cache_salt=salt)
+    scheduler.submit(read)
+    while not read.ended and scheduler.batch.rows:
+        scheduler.round()
+    scheduler.cancel_all()
     while not scheduler.idle:
         scheduler.round()

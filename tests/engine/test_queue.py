@@ -55,9 +55,9 @@ def test_prompts_that_wait_for_their_turn_give_the_same_texts(llama, on, at_once
 def test_no_step_has_more_rows_than_allowed_and_none_of_a_row_that_has_ended(llama, monkeypatch):
     rows, prepare = [], RunningBatch.prepare_step
 
-    def prepare_step(batch: RunningBatch) -> object:
+    def prepare_step(batch: RunningBatch, *args: object) -> object:
         rows.append([sequence.ended for sequence in batch.rows])
-        return prepare(batch)
+        return prepare(batch, *args)
 
     monkeypatch.setattr(RunningBatch, "prepare_step", prepare_step)
     ids, mask = uneven_batch(rows=11)

@@ -71,8 +71,8 @@ def test_the_entry_of_the_smallest_size_that_holds_the_rows(target):
 def test_a_tuning_changes_no_token(target, rows, sampling, monkeypatch):
     taken, prepare = [], RunningBatch.prepare_step
 
-    def prepare_step(batch: RunningBatch) -> CapturedStep:
-        step = prepare(batch)
+    def prepare_step(batch: RunningBatch, *args: object) -> CapturedStep:
+        step = prepare(batch, *args)
         taken.append((len(batch.rows), step.proposer))
         return step
 

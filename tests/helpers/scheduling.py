@@ -47,12 +47,13 @@ def make_sequence(prompt: list[int], max_new_tokens: int, params: SamplingParams
 
 
 def launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let schedulers on a paged cache launch steps ahead of the host, as on a GPU."""
+    """Let schedulers on a paged cache launch steps ahead of the host and read prompts in them, as on a GPU."""
     make = Scheduler.__init__
 
     def made(self: Scheduler, engine: Engine, graphs: CUDAGraphRunner | None, *args: object) -> None:
         make(self, engine, graphs, *args)
         self.overlap = graphs is not None
+        self.reads_beside = self.overlap and self.prefiller.can_read_beside
 
     monkeypatch.setattr(Scheduler, "__init__", made)
 

@@ -1,0 +1,57 @@
+"""Buffers that captured steps read chunks of prompts from, beside the rows of a running batch."""
+
+from collections.abc import Sequence
+
+import torch
+
+from redrafter.attention.prompt_chunks import PromptChunks
+from redrafter.cache.to_device import to_device
+from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
+from redrafter.scheduler.prefill_budget import Chunk
+
+__all__ = ["ROOMS", "ChunkBuffers", "choose_room"]
+
+ROOMS = (4, 16)  # chunks that a step has room for, of TOKENS_PER_CHUNK tokens each on average, the smallest first
+
+
+def choose_room(prompts: int, tokens: int) -> int:
+    """Return how many chunks a step needs room for, to read `tokens` tokens of `prompts` prompts or as many as fit."""
+    return next((room for room in ROOMS if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), ROOMS[-1])
+
+
+class ChunkBuffers:
+    """Room for chunks of prompts, where captured steps look for them."""
+
+    def __init__(self, blocks: int, device: torch.device):
+        """Make empty buffers. blocks: width of the block tables."""
+        self._by_room = {room: PromptChunks.room(room, blocks, device) for room in ROOMS}
+        self._blocks = blocks
+
+    def load(self, chunks: Sequence[Chunk]) -> PromptChunks:
+        """Write chunks of prompts into the smallest buffers that have room for them.
+
+        Args:
+            chunks: Sequences with blocks, and how many tokens of each are read; at least one.
+
+        Returns:
+            The buffers.
+        """
+        room = choose_room(len(chunks), sum(count for _, count in chunks))
+        buffers = self._by_room[room]
+        tokens, starts, lengths, tables = list[int](), [0], list[int](), list[list[int]]()
+        for sequence, count in chunks:
+            assert sequence.block_table is not None
+            tokens += sequence.tokens[sequence.prefilled : sequence.prefilled + count]
+            starts.append(len(tokens))
+            lengths.append(sequence.prefilled)
+            blocks = sequence.block_table.blocks[: self._blocks]
+            tables.append(blocks + [0] * (self._blocks - len(blocks)))
+        empty = room - len(chunks)
+        numbers = tokens + [0] * (len(buffers.tokens) - len(tokens)) + starts + starts[-1:] * empty + lengths
+        device = buffers.tokens.device
+        sizes = len(buffers.tokens), room + 1, len(lengths)
+        parts = to_device(numbers, device, torch.long).split(sizes)  # one copy
+        for buffer, part in zip((buffers.tokens, buffers.starts, buffers.lengths), parts, strict=True):
+            buffer[: len(part)] = part
+        buffers.table[: len(tables)] = to_device(tables, device, torch.int32)
+        return buffers
