@@ -35,7 +35,8 @@ class StepOutput:
             `path.accepted` are undefined.
         path: The accepted nodes of the tree.
         levels: Levels of drafts in the tree, at most K.
-        logits: The target's logits at every node, `[B, N, V]`.
+        drafted: Number of drafts verified in each row, `[B]` int64.
+        logits: The target's logits at every node, `[B, N, V]`; undefined at nodes that were not verified.
         scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
             fused into one kernel, which keeps no processed scores.
         chunk_ends: What the target gave at the end of each chunk of a prompt that the step read; None for no chunks.
@@ -44,18 +45,14 @@ class StepOutput:
     tokens: Tensor
     path: Path
     levels: int
+    drafted: Tensor
     logits: Tensor
     scores: Tensor
     chunk_ends: ChunkEnds | None = None
 
-    @property
-    def drafted(self) -> int:
-        """Number of drafts verified per row, N - 1."""
-        return self.logits.shape[1] - 1
-
     def pack_for_host(self) -> Tensor:
-        """Return all that the host needs in one tensor: the tokens, then the accepted length, `[B, K+2]` int64."""
-        return torch.cat([self.tokens, self.path.accepted[:, None]], dim=1)
+        """Return all that the host needs in one tensor: tokens, accepted length, drafts verified, `[B, K+3]` int64."""
+        return torch.cat([self.tokens, self.path.accepted[:, None], self.drafted[:, None]], dim=1)
 
 
 def step(
@@ -118,7 +115,7 @@ def step(
 
     # 6. Advance. The token drawn at the end of the path is the next pending token.
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
-    output = StepOutput(tokens, path, tree.levels, logits, scores, chunk_ends)
+    output = StepOutput(tokens, path, tree.levels, _drafted(tree), logits, scores, chunk_ends)
     return _advance(state, tokens, path, hidden), output
 
 
@@ -220,7 +217,14 @@ def draw_first_tokens(
     scores = sampler.scores(logits[:, None], _prefixes(before, tree, sampler, window))  # [B, 1, V]
     drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
     path = accept(tree, drawn, max_depth=0)
-    return _advance(before, drawn, path, hidden[:, None]), StepOutput(drawn, path, 0, logits[:, None], scores)
+    return _advance(before, drawn, path, hidden[:, None]), StepOutput(
+        drawn, path, 0, _drafted(tree), logits[:, None], scores
+    )
+
+
+def _drafted(tree: Tree) -> Tensor:
+    """Return the number of drafts verified in each row, `[B]` int64."""
+    return torch.full_like(tree.tokens[:, 0], tree.new) - 1 if tree.counts is None else tree.counts - 1
 
 
 def _prefixes(state: State, tree: Tree, sampler: Sampler, window: int) -> Prefixes:

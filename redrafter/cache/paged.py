@@ -111,13 +111,14 @@ class PagedCache:
             tokens: Tokens of the forward, padding included.
         """
         chunks = PromptChunks.room(0, self.table.shape[1], length.device) if chunks is None else chunks
-        starts = len(length) * tree.new + chunks.starts
+        row_starts = tree.row_starts()
+        starts = row_starts[-1] + chunks.starts
         padding_table = chunks.table.new_zeros(1, chunks.table.shape[1])
         return Plan(
             self.pool.layer_pools,
             windows,
             length=_flatten_with_spare(length),
-            starts=torch.arange(len(length) + 1, device=length.device) * tree.new,
+            starts=row_starts,
             depth=_flatten_with_spare(tree.depth),
             ancestors=_flatten_with_spare(tree.ancestors),
             table=_flatten_with_spare(self.table),

@@ -14,7 +14,9 @@ class TreeShape:
     Attributes:
         num_beams: Beams of the search.
         draft_len_per_beam: Draft tokens of each beam.
-        node_budget: Most nodes of a tree.
+        node_budget: Most nodes of a row's tree.
+        shared_nodes: Nodes of all rows of a step together, which are the likeliest ones; None for `node_budget` nodes
+            in each row.
 
     Raises:
         ArgumentError: If a field is neither None nor a positive integer within limits.
@@ -23,6 +25,7 @@ class TreeShape:
     num_beams: int | None = None
     draft_len_per_beam: int | None = None
     node_budget: int | None = None
+    shared_nodes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

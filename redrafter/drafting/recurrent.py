@@ -28,7 +28,8 @@ class RecurrentProposer:
         target: The target, whose embedding table the drafter shares.
         beams: W, beams of the search.
         depth: K, steps of the search.
-        nodes: N, nodes of the tree, the pending token included.
+        nodes: N, most nodes of a row's tree, the pending token included.
+        shared_nodes: Nodes that all rows of a step share, the likeliest ones; None for N in each row.
         compiled: Whether to run the drafter's step through torch.compile, which takes some seconds at its first use.
     """
 
@@ -37,6 +38,7 @@ class RecurrentProposer:
     beams: int
     depth: int
     nodes: int
+    shared_nodes: int | None = None
     compiled: bool = False
 
     model = None  # a recurrent drafter keeps no keys and values
@@ -70,6 +72,10 @@ class RecurrentProposer:
             logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, hidden)
             return sampler.draft_scores(logits, noise, k, ids)
 
+        shared = None
+        if self.shared_nodes is not None:
+            eligible = state.active if sampler.plain is None else state.active & ~sampler.plain
+            shared = max(self.shared_nodes, len(eligible)), eligible
         return beam_search(
             state.pending[:, 0],
             expand,
@@ -77,6 +83,7 @@ class RecurrentProposer:
             depth=self.depth,
             nodes=self.nodes,
             ids=ids,
+            shared=shared,
             should_stop=should_stop,
         )
 

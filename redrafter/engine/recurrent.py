@@ -61,7 +61,7 @@ class ReDrafter(Engine):
             warnings.warn(message, stacklevel=3)
         target.read_aux_hidden(config.target_layers)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
-        self._proposers: dict[tuple[int, int, int], RecurrentProposer] = {}
+        self._proposers: dict[tuple[int, int, int, int | None], RecurrentProposer] = {}
         self._compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
         if target.device.type == "cuda":
             drafter.join_recurrence()
@@ -143,8 +143,8 @@ class ReDrafter(Engine):
             beams, depth = self.shape.num_beams, self.shape.draft_len_per_beam
             assert beams is not None
             assert depth is not None
-            shape = default_shape(rows, beams, depth, self.target.device.type)
-            if shape is not None and (shape.node_budget or 0) >= self.proposer.nodes:
+            shape = default_shape(rows, beams, depth, self.target.device.type, share=self.target.varlen.ok)
+            if shape is not None and not shape.shared_nodes and (shape.node_budget or 0) >= self.proposer.nodes:
                 shape = self.shape
         return self.plain if shape is None else self._propose(self.target, shape)
 
@@ -156,5 +156,5 @@ class ReDrafter(Engine):
         assert depth is not None
         check_beams(self.drafter.config, beams)
         nodes = node_count(shape.node_budget, beams, depth, target.device)
-        new = RecurrentProposer(self.drafter, target, beams, depth, nodes, self._compiled)
-        return self._proposers.setdefault((beams, depth, nodes), new)
+        new = RecurrentProposer(self.drafter, target, beams, depth, nodes, shape.shared_nodes, self._compiled)
+        return self._proposers.setdefault((beams, depth, nodes, shape.shared_nodes), new)

@@ -42,21 +42,30 @@ HOME = "REDRAFTER_HOME"  # environment variable: the directory that tunings are 
 # 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128. On two cores the boxed pair writes 1.5 times
 # plain decoding's tokens with trees of 6 nodes in 8 rows, 1.2 with 4 nodes in 16, and no more in 32 rows.
 _DEFAULTS = {"cuda": (128, 256, 2), "cpu": (64, 64, 3)}
+_SHARING_ROWS = 32  # from which on rows share nodes; with fewer, each has nodes enough for what is likely
 
 
-def default_shape(rows: int, beams: int, depth: int, device: str = "cuda") -> TreeShape | None:
+def default_shape(rows: int, beams: int, depth: int, device: str = "cuda", share: bool = False) -> TreeShape | None:
     """Return the tree for `rows` rows where nothing was measured; None where speculation would lose.
 
-    A small tree is a short one: deep nodes are what the budget drops.
+    A small tree is a short one: deep nodes are what the budget drops. Rows that share nodes are searched one level
+    deeper, since some have all of theirs on one path.
 
     Args:
         rows: Rows of the batch.
         beams: Width of the drafter's beam search.
         depth: Depth of the drafter's beam search.
         device: Type of the device.
+        share: Whether rows may share nodes, as they can where a forward computes ragged trees.
     """
     free, most, least = _DEFAULTS.get(device, _DEFAULTS["cuda"])
     rows, lattice = bucket(rows), 1 + beams * depth
+    if share and rows >= _SHARING_ROWS:
+        shared = max(free, rows + rows // 2)
+        if shared > most:
+            return None
+        beams, depth = min(beams, max(shared // rows, 2)), min(depth, (shared // rows).bit_length())
+        return TreeShape(beams, depth, 1 + beams * depth, shared)
     nodes = min(lattice, max(free // rows, least))
     if rows * nodes > most:
         return None

@@ -11,7 +11,7 @@ from redrafter.scheduler.prefill_budget import Chunk
 
 __all__ = ["ROOMS", "ChunkBuffers", "choose_room"]
 
-ROOMS = (4, 16)  # chunks that a step has room for, of TOKENS_PER_CHUNK tokens each on average, the smallest first
+ROOMS = (4, 8, 16)  # chunks that a step has room for, of TOKENS_PER_CHUNK tokens each on average, the smallest first
 
 
 def choose_room(prompts: int, tokens: int) -> int:

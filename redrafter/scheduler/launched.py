@@ -21,10 +21,9 @@ class LaunchedStep:
 
     Attributes:
         sequences: The sequences of its first R rows.
-        report: For each row its tokens and, last, its number of accepted drafts.
+        report: For each row its tokens, its number of accepted drafts, and of drafts that were verified.
         logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
         scores: Processed logits, likewise.
-        drafted: Drafts verified in each row.
         levels: Levels of drafts.
     """
 
@@ -32,7 +31,6 @@ class LaunchedStep:
     report: PendingReport
     logits: Mapping[int, Tensor]
     scores: Mapping[int, Tensor]
-    drafted: int
     levels: int
 
     @classmethod
@@ -44,14 +42,15 @@ class LaunchedStep:
                 logits[row] = output.logits[row].index_select(0, output.path.nodes[row])
             if "scores" in sequence.keeps:
                 scores[row] = output.scores[row].index_select(0, output.path.nodes[row])
-        return cls(sequences, report, logits, scores, output.drafted, output.levels)
+        return cls(sequences, report, logits, scores, output.levels)
 
     def read(self) -> Iterator[tuple[TokenSequence, NewTokens]]:
         """Wait for the step, and yield what it drew for each of its sequences."""
-        for row, (sequence, (*tokens, accepted)) in enumerate(zip(self.sequences, self.report.read(), strict=False)):
+        reports = zip(self.sequences, self.report.read(), strict=False)
+        for row, (sequence, (*tokens, accepted, drafted)) in enumerate(reports):
             count = accepted + 1
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
-            drafted = self.drafted if sequence.params.speculate else 0
+            drafted = drafted if sequence.params.speculate else 0
             yield sequence, NewTokens(tokens[:count], drafted, logits, scores)
 
 

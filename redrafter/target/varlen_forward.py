@@ -60,12 +60,13 @@ class VarlenForward(TreeForward):
         long: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the new nodes of a tree through the model; see `TreeForward`."""
-        rows, nodes = len(length), tree.new
-        index = torch.arange(rows * nodes, device=length.device)
+        index = torch.arange(tree.size, device=length.device)
         if logits_index is not None:
-            index = index.view(rows, nodes).gather(1, logits_index[:, None]).flatten()
+            index = index.view(len(length), tree.new).gather(1, logits_index[:, None]).flatten()
         logits, hidden = self._run_tree(tree, length, cache, index, long, None)
-        return logits.view(rows, -1, logits.shape[-1]), hidden.view(rows, -1, hidden.shape[-1])
+        if logits_index is not None:
+            return logits[:, None], hidden[:, None]
+        return _by_row(tree, logits), _by_row(tree, hidden)
 
     def verify_and_read(
         self, tree: Tree, length: Tensor, cache: PagedCache, chunks: PromptChunks
@@ -81,13 +82,11 @@ class VarlenForward(TreeForward):
         Returns:
             Logits `[B, N, V]` and hidden states `[B, N, F]` of the nodes, and both of the last token of each chunk.
         """
-        rows, nodes = tree.tokens.shape
-        count = rows * nodes
+        count = tree.size
         index = torch.cat([torch.arange(count, device=length.device), count + chunks.last])
         logits, hidden = self._run_tree(tree, length, cache, index, None, chunks)
-        of_nodes, of_ends = zip(*(x.tensor_split([count]) for x in (logits, hidden)), strict=True)
-        logits, hidden = (x.view(rows, nodes, -1) for x in of_nodes)
-        return logits, hidden, ChunkEnds(*of_ends)
+        ends = ChunkEnds(logits[count:], hidden[count:])
+        return _by_row(tree, logits[:count]), _by_row(tree, hidden[:count]), ends
 
     def _run_tree(
         self,
@@ -111,8 +110,9 @@ class VarlenForward(TreeForward):
         Returns:
             Logits `[R, V]` and hidden states `[R, F]`.
         """
-        nodes, wanted = tree.new, len(index)
-        ids, positions = tree.tokens[:, -nodes:].flatten(), (length[:, None] + tree.depth[:, -nodes:]).flatten()
+        wanted, nodes = len(index), _flat_nodes(tree)
+        ids = tree.tokens[:, -tree.new :].flatten()[nodes]
+        positions = (length[:, None] + tree.depth[:, -tree.new :]).flatten()[nodes]
         if chunks is not None:
             ids, positions = torch.cat([ids, chunks.tokens]), torch.cat([positions, chunks.positions()])
         if self._context is not None:
@@ -120,7 +120,7 @@ class VarlenForward(TreeForward):
         ids, positions, index = _aligned(ids), _aligned(positions), _aligned(index)
         plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
         if long is not None:
-            long = _aligned(long[:, None].expand(-1, nodes).flatten())
+            long = _aligned(long[:, None].expand(-1, tree.new).flatten()[nodes])
             torch._dynamo.maybe_mark_dynamic(long, 0)
         for x in (ids, positions, index, *plan.tensors):
             torch._dynamo.maybe_mark_dynamic(x, 0)
@@ -231,6 +231,27 @@ class VarlenForward(TreeForward):
         finally:
             RUNNING_PLAN.reset(running)
             self._config._attn_implementation = before
+
+
+def _flat_nodes(tree: Tree) -> Tensor | slice:
+    """Return which of a tree's `B * M` new nodes are tokens of the forward."""
+    if tree.counts is None:
+        return slice(None)
+    starts = tree.row_starts()
+    index = torch.arange(tree.size, device=starts.device)
+    row = torch.searchsorted(starts[1:], index, right=True)
+    return row * tree.new + index - starts[row]
+
+
+def _by_row(tree: Tree, x: Tensor) -> Tensor:
+    """Return what is known of a forward's nodes, `[T, D]`, as `[B, M, D]`; undefined for nodes that were left out."""
+    rows = tree.tokens.shape[0]
+    if tree.counts is None:
+        return x.view(rows, -1, x.shape[-1])
+    starts = tree.row_starts()
+    node = torch.arange(tree.new, device=x.device)
+    index = torch.minimum(starts[:-1, None] + node, starts[1:, None] - 1)  # [B, M]
+    return x[index]
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -52,6 +52,8 @@ def accept(tree: Tree, drawn: Tensor, max_depth: int) -> Path:
         root = torch.zeros(rows, 1, dtype=torch.long, device=drawn.device)
         return Path(root, root[:, 0])
     confirmed = tree.tokens == drawn.gather(1, tree.parents)  # [B, N]
+    if tree.counts is not None:
+        confirmed &= torch.arange(nodes, device=drawn.device) < tree.counts[:, None]
     confirmed[:, 0] = True
     accepted = ~(tree.ancestors & ~confirmed[:, None, :]).any(dim=-1)  # [B, N]: the node and its ancestors agree
     level = torch.where(accepted, tree.depth, max_depth + 1)  # other nodes go to a column that is cut off

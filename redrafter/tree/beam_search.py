@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from redrafter import kernels
-from redrafter.tree.token_tree import Tree, chain, keep_best, tree_of
+from redrafter.tree.token_tree import Tree, chain, keep_best, share_nodes, tree_of
 
 __all__ = ["Expand", "beam_search", "node_count", "top_continuations"]
 
@@ -37,6 +37,7 @@ def beam_search(
     depth: int,
     nodes: int,
     ids: Tensor | None = None,
+    shared: tuple[int, Tensor] | None = None,
     should_stop: Callable[[Tensor], bool] | None = None,
 ) -> Tree:
     """Search `depth` steps with `beams` beams and return the best `nodes` candidates as a tree.
@@ -48,6 +49,8 @@ def beam_search(
         depth: K, search steps.
         nodes: Nodes to keep, the root included: those of highest cumulative log-probability.
         ids: The target's id of each of the proposer's ids, `[V']` int64; None where they are the same.
+        shared: How many nodes of all rows together to verify, and which rows take drafts, `[B]` bool, as `share_nodes`
+            describes; None to verify all nodes that are kept.
         should_stop: Called after each search step with the beams' cumulative log-probabilities `[B, W]`; the search
             ends where it returns true. None to search all steps.
     """
@@ -62,15 +65,20 @@ def beam_search(
         scores.append(score)
         if should_stop is not None and should_stop(score):
             break
-    lattice_tokens = torch.cat(tokens, 1)  # [B, N]
-    if beams == 1:
-        return chain(lattice_tokens)
+    lattice_tokens, score = torch.cat(tokens, 1), torch.cat(scores, 1)  # [B, N]
     count = lattice_tokens.shape[1]
     lattice = lattice_tokens, torch.cat(sources, 1) + first[:count], level[:count].expand(rows, -1)
-    if nodes >= count:
-        return tree_of(*lattice, max_depth=len(tokens) - 1)
-    kept_tokens, parents, depths, slots = keep_best(*lattice, torch.cat(scores, 1), nodes)
-    return replace(tree_of(kept_tokens, parents, depths, max_depth=len(tokens) - 1), slots=slots)
+    if beams == 1:
+        tree = chain(lattice_tokens)
+    elif nodes >= count:
+        tree = tree_of(*lattice, max_depth=len(tokens) - 1)
+    else:
+        kept_tokens, parents, depths, slots = keep_best(*lattice, score, nodes)
+        score = score.gather(1, slots)
+        tree = replace(tree_of(kept_tokens, parents, depths, max_depth=len(tokens) - 1), slots=slots)
+    if shared is None or shared[0] >= score.numel():
+        return tree
+    return share_nodes(tree, score, *shared)
 
 
 def node_count(budget: int | None, beams: int, depth: int, device: torch.device) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from redrafter import kernels
 from redrafter.errors import ArgumentError
 
-__all__ = ["Tree", "chain", "check_size", "keep_best", "tree_of"]
+__all__ = ["Tree", "chain", "check_size", "keep_best", "share_nodes", "tree_of"]
 
 MAX_BEAMS = 1024  # also of levels; a tree's memory grows with the square of its nodes
 
@@ -38,6 +38,9 @@ class Tree:
             where drafts are not samples of a distribution.
         slots: Slot of each node in the draft model's cache, counted from n, `[B, N]` int64; None where node i is in
             slot n + i, or where there is no draft model.
+        counts: How many nodes of each row are verified, the first ones, `[B]` int64; None for all. The tree is ragged
+            where there are counts.
+        total: The sum of `counts`, a number on the host; None for all nodes.
     """
 
     tokens: Tensor
@@ -48,11 +51,25 @@ class Tree:
     branches: bool = True
     sampled_from: Tensor | None = None
     slots: Tensor | None = None
+    counts: Tensor | None = None
+    total: int | None = None
 
     @property
     def new(self) -> int:
         """M, the number of nodes that the next forward computes."""
         return self.ancestors.shape[1]
+
+    @property
+    def size(self) -> int:
+        """How many nodes of all rows together the next forward computes."""
+        return self.tokens.shape[0] * self.new if self.total is None else self.total
+
+    def row_starts(self) -> Tensor:
+        """Return the index of each row's first node among those that the next forward computes, and `size`, `[B+1]`."""
+        rows = self.tokens.shape[0]
+        if self.counts is None:
+            return torch.arange(rows + 1, device=self.tokens.device) * self.new
+        return torch.nn.functional.pad(self.counts.cumsum(0), (1, 0))
 
     def last(self, count: int) -> "Tree":
         """Return the same tree with only its last `count` nodes to be computed."""
@@ -131,5 +148,40 @@ def keep_best(
     """
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     kept = order.sort(dim=1).values  # [B, nodes], depth-major again
-    renumber = torch.zeros_like(parents).scatter_(1, kept, torch.arange(nodes, device=kept.device).expand_as(kept))
-    return tokens.gather(1, kept), renumber.gather(1, parents.gather(1, kept)), depth.gather(1, kept), kept
+    return *_take(tokens, parents, depth, kept), kept
+
+
+def _take(tokens: Tensor, parents: Tensor, depth: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, parents and depths of the nodes `kept`, `[B, M]` int64, in that order, with parents renumbered."""
+    renumber = torch.zeros_like(parents).scatter_(
+        1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+    )
+    return tokens.gather(1, kept), renumber.gather(1, parents.gather(1, kept)), depth.gather(1, kept)
+
+
+def share_nodes(tree: Tree, score: Tensor, total: int, eligible: Tensor) -> Tree:
+    """Let the rows of a tree share `total` nodes: those of highest score in all rows, and the root of each row.
+
+    A row whose drafts are likely has more of them verified than one whose drafts are not. What is left out changes no
+    text, as a draft counts only if it is what the target itself draws.
+
+    Args:
+        tree: The trees of B rows, N nodes each, none of them sampled from a distribution.
+        score: Score of each node, `[B, N]`; never higher than the parent's.
+        total: Nodes to verify, B at least and B * N at most.
+        eligible: Rows that take drafts, `[B]` bool.
+
+    Returns:
+        The ragged tree, whose verified nodes come first in each row.
+    """
+    rows, nodes = score.shape
+    score = score.nan_to_num(nan=-torch.inf).masked_fill(~eligible[:, None], -torch.inf)
+    score[:, 0] = torch.inf
+    best = score.flatten().sort(descending=True, stable=True).indices[:total]  # on a tie, a parent before its child
+    held = torch.zeros(rows * nodes, dtype=torch.long, device=score.device).index_fill_(0, best, 1).view(rows, nodes)
+    counts = held.sum(dim=1)
+    if not tree.branches:  # a chain: the nodes that are held are the first ones already
+        return replace(tree, counts=counts, total=total)
+    order = held.sort(dim=1, descending=True, stable=True).indices
+    moved = tree_of(*_take(tree.tokens, tree.parents, tree.depth, order), max_depth=tree.levels)
+    return replace(moved, counts=counts, total=total)

@@ -61,6 +61,25 @@ def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_ragged_forward_equals_one_of_all_nodes(architecture):
+    target = Target(tiny_model(architecture))
+    lengths, table = torch.tensor([9, 6, 1]), torch.tensor([[3, 1], [4, 2], [6, 5]]).int()
+    prompts = (torch.arange(27).view(3, 9) * 7 + 11) % VOCAB
+    parents, depth = torch.tensor([0, 0, 0, 1, 2]).expand(3, 5), torch.tensor([0, 1, 1, 2, 2]).expand(3, 5)
+    tree = tree_of((torch.arange(15).view(3, 5) * 5 + 3) % VOCAB, parents, depth, 2)
+    counts = [5, 1, 3]
+    results = []
+    with torch.inference_mode():
+        for each in (tree, replace(tree, counts=torch.tensor(counts), total=9)):
+            cache = PagedCache(KVCachePool(target.paged_shapes, 7), table)
+            target.prefill(prompts, lengths, cache)
+            results.append(target.verify(each, lengths, cache))
+    for of_all, of_some in zip(*results, strict=True):
+        for row, count in enumerate(counts):
+            torch.testing.assert_close(of_some[row, :count], of_all[row, :count], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_packed_forward_equals_a_dense_one_before_and_after_merging(architecture):
     model = tiny_model(architecture)
     target = Target(model)

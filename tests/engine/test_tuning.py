@@ -22,6 +22,7 @@ from redrafter.engine.tuning import (
 )
 from redrafter.scheduler.cuda_graphs import CapturedStep
 from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.target.support import Support
 from redrafter.target.target import Target
 
 SHAPES = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}
@@ -210,10 +211,22 @@ def test_an_untuned_gpu_verifies_fewer_nodes_in_larger_batches():
     assert [shape and shape.draft_len_per_beam for shape in shapes] == [5, 5, 5, 4, 4, 3, 2, 1, 1, None]
     assert default_shape(1, 10, 5) == TreeShape(10, 5, 51)
     assert default_shape(64, 1, 2) == TreeShape(1, 1, 2)
-    gpu = types.SimpleNamespace(device=torch.device("cuda"), read_aux_hidden=lambda layers: None)
+
+
+def test_rows_of_an_untuned_gpu_share_nodes_where_each_has_few():
+    assert default_shape(16, 5, 5, share=True) == default_shape(16, 5, 5)
+    assert default_shape(32, 5, 5, share=True) == TreeShape(4, 3, 13, 128)
+    assert default_shape(64, 5, 5, share=True) == TreeShape(2, 2, 5, 128)
+    assert default_shape(128, 5, 5, share=True) == TreeShape(2, 1, 3, 192)
+    assert default_shape(200, 5, 5, share=True) is None
+
+
+def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
+    gpu = types.SimpleNamespace(device=torch.device("cuda"), read_aux_hidden=lambda layers: None, varlen=Support())
     engine = ReDrafter(gpu, tiny_drafter())
     assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
     assert (engine.proposer_for(16).beams, engine.proposer_for(16).nodes) == (5, 8)
+    assert engine.proposer_for(64).shared_nodes == 128
     assert isinstance(engine.proposer_for(129), PlainProposer)
     assert ReDrafter(gpu, tiny_drafter(), TreeShape(node_budget=20)).proposer_for(500).nodes == 20
 

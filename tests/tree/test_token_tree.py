@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from redrafter.errors import ArgumentError
-from redrafter.tree.token_tree import chain, check_size, keep_best, tree_of
+from redrafter.tree.token_tree import Tree, chain, check_size, keep_best, share_nodes, tree_of
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 7, 30])
@@ -36,6 +36,67 @@ def test_keeping_the_best_nodes_renumbers_parents():
     score = torch.tensor([[0.0, -3.0, -1.0, -4.0, -2.0]])
     kept = keep_best(tokens, parents, depth, score, 3)
     assert [x.tolist() for x in kept] == [[[9, 2, 4]], [[0, 0, 1]], [[0, 1, 2]], [[0, 2, 4]]]
+
+
+def random_trees(rows: int, nodes: int) -> tuple[Tree, torch.Tensor]:
+    """Return trees with distinct tokens, and scores of their nodes that are never higher than the parent's."""
+    generator = torch.Generator().manual_seed(rows)
+    parents, depth = torch.zeros(2, rows, nodes, dtype=torch.long)
+    score = torch.zeros(rows, nodes)
+    for node in range(1, nodes):
+        parents[:, node] = torch.randint((node - 1) // 2, node, (rows,), generator=generator)
+        depth[:, node] = depth.gather(1, parents[:, node, None])[:, 0] + 1
+        drop = torch.randint(0, 3, (rows,), generator=generator)  # ties between parent and child are frequent
+        score[:, node] = score.gather(1, parents[:, node, None])[:, 0] - drop
+    return tree_of(torch.arange(rows * nodes).view(rows, nodes), parents, depth, int(depth.max())), score
+
+
+@pytest.mark.parametrize("total", [4, 5, 11, 39, 40])
+def test_rows_share_the_nodes_of_highest_score(total):
+    tree, score = random_trees(4, 10)
+    shared = share_nodes(tree, score.clone(), total, torch.ones(4, dtype=torch.bool))
+    assert shared.counts is not None
+    assert shared.counts.sum() == shared.total == shared.size == total
+    assert shared.counts.min() >= 1
+    verified = [row[:count] for row, count in zip(shared.tokens.tolist(), shared.counts.tolist(), strict=True)]
+    chosen = torch.tensor([token for row in verified for token in row])
+    left_out = torch.ones(40, dtype=torch.bool).index_fill(0, chosen, False)
+    drafts = chosen[chosen % 10 != 0]
+    if len(drafts) and left_out.any():
+        assert score.flatten()[drafts].min() >= score.flatten()[left_out].max()
+    for row, tokens in enumerate(verified):
+        assert tokens[0] == 10 * row
+        for node, token in enumerate(tokens):  # the parent is verified too, and comes before
+            parent = 10 * row + int(tree.parents[row, token % 10])
+            assert tokens[int(shared.parents[row, node])] == parent
+            assert tokens.index(parent) <= node
+            assert int(shared.depth[row, node]) == int(tree.depth[row, token % 10])
+
+
+def test_rows_that_take_no_drafts_leave_their_nodes_to_others():
+    tree, score = random_trees(3, 8)
+    shared = share_nodes(tree, score, 10, torch.tensor([False, True, False]))
+    assert shared.counts is not None
+    assert shared.counts.tolist() == [1, 8, 1]
+
+
+def test_scores_that_are_no_numbers_take_no_root_away():
+    tree, score = random_trees(3, 8)
+    score[1, 1:] = torch.nan
+    shared = share_nodes(tree, score, 12, torch.ones(3, dtype=torch.bool))
+    assert shared.counts is not None
+    assert shared.counts.tolist()[1] == 1
+    assert shared.tokens[:, 0].tolist() == [0, 8, 16]
+
+
+def test_a_chain_stays_a_chain_when_rows_share_nodes():
+    tokens = torch.arange(8).view(2, 4)
+    score = torch.tensor([[0.0, -0.1, -0.2, -5.0], [0.0, -3.0, -4.0, -6.0]])
+    shared = share_nodes(chain(tokens), score, 5, torch.ones(2, dtype=torch.bool))
+    assert shared.counts is not None
+    assert shared.counts.tolist() == [3, 2]
+    assert not shared.branches
+    assert torch.equal(shared.tokens, tokens)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "5", None, 10**20])
