@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from helpers.models import tiny_model
 from helpers.progress import FolderProgress
+from redrafter import ReDrafter
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits
 
@@ -46,6 +47,12 @@ def _quiet() -> Iterator[None]:
     transformers.logging.set_verbosity_error()
     yield
     logging.getLogger("redrafter").handlers.clear()
+
+
+@pytest.fixture(autouse=True)
+def _drafting(monkeypatch) -> None:
+    """Let engines draft in every step, though the random drafters of tests gain little."""
+    monkeypatch.setattr(ReDrafter, "pauses", False)
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,7 @@ class OneProposer:
     plain: Proposer
     proposer: Proposer
     rejection_sampling: bool = False
+    draft_step_cost: float | None = None
 
     @classmethod
     def of(cls, engine: Engine, proposer: Proposer) -> "OneProposer":

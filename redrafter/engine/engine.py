@@ -91,6 +91,11 @@ class Engine:
         """Return the proposer for a batch of `rows` rows."""
         return self.proposer
 
+    @property
+    def draft_step_cost(self) -> float | None:
+        """Time of a step with drafts, in steps without, where drafting pauses if it gains less; None for no pauses."""
+        return None
+
     def make_graphs(self, rows: int = MOST_ROWS) -> CUDAGraphRunner:
         """Take memory for a paged cache and prepare the models' forwards.
 

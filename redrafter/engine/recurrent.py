@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.drafting.draft_gain import STEP_COSTS
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
@@ -26,12 +27,17 @@ __all__ = ["ReDrafter"]
 class ReDrafter(Engine):
     """A target with its recurrent drafter.
 
+    Attributes:
+        pauses: Whether steps draft nothing for a while where drafts gain less than they cost. It changes no token.
+
     Example:
         ```python
         engine = ReDrafter.from_pretrained("my-base", "my-drafter")
         ids = engine.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=100)
         ```
     """
+
+    pauses = True
 
     def __init__(
         self,
@@ -147,6 +153,11 @@ class ReDrafter(Engine):
             if shape is not None and not shape.shared_nodes and (shape.node_budget or 0) >= self.proposer.nodes:
                 shape = self.shape
         return self.plain if shape is None else self._propose(self.target, shape)
+
+    @property
+    def draft_step_cost(self) -> float | None:
+        """Time of a step with drafts, in steps without, where drafting pauses if it gains less; None for no pauses."""
+        return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"]) if self.pauses else None
 
     def _propose(self, target: Target, shape: TreeShape) -> RecurrentProposer:
         """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""

@@ -29,3 +29,7 @@ class Models(Protocol):
     @property
     def rejection_sampling(self) -> bool:
         """Whether sampled drafts are kept by rejection sampling."""
+
+    @property
+    def draft_step_cost(self) -> float | None:
+        """Time of a step with drafts, in steps without, where drafting pauses if it gains less; None for no pauses."""

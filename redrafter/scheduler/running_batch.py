@@ -4,7 +4,7 @@ All buffers stay where they are, so that a step over the first 1, 2, 4, ... rows
 sequences occupy them.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
+from redrafter.drafting.draft_gain import DraftGain
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.chunk_buffers import ChunkBuffers
 from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket, new_state
 from redrafter.scheduler.launched import LaunchedStep
+from redrafter.scheduler.models import Models
 from redrafter.scheduler.prefill import PrefilledRows
 from redrafter.scheduler.prefill_budget import Chunk
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
@@ -53,6 +55,7 @@ class RunningBatch:
         depth: Greatest number of successive drafts of any of the proposers.
         overshoot: Positions behind the last token of a sequence that a step may write to.
         draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
+        draft_gain: Decides which steps draft nothing, as drafts gain too little; None where all of them draft.
         captured_steps: The steps so far, by number of rows, what their sampling depends on, id of the proposer, and
             chunks of prompts that there is room for.
     """
@@ -73,28 +76,29 @@ class RunningBatch:
         self._graphs = graphs
         self.rows: list[TokenSequence] = []
         self.draft_lengths: AdaptiveDraftLength | None = None
+        self.draft_gain: DraftGain | None = None
         self.captured_steps: dict[tuple[int, Hashable, int, int], CapturedStep] = {}
         self._positions = 0  # of a row's buffers
         self._state: State | None = None
         self._chunk_buffers: ChunkBuffers | None = None
 
-    def draft_with(
-        self, proposer_for: Callable[[int], Proposer], plain: Proposer, rows: int, *, rejection_sampling: bool = False
-    ) -> None:
+    def draft_with(self, models: Models, rows: int, *, speculate: bool) -> None:
         """Set what drafts in later steps, while there are no sequences.
 
         Args:
-            proposer_for: Gives the proposer for a number of rows.
-            plain: The proposer of steps in which no row takes drafts.
+            models: Gives the proposer for a number of rows.
             rows: Most sequences at once.
-            rejection_sampling: Whether sampled drafts are kept by rejection sampling.
+            speculate: Whether any row takes drafts.
         """
         assert not self.rows, "rows are drafted for already"
-        self._plain, self._rejection_sampling, self.draft_lengths = plain, rejection_sampling, None
-        self._proposers = {size: proposer_for(size) for size in {self._size(count) for count in range(1, rows + 1)}}
+        self._plain, self._rejection_sampling, self.draft_lengths = models.plain, models.rejection_sampling, None
+        sizes = {self._size(count) for count in range(1, rows + 1)}
+        self._proposers = {size: models.proposer_for(size) if speculate else models.plain for size in sizes}
         proposers = self._proposers.values()
         self.depth = max(proposer.depth for proposer in proposers)
         self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in proposers)
+        cost = models.draft_step_cost
+        self.draft_gain = None if cost is None else DraftGain(cost)
 
     def _size(self, rows: int) -> int:
         """Return how many rows a step for so many sequences has."""
@@ -237,7 +241,10 @@ class RunningBatch:
             return self._plain
         if self.draft_lengths is not None:
             return self.draft_lengths.choose([sequence.index for sequence in sequences])
-        return self._proposers[self._size(len(self.rows))]
+        proposer = self._proposers[self._size(len(self.rows))]
+        if proposer.depth and self.draft_gain is not None and not self.draft_gain.should_draft():
+            return self._plain
+        return proposer
 
     def _longest(self) -> int:
         """Return the most committed tokens that a row can have."""

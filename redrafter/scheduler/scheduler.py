@@ -104,10 +104,7 @@ class Scheduler:
             caches = PagedRows(graphs, draft_model is not None)
             batch = RunningBatch(engine.target, sampling, rows, caches, graphs)
         self.batch = batch
-        proposer_for = engine.proposer_for if speculate else lambda rows: engine.plain
-        batch.draft_with(
-            proposer_for, engine.plain, limits.max_batch_size, rejection_sampling=engine.rejection_sampling
-        )
+        batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
         self.prefiller = Prefiller(engine.target, draft_model, limits)
         self._blocks = None if graphs is None else SequenceBlocks(graphs, draft_model is not None, limits.reuse)
         self.longest = self._bound()
@@ -493,13 +490,18 @@ class Scheduler:
             self._report(forward)
 
     def _report(self, step: LaunchedStep) -> None:
+        rows = tokens = 0  # of rows that took drafts
         for sequence, drawn in step.read():
             sequence.launched -= 1
             if sequence.ended:
                 continue
-            if self.batch.draft_lengths is not None and step.levels:
-                self.batch.draft_lengths.observe(sequence.index, len(drawn.tokens) - 1, step.levels)
+            if step.levels and sequence.params.speculate:
+                rows, tokens = rows + 1, tokens + len(drawn.tokens)
+                if self.batch.draft_lengths is not None:
+                    self.batch.draft_lengths.observe(sequence.index, len(drawn.tokens) - 1, step.levels)
             self._append(sequence, drawn)
+        if rows and self.batch.draft_gain is not None:
+            self.batch.draft_gain.observe(rows, tokens)
 
     def _append(self, sequence: TokenSequence, drawn: NewTokens) -> None:
         """Append tokens as `TokenSequence.append` does, and report them; a sequence that ends gives its place back."""

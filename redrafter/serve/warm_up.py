@@ -27,7 +27,8 @@ def warm_up(scheduler: Scheduler) -> None:
     lengths = [length for length in PROMPT_TOKENS if length < longest]
     fillings = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS[:-1])]  # tokens that need each room at least
     for rows, params in itertools.product(scheduler.batch.sizes, (GREEDY, TOP_P)):
-        _write(scheduler, min(rows, limits.max_batch_size), 1, params)
+        for speculate in (True, False):
+            _write(scheduler, min(rows, limits.max_batch_size), 1, replace(params, speculate=speculate))
         for length in fillings if scheduler.reads_beside else ():
             _read_beside(scheduler, min(rows, limits.max_batch_size - 1), min(length, longest - 1), params)
     for length in lengths:
