@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from redrafter.attention.mask import AttentionKind, additive_mask
 from redrafter.attention.prompt_plan import Piece, PromptPlan
+from redrafter.attention.replacement import register_attention
 from redrafter.attention.tree_attention import explicit_attention
 from redrafter.attention.tree_plan import RUNNING_PLAN
 
 __all__ = ["PROMPT_ATTENTION_NAME", "prompt_attention"]
 
-PROMPT_ATTENTION_NAME = "redrafter_prompt"  # a name holding "sdpa" or "flash" would make transformers check for those
+PROMPT_ATTENTION_NAME = "redrafter_prompt"
 MAX_EDGE_TOKENS = 256  # tokens of a block along the edge of a sliding window
 MAX_SCORES = 1 << 23  # attention scores in memory at once, where each must be changed by itself
 
@@ -94,8 +94,7 @@ def _mask_for_other_threads(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if RUNNING_PLAN.get(None) is not None else ALL_MASK_ATTENTION_FUNCTIONS["eager"](*args, **kwargs)
 
 
-AttentionInterface.register(PROMPT_ATTENTION_NAME, prompt_attention)
-AttentionMaskInterface.register(PROMPT_ATTENTION_NAME, _mask_for_other_threads)
+register_attention(PROMPT_ATTENTION_NAME, prompt_attention, mask=_mask_for_other_threads)
 
 
 def _is_past_window(kind: AttentionKind, first: int) -> bool:

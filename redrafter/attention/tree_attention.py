@@ -27,7 +27,7 @@ __all__ = [
     "tree_attention_forward",
 ]
 
-ATTENTION_NAME = "redrafter_tree"  # a name holding "sdpa" or "flash" would make transformers check for those
+ATTENTION_NAME = "redrafter_tree"
 
 
 # Nothing is declared as mutated, though the pools are written: the only readers of a pool are these operators, which

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 from redrafter.attention.positions import answer_by_position
 from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME
 from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.attention.prompt_plan import Piece, PromptPlan
+from redrafter.attention.replacement import register_attention, replacement_for
 from redrafter.attention.tree_attention import ATTENTION_NAME, tree_attention_forward
 from redrafter.attention.tree_plan import RUNNING_PLAN, Plan
 from redrafter.cache.dense import DenseCache
@@ -28,7 +28,7 @@ COMPILE_OPTIONS: dict[str, Any] = {
     "combo_kernels": True,  # queries and keys are rotated in one launch
 }
 
-AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
+register_attention(ATTENTION_NAME, tree_attention_forward)
 
 
 class VarlenForward(TreeForward):
@@ -221,9 +221,9 @@ class VarlenForward(TreeForward):
 
     @contextmanager
     def _attending(self, attention: str, plan: Plan | PromptPlan, *, threads_apart: bool) -> Iterator[None]:
-        """Have the model attend by the function registered as `attention`, which `plan` tells of the forward."""
+        """Have the model attend by our function of that name, which `plan` tells of the forward."""
         before = self._config._attn_implementation
-        self._config._attn_implementation = attention
+        self._config._attn_implementation = replacement_for(before, attention)
         running = RUNNING_PLAN.set(plan)
         try:
             with self._recording(threads_apart=threads_apart), self._choosing_rope():
