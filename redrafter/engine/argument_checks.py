@@ -57,10 +57,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
-    """Refuse what a prepared config asks for and cannot be honoured.
+    """Refuse what a config asks for and cannot be honoured.
 
     Args:
-        config: The call's, with the model's own merged into it.
+        config: The call's, as it was given or with the model's own merged into it.
         own: The checkpoint's, whose choice of a cache nobody made in the call. It is ignored where it changes no token,
             as only a cache that rounds keys and values does.
     """

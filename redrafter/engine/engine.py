@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from redrafter.cache.block_manager import BlockManager
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
-from redrafter.engine.argument_checks import check_arguments, known_arguments
+from redrafter.engine.argument_checks import check_arguments, check_modes, known_arguments
 from redrafter.engine.call_arguments import (
     NEUTRAL,
     prompt_of,
@@ -246,6 +246,8 @@ class Engine:
         check_arguments(kwargs)
         if not isinstance(generation_config, GenerationConfig | None):
             raise ArgumentError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}")
+        if generation_config is not None:
+            check_modes(generation_config, self.model.generation_config)
 
         # 2. Check the shapes that transformers counts on. Ids and mask are checked as it prepares them, in phase 4.
         check_shapes(input_ids, attention_mask)

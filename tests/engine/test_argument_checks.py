@@ -44,10 +44,17 @@ def test_a_cache_that_only_the_checkpoint_asks_for_refuses_no_call(settings):
     assert torch.equal(adapted, expected)
 
 
-def test_a_cache_that_changes_tokens_and_one_that_the_call_asks_for_are_refused():
+def test_a_cache_that_the_call_asks_for_is_refused_though_it_is_the_checkpoints():
     engine, _ = engine_with_config(cache_implementation="static")
     with pytest.raises(UnsupportedError, match="cache_implementation='static'"):
         engine.generate(IDS, MASK, cache_implementation="static", **GREEDY)
+
+
+def test_a_cache_that_a_config_asks_for_is_refused_before_transformers_makes_it(engine, monkeypatch):
+    def stream_without_a_driver():
+        raise RuntimeError("CUDA driver version is insufficient")  # as from torch for CUDA on a machine that has none
+
+    monkeypatch.setattr(torch, "Stream", stream_without_a_driver)
     config = GenerationConfig(cache_implementation="offloaded", **GREEDY)
     with pytest.raises(UnsupportedError, match="cache_implementation='offloaded'"):
         engine.generate(IDS, MASK, generation_config=config)
