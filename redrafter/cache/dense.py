@@ -137,8 +137,6 @@ class _Layer(CacheLayerMixin):
         """Return -1: the cache grows without a bound of its own."""
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.17
-
 
 class _EmptyLayer(_Layer):
     """A layer that stores nothing, which transformers sees as a layer before any forward."""

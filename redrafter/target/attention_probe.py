@@ -133,11 +133,15 @@ _RUNNING: ContextVar[AttentionProbe] = ContextVar("running probe")
 
 
 def _probe_mask(
-    batch_size: int, kv_length: int, mask_function: MaskRule, dtype: torch.dtype = torch.float32, **kwargs: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: MaskRule,
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
 ) -> Tensor:
     """Stand for a mask `[B, 1, Q, S]` of transformers and record its rule."""
-    queries = kwargs["q_length"] if "q_length" in kwargs else len(kwargs["cache_position"])
-    shape = (batch_size, 1, int(queries), kv_length)
+    shape = (batch_size, 1, int(q_length), kv_length)
     return _RUNNING.get().mask(mask_function, shape, dtype, kwargs.get("device"))
 
 

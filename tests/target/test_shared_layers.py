@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
 from helpers.models import paged, row_texts, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import Engine
@@ -23,9 +23,10 @@ COMMON = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 97,
 }
-FAMILIES = {  # without those that an older transformers lacks
+FAMILIES = {
     "gemma3n_text": {"activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 4, "altup_num_inputs": 2},
-} | ({"gemma4_text": {"global_head_dim": 16}} if "gemma4_text" in CONFIG_MAPPING else {})
+    "gemma4_text": {"global_head_dim": 16},
+}
 
 
 def sharing_model(family: str, shared: int) -> PreTrainedModel:
