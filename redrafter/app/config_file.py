@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from redrafter.app.option_files import check_object, read_text, unknown_key
 from redrafter.app.option_values import Option, convert_value, options_by_name
 from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError
-from redrafter.spelling import nearest
 
 __all__ = ["ConfigParser"]
 
@@ -76,7 +76,7 @@ def _read(path: str | Path, known: dict[str, Option]) -> dict[str, Any]:
     for key, value in _load_object(path).items():
         name = key.replace("-", "_")
         if name not in known:
-            raise ArgumentError(f"{path}: {key} is not an option of this command{_suggestion(name, known)}")
+            raise unknown_key(path, key, known)
         if name in config:
             raise ArgumentError(f"{path}: {key} is given twice")
         config[name] = convert_value(path, key, value, known[name])
@@ -84,24 +84,12 @@ def _read(path: str | Path, known: dict[str, Option]) -> dict[str, Any]:
 
 
 def _load_object(path: str | Path) -> dict[str, Any]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(f"{path} (--config) cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # no UTF-8, or a path with a null character
-        raise ArgumentError(f"{path!s} (--config) cannot be read: {error}") from error
-    if not text.strip():
-        raise ArgumentError(f"{path} (--config) is empty; it must hold a JSON object, such as {{}}")
+    text = read_text(path)
     try:
         document = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path} (--config) is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ArgumentError(f"{path} (--config) must hold a JSON object, got a {_JSON_NAMES[type(document)]}")
-    return document
-
-
-_JSON_NAMES = {list: "list", str: "text", int: "number", float: "number", bool: "truth value", type(None): "null"}
+        raise ArgumentError(f"{path} is not JSON: {error}") from error
+    return check_object(path, document)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -110,12 +98,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if any(key == other for other, _ in pairs[:index]):
             raise ValueError(f"{key} is given twice")
     return dict(pairs)
-
-
-def _suggestion(name: str, known: dict[str, Option]) -> str:
-    """Return what to write in place of an unknown key, as the end of a message."""
-    positive = name.removeprefix("no_")
-    if name != positive and positive in known and known[positive].hint is bool:
-        return f'; write "{positive}": false'
-    near = nearest(name, known)
-    return f"; did you mean {near}?" if near else ""

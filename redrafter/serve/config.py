@@ -4,16 +4,15 @@ import json
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from redrafter.app.flags import flag, names, option
+from redrafter.app.option_files import check_object, read_text, unknown_key
 from redrafter.app.option_values import convert_value, options_by_name
 from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
 from redrafter.scheduler.limits import Limits
 from redrafter.serve.network.api_keys import KEY_VARIABLE
-from redrafter.spelling import nearest
 
 __all__ = ["LIMIT_OPTIONS", "ServeOptions", "config_beside", "read_config"]
 
@@ -173,13 +172,13 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
     values: dict[str, Any] = {}
     for file in files:
         for key, value in _entries(file):
-            name = _RUNTIME.get(key, key)
-            if key in _NO_MEANING or key in _PARTS:
-                reason = f": {_PARTS[key]}" if key in _PARTS else ""
+            spelt = key.replace("-", "_")
+            name = _RUNTIME.get(spelt, spelt)
+            if spelt in _NO_MEANING or spelt in _PARTS:
+                reason = f": {_PARTS[spelt]}" if spelt in _PARTS else ""
                 warnings.warn(f"{file}: {key} means nothing here{reason}", stacklevel=2)
             elif name not in known:
-                near = nearest(name, [*known, *_RUNTIME])
-                raise ArgumentError(f"{file}: {key} is not known" + (f"; did you mean {near}?" if near else ""))
+                raise unknown_key(file, key, known, aliases=_RUNTIME)
             elif only is not None and name not in only:
                 warnings.warn(
                     f"{file}: {key} is not read from a file beside a model: give it as a flag or with --config",
@@ -192,18 +191,14 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
 
 def _entries(file: str) -> list[tuple[str, Any]]:
     """Return the keys and values of a file, those of its `runtime` part among them."""
+    text = read_text(file)
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        content = json.loads(text)
-    except ValueError:
-        content = _json5(file, text)
-    if not isinstance(content, dict) or not isinstance(content.get("runtime", {}), dict):
-        raise ArgumentError(f"{file} must hold an object")
-    runtime = content.pop("runtime", {})
-    return [(key.replace("-", "_"), value) for key, value in (*content.items(), *runtime.items())]
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        document = _json5(file, text)
+    content = check_object(file, document)
+    runtime = check_object(f"{file}: runtime", content.pop("runtime", {}))
+    return [*content.items(), *runtime.items()]
 
 
 def _json5(file: str, text: str) -> Any:

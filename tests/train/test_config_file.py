@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe{}")
     for path, reason in (("gone.json", "No such file"), ("", "Is a directory"), ("binary.json", "utf-8")):
         path = str(tmp_path / path)
-        assert_refused(capsys, ["train", *TYPED, "--config", path], f"{path} (--config) cannot be read: ")
+        assert_refused(capsys, ["train", *TYPED, "--config", path], f"{path} cannot be read: ")
         assert_refused(capsys, ["regenerate", *TYPED, "--config", path], reason)
     assert_refused(capsys, ["train", *TYPED, "--config"], "--config")
 
