@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configs import WINDOWS, default_config
@@ -12,6 +13,7 @@ __all__ = ["Variant", "architectures", "variants"]
 SHORT, LONG = 4, 67  # windows; the small tree of binding reaches past one and not past the other
 STRAY = ("llama", "granite", "gemma", "glm", "olmo", "nemotron")  # fine-tunes of these have fields that nothing reads
 IGNORED = ("moshi",)  # its config names a window that it does not have
+FORGETFUL = ("phi3",)  # before transformers 5.20 it goes on from one token alone where its rope switches
 ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
@@ -42,7 +44,8 @@ class Variant:
     fields: What else the config has.
     served: Whether a refusal is a failure.
     cached: Whether `model.generate` keeps a cache. transformers' own forgets what lies past a window that a config
-        names, even where the model sees it; without a cache its text is the model's.
+        names, even where the model sees it, and older releases' forgets all where a rope switches; without a cache its
+        text is the model's.
     """
 
     name: str
@@ -65,7 +68,10 @@ def architectures() -> list[str]:
 
 def variants(model_type: str) -> list[Variant]:
     """Return what to check an architecture with."""
-    text = default_config(model_type).get_text_config(decoder=True)
+    try:
+        text = default_config(model_type).get_text_config(decoder=True)
+    except StrictDataclassError:  # an older release's type that refuses its own defaults: `check` tells why
+        return [Variant("plain", None, 150)]
     windows = [getattr(text, name) for name in WINDOWS if hasattr(text, name)]
     found = []
     if None in windows or not windows or hasattr(text, "use_sliding_window"):
@@ -74,7 +80,10 @@ def variants(model_type: str) -> list[Variant]:
         cached = model_type not in IGNORED
         found += [Variant(f"window {w}", w, longest, cached=cached) for w, longest in ((SHORT, 23), (LONG, 150))]
     for name, fields in FIELDS.get(model_type, {}).items():
-        found += [Variant(name, None, 35, fields), Variant(f"{name}, long", None, 150, fields)]
+        cached = model_type not in FORGETFUL
+        found += [
+            Variant(n, None, longest, fields, cached=cached) for n, longest in ((name, 35), (f"{name}, long", 150))
+        ]
     if model_type in STRAY:
         for window, longest in ((SHORT, 23), (LONG, 150)):
             fields = {"sliding_window": window}
