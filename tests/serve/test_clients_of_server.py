@@ -157,16 +157,18 @@ def test_small_packets_do_not_wait():
     acknowledgement, 40 ms."""
 
     async def ask() -> int:
-        accepted: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+        accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
 
         def come(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            accepted.set_result(writer.get_extra_info("socket"))
+            accepted.set_result(writer)  # which closes the connection once nobody has it
 
         server = await asyncio.start_server(come, sock=listen(ServeOptions(port=0)))
         async with server:
             _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            no_delay = (await accepted).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            accepting = await accepted
+            no_delay = accepting.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             writer.close()
+            accepting.close()
         return no_delay
 
     assert asyncio.run(ask())

@@ -357,13 +357,19 @@ def test_large_bodies_are_held_and_parsed_within_limits(monkeypatch):
 
     monkeypatch.setattr(bodies.json, "loads", parse)
 
-    async def ask(size: int, count: int) -> list[httpx.Response]:
+    async def ask(size: int, count: int, seconds: float | None = None) -> list[httpx.Response]:
         body = json.dumps({"prompt": "a" * size}).encode()
+
+        async def ending_later() -> AsyncIterator[bytes]:
+            yield body
+            await asyncio.sleep(seconds)
+
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=HERE) as client:
-            return await asyncio.gather(*(client.post(COMPLETIONS, content=body, headers=JSON) for _ in range(count)))
+            contents = [body if seconds is None else ending_later() for _ in range(count)]
+            return await asyncio.gather(*(client.post(COMPLETIONS, content=c, headers=JSON) for c in contents))
 
     assert [answer.status_code for answer in asyncio.run(ask(6000, 1))] == [413]
-    statuses = [answer.status_code for answer in asyncio.run(ask(2000, 3))]
+    statuses = [answer.status_code for answer in asyncio.run(ask(2000, 3, seconds=0.05))]
     assert sorted(statuses) == [200, 503, 503]
     assert [answer.status_code for answer in asyncio.run(ask(900, 5))] == [200] * 5
     assert asyncio.run(ask(2000, 1))[0].status_code == 200  # what was held is held no longer
