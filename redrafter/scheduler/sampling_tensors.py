@@ -92,9 +92,16 @@ class SamplingTensors:
         for tensor in (*(getattr(self, name) for name in (*names, *penalties)), *(self._bias_and_stops or ())):
             tensor[to] = tensor[source]
 
-    def kind(self, sequences: Sequence[TokenSequence]) -> tuple[bool, bool]:
-        """Return whether a temperature is all that these rows need, and whether one of them follows a grammar."""
-        return all(sequence.params.simple for sequence in sequences), self.asks_host(sequences)
+    def kind(self, sequences: Sequence[TokenSequence]) -> tuple[bool, bool, bool]:
+        """Return what the sampler of these rows depends on.
+
+        Returns:
+            Whether a temperature is all that they need, whether the likeliest token is, and whether one of them follows
+            a grammar.
+        """
+        simple = all(sequence.params.simple for sequence in sequences)
+        greedy = simple and all(sequence.params.greedy for sequence in sequences)
+        return simple, greedy, self.asks_host(sequences)
 
     def asks_host(self, sequences: Sequence[TokenSequence]) -> bool:
         """Tell whether one of these sequences follows a grammar; see `RowSampling`."""
@@ -105,11 +112,11 @@ class SamplingTensors:
 
         The processors have the order of those of transformers.
         """
-        simple, guided = self.kind(sequences)
+        simple, greedy, guided = self.kind(sequences)
         self.load_texts(sequences)
         first = slice(rows)
         temperature = RowTemperature(self.temperature[first])
-        processors: tuple[Processor, ...] = (temperature,)
+        processors: tuple[Processor, ...] = () if greedy else (temperature,)
         if not simple:
             bias, stops = self.bias_and_stops
             processors = (
@@ -124,14 +131,14 @@ class SamplingTensors:
                 RowMinP(self.min_p[first]),
             )
         return Sampler(
-            seeds=self.seeds[first],
+            seeds=None if greedy else self.seeds[first],
             processors=processors,
             temperature=self.temperature[first],
             prompt=self.prompt[first],
             limit=self.limit[first],
             ids=self.ids,
             keep_scores=keep_scores,
-            greedy=self.greedy[first],
+            greedy=None if greedy else self.greedy[first],
             plain=self.plain[first],
         )
 

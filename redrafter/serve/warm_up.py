@@ -14,7 +14,8 @@ from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 __all__ = ["warm_up"]
 
 PROMPT_TOKENS = (1, 5, 17, 40, 100, 200, 500, 1000)  # lengths of prompts for which kernels differ
-GREEDY, TOP_P = SamplingParams(temperature=0), SamplingParams(top_p=0.9)  # without and with logits processors
+GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams()
+TOP_P = SamplingParams(top_p=0.9)  # with logits processors
 
 
 def warm_up(scheduler: Scheduler) -> None:
@@ -23,10 +24,11 @@ def warm_up(scheduler: Scheduler) -> None:
     For a scheduler without sequences. The first sequence longer than `MIN_POSITIONS` still waits for its own steps.
     """
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
+    gain, scheduler.batch.draft_gain = scheduler.batch.draft_gain, None  # steps shall draft, whatever it gains
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     lengths = [length for length in PROMPT_TOKENS if length < longest]
     fillings = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS[:-1])]  # tokens that need each room at least
-    for rows, params in itertools.product(scheduler.batch.sizes, (GREEDY, TOP_P)):
+    for rows, params in itertools.product(scheduler.batch.sizes, (GREEDY, SAMPLED, TOP_P)):
         for speculate in (True, False):
             _write(scheduler, min(rows, limits.max_batch_size), 1, replace(params, speculate=speculate))
         for length in fillings if scheduler.reads_beside else ():
@@ -34,7 +36,7 @@ def warm_up(scheduler: Scheduler) -> None:
     for length in lengths:
         _write(scheduler, 1, length, GREEDY)
         _write(scheduler, min(2, limits.max_batch_size), length, GREEDY)
-    scheduler.limits = limits
+    scheduler.limits, scheduler.batch.draft_gain = limits, gain
     scheduler.graphs.blocks = BlockManager(scheduler.graphs.store.num_blocks)  # forget these prompts
     scheduler.prefiller.pace = PrefillPace(limits.max_num_tokens)  # so that these first durations slow no later forward
 
