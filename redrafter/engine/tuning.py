@@ -61,11 +61,11 @@ def default_shape(rows: int, beams: int, depth: int, device: str = "cuda", share
     free, most, least = _DEFAULTS.get(device, _DEFAULTS["cuda"])
     rows, lattice = bucket(rows), 1 + beams * depth
     if share and rows >= _SHARING_ROWS:
-        shared = max(free, rows + rows // 2)
-        if shared > most:
+        mean = free // rows
+        if mean < least:
             return None
-        beams, depth = min(beams, max(shared // rows, 2)), min(depth, (shared // rows).bit_length())
-        return TreeShape(beams, depth, 1 + beams * depth, shared)
+        beams, depth = min(beams, mean), min(depth, mean.bit_length())
+        return TreeShape(beams, depth, 1 + beams * depth, mean * rows)
     nodes = min(lattice, max(free // rows, least))
     if rows * nodes > most:
         return None

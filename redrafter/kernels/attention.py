@@ -282,7 +282,9 @@ def tree_attention(
     half = query.element_size() == 2 and query.shape[2] <= 128
     out = query.new_empty(*query.shape[:2], value.shape[2])
     tensors = query, key, value, keys[key_layer], values[value_layer], sinks, out
-    tiling = _choose_tiling(rows * heads, nodes * group, blocks, half)
+    # Of a ragged tree, most rows have fewer nodes than the largest one, and tiles are made for those.
+    mean = max(triton.cdiv(len(query) - chunks * TOKENS_PER_CHUNK, rows), 1)
+    tiling = _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, half)
     _attend(
         *tensors,
         length,

@@ -97,15 +97,21 @@ class PagedRows:
 
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
         """Write the block tables of sequences into the rows from `first` on; see `RowCaches`."""
-        for row, sequence in enumerate(sequences, start=first):
-            self.tables[row] = 0
-            self.update(row, sequence)
+        self.tables[first : first + len(sequences)] = self._tables_of(sequences)
 
-    def update(self, row: int, sequence: TokenSequence) -> None:
-        """Copy the ids of a sequence's blocks into its row, after it was given some."""
-        assert sequence.block_table is not None
-        blocks = sequence.block_table.blocks[: self.tables.shape[1]]
-        self.tables[row, : len(blocks)] = to_device(blocks, self.tables.device, self.tables.dtype)
+    def update(self, sequences: Sequence[TokenSequence]) -> None:
+        """Copy the ids of blocks into the rows of sequences, after these were given some."""
+        rows = to_device([sequence.row for sequence in sequences], self.tables.device, torch.long)
+        self.tables.index_copy_(0, rows, self._tables_of(sequences))
+
+    def _tables_of(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """Return the ids of the blocks of sequences, `[R', M]` int32."""
+        width, tables = self.tables.shape[1], list[list[int]]()
+        for sequence in sequences:
+            assert sequence.block_table is not None
+            blocks = sequence.block_table.blocks[:width]
+            tables.append(blocks + [0] * (width - len(blocks)))
+        return to_device(tables, self.tables.device, self.tables.dtype)
 
     def move(self, source: int, to: int) -> None:
         """Copy the block table of one row to another; see `RowCaches`."""

@@ -151,11 +151,12 @@ class RunningBatch:
         self.sampling.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
 
-    def update_block_table(self, sequence: TokenSequence) -> None:
-        """Copy the ids of a sequence's blocks into its row, after it was given some."""
-        assert sequence.row is not None
-        assert isinstance(self.caches, PagedRows)
-        self.caches.update(sequence.row, sequence)
+    def update_block_tables(self, sequences: Sequence[TokenSequence]) -> None:
+        """Copy the ids of blocks into the rows of sequences, after these were given some."""
+        sequences = [sequence for sequence in sequences if sequence.row is not None]
+        if sequences:
+            assert isinstance(self.caches, PagedRows)
+            self.caches.update(sequences)
 
     def remove(self, sequence: TokenSequence) -> None:
         """Remove a sequence. The last row moves into its place, if rows may move."""

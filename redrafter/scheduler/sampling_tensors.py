@@ -27,28 +27,37 @@ __all__ = ["SamplingTensors"]
 class SamplingTensors:
     """Sampling parameters of R rows, one tensor for each parameter: a `RowSampling` of any sequences side by side.
 
+    Parameters of one dtype are side by side in memory, so that rows are written and moved in few launches.
+
     Attributes:
         seeds, prompt, limit: Seed, length of the prompt, and most tokens of the sequence, `[R]` int64.
+        top_k, minimum: Tokens to sample from, and tokens before the first stop token, `[R]` int64.
         greedy, plain: Whether the row decodes greedily, and whether it verifies no drafts, `[R]` bool.
         temperature, repetition, frequency, presence, min_p: `[R]` float32.
         top_p: Probability that sampling keeps, `[R]` float64, as transformers counts it.
-        top_k, minimum: Tokens to sample from, and tokens before the first stop token, `[R]` int64.
         ids: All token ids, `[V]` int64.
         movable: True: rows may change their places.
     """
 
     movable = True
 
-    def __init__(self, rows: int, vocabulary: int, device: torch.device):
-        """Make tensors of parameters that leave every logits processor off."""
+    def __init__(self, rows: int, vocabulary: int, device: torch.device, ids: Tensor | None = None):
+        """Make tensors of parameters that mean nothing before they are written.
+
+        Args:
+            rows: R.
+            vocabulary: V.
+            device: Where the tensors are.
+            ids: `arange(V)` on the device, if there is one already.
+        """
         with device:
-            self.seeds, self.prompt, self.limit = (torch.zeros(rows, dtype=torch.long) for _ in range(3))
-            self.greedy, self.plain = (torch.zeros(rows, dtype=torch.bool) for _ in range(2))
-            self.temperature, self.repetition = torch.ones(rows), torch.ones(rows)
-            self.top_p = torch.ones(rows, dtype=torch.float64)
-            self.frequency, self.presence, self.min_p = (torch.zeros(rows) for _ in range(3))
-            self.top_k, self.minimum = (torch.zeros(rows, dtype=torch.long) for _ in range(2))
-            self.ids = torch.arange(vocabulary)
+            self._integers, self._floats = torch.zeros(5, rows, dtype=torch.long), torch.ones(5, rows)
+            self._flags, self._doubles = torch.zeros(2, rows, dtype=torch.bool), torch.ones(1, rows, dtype=torch.double)
+            self.ids = torch.arange(vocabulary) if ids is None else ids
+        self.seeds, self.prompt, self.limit, self.top_k, self.minimum = self._integers
+        self.greedy, self.plain = self._flags
+        self.temperature, self.repetition, self.frequency, self.presence, self.min_p = self._floats
+        [self.top_p] = self._doubles
         self._grammars = RowGrammars([])
         self._bias_and_stops: tuple[Tensor, Tensor] | None = None  # as large as the logits: made when first needed
 
@@ -65,31 +74,30 @@ class SamplingTensors:
 
     def write(self, first: int, sequences: Sequence[TokenSequence]) -> None:
         """Write the parameters of sequences into the rows from `first` on; see `RowSampling`."""
+        rows, device = slice(first, first + len(sequences)), self.ids.device
+        integers, doubles = zip(*map(_numbers, sequences), strict=True)
+        whole = to_device(integers, device, torch.long).T  # [7, R']
+        real = to_device(doubles, device, torch.double).T  # [6, R']
+        self._integers[:, rows], self._flags[:, rows] = whole[:5], whole[5:].bool()
+        self._floats[:, rows], self._doubles[:, rows] = real[:5].float(), real[5:]
         for row, sequence in enumerate(sequences, start=first):
-            self._write(row, sequence.params, len(sequence.prompt), sequence.max_length)
+            params = sequence.params
+            if self._bias_and_stops is not None or params.logit_bias or params.min_new_tokens:
+                self._write_bias_and_stops(row, params)
 
-    def _write(self, row: int, params: SamplingParams, prompt: int, limit: int) -> None:
-        self.seeds[row], self.prompt[row], self.limit[row] = params.seed, prompt, limit
-        self.greedy[row], self.temperature[row] = params.greedy, 1.0 if params.greedy else params.temperature
-        self.plain[row] = not params.speculate
-        self.repetition[row], self.minimum[row] = params.repetition_penalty, params.min_new_tokens
-        self.frequency[row], self.presence[row] = params.frequency_penalty, params.presence_penalty
-        self.top_k[row] = 0 if params.greedy else params.top_k
-        self.top_p[row] = 1.0 if params.greedy else params.top_p
-        self.min_p[row] = 0.0 if params.greedy else params.min_p
-        if self._bias_and_stops is not None or params.logit_bias or params.min_new_tokens:
-            bias, stops = self.bias_and_stops
-            bias[row], stops[row] = 0.0, False
-            if params.logit_bias:
-                tokens, values = zip(*params.logit_bias.items(), strict=True)
-                bias[row, to_device(tokens, bias.device)] = to_device(values, bias.device, bias.dtype)
-            stops[row, to_device(sorted(params.stop_token_ids), stops.device, torch.long)] = True
+    def _write_bias_and_stops(self, row: int, params: SamplingParams) -> None:
+        bias, stops = self.bias_and_stops
+        bias[row], stops[row] = 0.0, False
+        if params.logit_bias:
+            tokens, values = zip(*params.logit_bias.items(), strict=True)
+            bias[row, to_device(tokens, bias.device)] = to_device(values, bias.device, bias.dtype)
+        stops[row, to_device(sorted(params.stop_token_ids), stops.device, torch.long)] = True
 
     def move(self, source: int, to: int) -> None:
         """Copy the parameters of one row to another."""
-        names = ("seeds", "prompt", "limit", "greedy", "plain", "temperature", "top_k", "top_p", "min_p")
-        penalties = ("repetition", "minimum", "frequency", "presence")
-        for tensor in (*(getattr(self, name) for name in (*names, *penalties)), *(self._bias_and_stops or ())):
+        for tensor in (self._integers, self._flags, self._floats, self._doubles):
+            tensor[:, to] = tensor[:, source]
+        for tensor in self._bias_and_stops or ():
             tensor[to] = tensor[source]
 
     def kind(self, sequences: Sequence[TokenSequence]) -> tuple[bool, bool, bool]:
@@ -148,6 +156,30 @@ class SamplingTensors:
 
     def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
         """Return a sampler for sequences that have no rows yet, in their order; see `RowSampling`."""
-        tensors = SamplingTensors(len(sequences), len(self.ids), self.ids.device)
+        tensors = SamplingTensors(len(sequences), len(self.ids), self.ids.device, self.ids)
         tensors.write(0, sequences)
         return tensors.sampler(len(sequences), sequences)
+
+
+def _numbers(sequence: TokenSequence) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the parameters of a sequence in the order of the tensors: integers with flags, then all others."""
+    params = sequence.params
+    greedy = params.greedy
+    integers = (
+        params.seed,
+        len(sequence.prompt),
+        sequence.max_length,
+        0 if greedy else params.top_k,
+        params.min_new_tokens,
+        greedy,
+        not params.speculate,
+    )
+    doubles = (
+        1.0 if greedy else params.temperature,
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+        0.0 if greedy else params.min_p,
+        1.0 if greedy else params.top_p,
+    )
+    return integers, doubles

@@ -418,13 +418,14 @@ class Scheduler:
         """Give each row blocks for its next step, and preempt the newest sequences where there are too few."""
         if self._blocks is None:
             return
+        grown = []
         for sequence in tuple(self.batch.sequences):
             while sequence.block_table is not None:  # until it ends or is preempted itself
                 longest = len(sequence.tokens) + sequence.launched * (self.batch.depth + 1)
                 slots = min(longest, sequence.max_length) + self.batch.overshoot
                 try:
                     if self._blocks.grow(sequence, slots):
-                        self.batch.update_block_table(sequence)
+                        grown.append(sequence)
                     break
                 except CacheFullError as error:
                     if self._launched:
@@ -433,6 +434,7 @@ class Scheduler:
                         self._end(sequence, SequenceDelta((), finish="error", error=error))
                     else:
                         self._preempt(self._newest(self._placed))
+        self.batch.update_block_tables(grown)
 
     def _step(self) -> None:
         """Launch a step of all rows, unless what is launched already ends them all."""

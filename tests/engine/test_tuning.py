@@ -217,8 +217,7 @@ def test_rows_of_an_untuned_gpu_share_nodes_where_each_has_few():
     assert default_shape(16, 5, 5, share=True) == default_shape(16, 5, 5)
     assert default_shape(32, 5, 5, share=True) == TreeShape(4, 3, 13, 128)
     assert default_shape(64, 5, 5, share=True) == TreeShape(2, 2, 5, 128)
-    assert default_shape(128, 5, 5, share=True) == TreeShape(2, 1, 3, 192)
-    assert default_shape(200, 5, 5, share=True) is None
+    assert default_shape(65, 5, 5, share=True) is None
 
 
 def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
@@ -227,7 +226,7 @@ def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
     assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
     assert (engine.proposer_for(16).beams, engine.proposer_for(16).nodes) == (5, 8)
     assert engine.proposer_for(64).shared_nodes == 128
-    assert isinstance(engine.proposer_for(129), PlainProposer)
+    assert isinstance(engine.proposer_for(65), PlainProposer)
     assert ReDrafter(gpu, tiny_drafter(), TreeShape(node_budget=20)).proposer_for(500).nodes == 20
 
 

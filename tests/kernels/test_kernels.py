@@ -21,6 +21,7 @@ from redrafter.kernels import top_continuations as kernel_top_continuations
 from redrafter.kernels import tree_attention as kernel
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.linear import split_k_linear
+from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.sampling.noise import gumbel, streams
 from redrafter.tree.beam_search import top_continuations
 from redrafter.tree.token_tree import chain, tree_of
@@ -73,7 +74,7 @@ def problem(
     chunk_starts = (
         torch.tensor([0, *(count for _, count in chunks), *[0] * (room - len(chunks))]).cumsum(0) + starts[-1]
     )
-    count = int(chunk_starts[-1]) + padding
+    count = int(starts[-1]) + max(room * TOKENS_PER_CHUNK, sum(count for _, count in chunks)) + padding
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
     keys, values = (random(layers, ((rows + room) * blocks + 1) * BLOCK_SIZE, heads, d) for d in (dk, dv))
     tokens = torch.zeros(rows, nodes, dtype=torch.long)
@@ -237,7 +238,7 @@ def test_rows_of_a_ragged_tree_have_unequal_numbers_of_nodes(held, window):
 
 @pytest.mark.parametrize(
     ("chunks", "room", "padding"),
-    [([(0, 5)], 1, 3), ([(37, 20), (0, 9)], 4, 6), ([(3, 64)], 4, 0), ([(0, 1), (16, 1), (5, 40)], 4, 2), ([], 2, 8)],
+    [([(0, 5)], 1, 3), ([(37, 20), (0, 9)], 4, 6), ([(3, 64)], 4, 0), ([(0, 1), (16, 1), (5, 40)], 4, 2), ([], 2, 0)],
 )
 @pytest.mark.parametrize("window", [0, 4])
 def test_chunks_of_prompts_are_read_beside_trees(chunks, room, padding, window):
