@@ -6,7 +6,6 @@ may edit; what it says changes how fast a text comes, never the text.
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
+from redrafter.files.home import home
 from redrafter.scheduler.cuda_graphs import bucket
 from redrafter.target.target import Target
 
@@ -34,8 +34,6 @@ __all__ = [
     "target_fingerprint",
     "tuning_path",
 ]
-
-HOME = "REDRAFTER_HOME"  # environment variable: the directory that tunings are kept in
 
 # Of the default where nobody has tuned: tokens of a step that cost little, tokens past which speculation loses, and the
 # smallest tree worth a search. The matrix products of a bf16 8B model on an H200 take, for 1/26/64/128/208/256 tokens,
@@ -188,10 +186,9 @@ def find_tuning(tuning: str | Path | None, target: Target, drafter: RecurrentDra
 
 def tuning_path(target: Target, drafter: RecurrentDrafter) -> Path:
     """Return where this pair's tuning for this device is: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
-    home = Path(os.environ.get(HOME) or Path.home() / ".cache" / "redrafter")
     device = "-".join("".join(c if c.isalnum() else " " for c in device_name(target.device).lower()).split())
     pair = f"{target_fingerprint(target)}-{drafter_fingerprint(drafter)}"
-    return home / "tuning" / f"{device}-{_dtype_name(target)}-{pair}.json"
+    return home() / "tuning" / f"{device}-{_dtype_name(target)}-{pair}.json"
 
 
 def device_name(device: torch.device) -> str:

@@ -17,6 +17,7 @@ from redrafter.cache.block_manager import BlockManager
 from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import ArgumentError, first_line
+from redrafter.files.home import keep_kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import step
@@ -231,6 +232,7 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     """Merge and compile a model's forward, on a small tree whose sizes all differ and so cannot be confused."""
     from torch._dynamo import config as dynamo_config  # takes seconds to import
 
+    keep_kernels()
     zeros = torch.zeros(3, 7, dtype=torch.long, device=target.device)
     cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
     forward = partial(target.verify, chain(zeros), zeros[:, 0], cache)
