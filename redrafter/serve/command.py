@@ -5,22 +5,23 @@ import json
 import logging
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from redrafter.app.engines import PLAIN, can_draft, draft_shape
+from transformers import PreTrainedTokenizerBase
+
 from redrafter.app.flags import add_options, read_options, short_name
-from redrafter.app.loading import Pair
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.parser import Parser
 from redrafter.app.program import run_command
-from redrafter.app.templates import read_template
-from redrafter.engine.draft_target import DraftTarget
+from redrafter.app.templates import find_template, read_template
+from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.files.dtype_names import dtype_name
 from redrafter.serve.config import LIMIT_OPTIONS, ServeOptions, config_beside, read_config
+from redrafter.serve.engine_process.client import EngineClient
+from redrafter.serve.engine_process.messages import EngineFacts, LoadEngine
+from redrafter.serve.engine_process.start import EngineProcess
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys, collect_keys
 
 __all__ = ["Server", "build_parser", "main"]
@@ -30,47 +31,35 @@ _LOG = logging.getLogger("redrafter.serve")
 
 @dataclass
 class Server:
-    """A loaded model and its proposer, with the worker and the application that serve them.
+    """The application that answers requests with the texts of an engine.
 
     Attributes:
-        pair: Model, tokenizer and engine.
+        engine: The line to the engine.
+        tokenizer: The model's tokenizer.
         options: How the server listens, and how much it serves at once.
-        load: How the model was loaded.
         keys: API keys that clients must send.
         name: Name of the model that clients use.
-        worker: Runs the scheduler.
         app: The ASGI application.
     """
 
-    pair: Pair
+    engine: EngineClient
+    tokenizer: PreTrainedTokenizerBase
     options: ServeOptions
-    load: LoadOptions
     keys: ApiKeys = field(default_factory=ApiKeys)
 
     def __post_init__(self) -> None:
-        from redrafter.scheduler.cuda_graphs import MOST_ROWS
-        from redrafter.scheduler.scheduler import Scheduler
         from redrafter.serve.metrics import Metrics
         from redrafter.serve.network.access import AccessPolicy
         from redrafter.serve.routes.app import create_app
         from redrafter.serve.service import Service
-        from redrafter.serve.worker import Worker
 
-        engine = self.pair.engine
-        if isinstance(engine, DraftTarget) and engine.adaptive:
-            raise ArgumentError("a server drafts at one length: leave out --adaptive")
-        self.name = self.options.served_model_name or short_name(self.pair.name)
-        limits = self.options.limits(self.load.max_seq_len)
-        min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes too
-        rows = max(limits.max_batch_size, min_rows)
-        graphs = engine.make_graphs(rows)
-        scheduler = Scheduler(engine, graphs, limits, self.options.speculate)
-        metrics = Metrics(scheduler, self.name)
-        self.worker = Worker(scheduler, metrics.observe)
         options = self.options
+        self.name = options.served_model_name or short_name(self.engine.facts.model)
+        metrics = Metrics(self.engine, self.name)
+        self.engine.on_delta = metrics.observe
         service = Service(
-            self.worker,
-            self.pair.tokenizer,
+            self.engine,
+            self.tokenizer,
             self.name,
             metrics,
             special_tokens_in_content=options.special_tokens_in_content,
@@ -81,28 +70,15 @@ class Server:
         )
         self.app = create_app(service, policy, options.max_body_size)
 
-    def warm_up(self) -> None:
-        """Compile kernels and capture steps on a GPU, which the first requests would else wait for."""
-        if self.options.warm_up and self.pair.engine.target.device.type == "cuda":
-            from redrafter.serve.warm_up import warm_up
-
-            _LOG.info("compiling kernels and capturing steps; --no-warm-up leaves that to the first requests")
-            warm_up(self.worker.scheduler)
-
     def summary(self, listening: socket.socket) -> list[str]:
         """Return log lines that say what is served, with a command to try it."""
         url = address(self.options, listening)
-        target, scheduler = self.pair.engine.target, self.worker.scheduler
-        proposer = self.pair.engine.proposer_for(1) if self.options.speculate else None
-        drafts = "no drafts"
-        if proposer is not None and self.pair.method != PLAIN:
-            drafts = f"{self.pair.method}, {draft_shape(proposer) or 'no drafts at one row'}"
+        what, *more = self.engine.facts.description
         key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if self.keys else ""
         body = f'{{"model": "{self.name}", "prompt": "Once upon a time", "max_tokens": 40}}'
         return [
-            f"{self.name}: {target.name}, {dtype_name(target.dtype)} on {target.device}; {drafts}",
-            f"up to {self.options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
-            f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values",
+            f"{self.name}: {what}",
+            *more,
             f"ready on {url}; try",
             f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         ]
@@ -190,19 +166,19 @@ def _with_config(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**beside | configured | given)
 
 
-def _load(options: ServeOptions, load: LoadOptions, draft: DraftOptions, template: str | None) -> Pair:
-    """Load the model and its proposer, and warn if there is none. template: chat template instead of the model's."""
-    speculate = options.speculate and can_draft(load, draft)
-    if options.speculate and not speculate:
-        _LOG.warning(
-            "%s comes without a drafter, so texts are written plainly: --drafter D, --draft-model D or --prompt-lookup "
-            "makes it faster",
-            load.model,
-        )
-    pair = Pair.load(load, draft, speculate)
+def _load_tokenizer(facts: EngineFacts, load: LoadOptions, template: str | None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of an engine's model.
+
+    Args:
+        facts: What the engine has said of itself.
+        load: How the model was loaded.
+        template: Chat template instead of the model's.
+    """
+    tokenizer = load_tokenizer(facts.model, trust_remote_code=load.trust_remote_code)
+    find_template(tokenizer, facts.model)
     if template is not None:
-        pair.tokenizer.chat_template = template
-    return pair
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int:
@@ -212,12 +188,10 @@ def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int
     start_logging(options.log_format, options.log_level)
 
     def start() -> Server:
-        began = time.monotonic()
-        pair = _load(options, load, draft, template)
-        _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
-        server = Server(pair, options, load, keys)
-        server.warm_up()
-        return server
+        process = EngineProcess()
+        facts = process.load(LoadEngine(options, load, draft))
+        tokenizer = _load_tokenizer(facts, load, template)
+        return Server(EngineClient(process.channel, facts, process), tokenizer, options, keys)
 
     def ready(server: Server) -> None:
         for line in server.summary(listening):

@@ -7,8 +7,9 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import Finish, SequenceDelta, TokenSequence
+from redrafter.scheduler.sequence import Finish, SequenceDelta
+from redrafter.serve.engine_process.client import EngineClient
+from redrafter.serve.served_sequence import ServedSequence
 
 __all__ = ["Metrics"]
 
@@ -40,11 +41,16 @@ _REASONS: dict[Finish, str] = {"stop": "stop", "length": "length", "cancelled": 
 
 
 class Metrics:
-    """Counters and histograms of one scheduler, updated in the engine's thread, and gauges read on demand."""
+    """Counters and histograms of what an engine writes, and gauges of how busy it is."""
 
-    def __init__(self, scheduler: Scheduler, model: str):
-        """Register the metrics of a scheduler. model: value of their label `model_name`."""
-        self.registry, self._scheduler, self._model = CollectorRegistry(), scheduler, model
+    def __init__(self, engine: EngineClient, model: str):
+        """Register the metrics of an engine.
+
+        Args:
+            engine: The engine.
+            model: Value of the label `model_name`.
+        """
+        self.registry, self._engine, self._model = CollectorRegistry(), engine, model
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, those found in the cache counted")
         self._queried = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache")
         self._reused = self._counter("prefix_cache_hits", "Prompt tokens that were found in the cache")
@@ -57,7 +63,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted, by place",
             "position",
-            {position: str(position) for position in range(scheduler.batch.depth)},
+            {position: str(position) for position in range(engine.facts.draft_depth)},
         )
         self._first = self._histogram(
             "time_to_first_token_seconds", "From coming to the first token", _FIRST_TOKEN_BUCKETS
@@ -68,14 +74,14 @@ class Metrics:
         self._latency = self._histogram("e2e_request_latency_seconds", "From coming to the end", _LATENCY_BUCKETS)
         self.registry.register(self)
 
-    def observe(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
+    def observe(self, sequence: ServedSequence, delta: SequenceDelta) -> None:
         """Count a delta of a sequence."""
         now = time.perf_counter()
         self._written.inc(len(delta.tokens))
         if sequence.first_token_at is None and (delta.tokens or delta.finish == "length"):
             sequence.first_token_at = now
             self._prompt.inc(len(sequence.prompt))
-            self._queried.inc(len(sequence.prompt) * self._scheduler.limits.reuse)
+            self._queried.inc(len(sequence.prompt) * self._engine.facts.reuse)
             self._reused.inc(sequence.reused)
             self._first.observe(now - sequence.arrived_at)
         if delta.drafted:
@@ -95,18 +101,22 @@ class Metrics:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics that are read from the scheduler only when somebody asks, as a registry calls it."""
-        scheduler, blocks = self._scheduler, self._scheduler.graphs.blocks
-        held = 1 - blocks.num_free_blocks / blocks.num_blocks
+        """Yield the metrics that the engine has told last, as a registry calls it."""
+        load = self._engine.load
         for kind, name, help, value in (
-            (GaugeMetricFamily, "num_requests_running", "Texts that are read or written", scheduler.running),
-            (GaugeMetricFamily, "num_requests_waiting", "Texts that wait for a place", scheduler.waiting),
-            (GaugeMetricFamily, "kv_cache_usage_perc", "Share of the blocks of keys and values that rows hold", held),
+            (GaugeMetricFamily, "num_requests_running", "Texts that are read or written", load.running),
+            (GaugeMetricFamily, "num_requests_waiting", "Texts that wait for a place", load.waiting),
+            (
+                GaugeMetricFamily,
+                "kv_cache_usage_perc",
+                "Share of the blocks of keys and values that rows hold",
+                load.cache_usage,
+            ),
             (
                 CounterMetricFamily,
                 "num_preemptions",
                 "Rows put back, for want of blocks or for a client without any",
-                scheduler.preempted,
+                load.preempted,
             ),
         ):
             family = kind(f"vllm:{name}", help, labels=["model_name"])

@@ -10,9 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.engine.engine import Engine
-from redrafter.engine.stopping import end_tokens
-from redrafter.grammar.grammar import Grammar
+from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SamplingParams
 from redrafter.serve.answers.chat import ChatFormat
 from redrafter.serve.answers.choice import Choice
@@ -22,11 +20,10 @@ from redrafter.serve.answers.prompt_logprobs import check_scores, prompt_logprob
 from redrafter.serve.answers.text import StopStrings, decode_tokens
 from redrafter.serve.answers.usage import summarize
 from redrafter.serve.chat.tool_schema import call_schema
-from redrafter.serve.grammars import Grammars
+from redrafter.serve.engine_process.client import EngineClient
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.requests import MAX_PROMPTS, ApiError, ChatRequest, CompletionRequest, StreamOptions
-from redrafter.serve.worker import Worker
 
 __all__ = ["Service"]
 
@@ -42,10 +39,10 @@ class Service:
     """Answers requests for completions and chats.
 
     Attributes:
-        worker: Decodes the sequences.
+        engine: Writes the texts.
         tokenizer: Tokenizer of the model.
         model: Name of the model that clients use.
-        metrics: Metrics of the scheduler.
+        metrics: Metrics of the engine.
         apart: Whether clients do not share prefixes in the cache, as they should not if each has a key of its own.
         special_tokens_in_content: Whether a control token that is spelled out in a message counts as one.
         reasoning: Whether thoughts are separated from the answer, if the chat template has marks for them.
@@ -53,7 +50,7 @@ class Service:
         prompts: Reads the prompts of requests.
     """
 
-    worker: Worker
+    engine: EngineClient
     tokenizer: PreTrainedTokenizerBase
     model: str
     metrics: Metrics
@@ -63,9 +60,10 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        vocabulary = self.worker.scheduler.engine.target.vocab_size
-        self._grammars = Grammars(self.tokenizer)
-        self.prompts = Prompts(self.tokenizer, self.model, vocabulary, self.context, self.special_tokens_in_content)
+        facts = self.engine.facts
+        self.prompts = Prompts(
+            self.tokenizer, self.model, facts.vocab_size, facts.context, self.special_tokens_in_content
+        )
 
     def model_entry(self) -> dict[str, Any]:
         """Return the entry of this model in a list of models."""
@@ -75,7 +73,7 @@ class Service:
     @property
     def context(self) -> int:
         """Most tokens of a prompt and its answer together."""
-        return self.worker.scheduler.longest
+        return self.engine.facts.context
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` for the name of another model; None is any model."""
@@ -101,20 +99,21 @@ class Service:
         count = request.logprobs
         if copies > kept and count is None:
             count = 0  # the best ones are chosen by their log-probabilities
-        params = self._sampling_params(request, count, await self._grammar(_grammar_spec(request), _client(facts)))
+        grammar = _grammar_source(request)
+        params = self._sampling_params(request, count, grammar)
         params = replace(params, prompt_logprobs=request.prompt_count)
         copied = [ids for ids in prompts for _ in range(copies)]
         before = None if echo is None else [text for text in echo for _ in range(kept)]
         form = CompletionFormat(before, request.logprobs, self.tokenizer, request.prompt_logprobs)
         max_new_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        return await self._serve(request, copied, max_new_tokens, params, form, facts, (copies, kept))
+        return await self._serve(request, copied, max_new_tokens, params, grammar, form, facts, (copies, kept))
 
     async def chat(self, request: ChatRequest, facts: Facts) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         """Answer a request for a chat, as `completion` does."""
         self.check_model(request.model)
         prompt = await asyncio.to_thread(self.prompts.encode_chat, request)
         count = (request.top_logprobs or 0) if request.logprobs else None
-        grammar = await self._grammar(_grammar_spec(request), _client(facts))
+        grammar = _grammar_source(request)
         params = self._sampling_params(request, count, grammar)
         params = replace(params, prompt_logprobs=request.prompt_logprobs)
         max_new_tokens = request.max_completion_tokens or request.max_tokens or self.context
@@ -128,7 +127,7 @@ class Service:
             split_thoughts=thinks,
             thinking=thinks and prompt.thinking,
         )
-        return await self._serve(request, [prompt.ids] * (request.n or 1), max_new_tokens, params, form, facts)
+        return await self._serve(request, [prompt.ids] * (request.n or 1), max_new_tokens, params, grammar, form, facts)
 
     async def _serve(
         self,
@@ -136,6 +135,7 @@ class Service:
         prompts: Sequence[list[int]],
         max_new_tokens: int,
         params: SamplingParams,
+        grammar: GrammarSource | None,
         form: CompletionFormat | ChatFormat,
         facts: Facts,
         best: tuple[int, int] = (1, 1),
@@ -148,9 +148,8 @@ class Service:
         asked = request.stream_options or StreamOptions()
         choices = [Choice(self.tokenizer, stops, asked.include_drafts) for _ in prompts]
         client = _client(facts)
-        deltas = self.worker.deltas(
-            prompts, max_new_tokens, params, make, client, self._salt(client, request.cache_salt)
-        )
+        salt = self._salt(client, request.cache_salt)
+        deltas = self.engine.deltas(prompts, max_new_tokens, params, make, grammar, client, salt)
         if not request.stream:
             body = await collect_answer(deltas, choices, form, self.model, best)
             if (
@@ -182,45 +181,39 @@ class Service:
         owner = client if self.apart else ""
         return json.dumps([owner, asked]) if owner or asked else None
 
-    def _sampling_params(self, request: AnyRequest, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
-        """Return the parameters of a request; by default those of the model's generation config, else OpenAI's."""
-        engine = self.worker.scheduler.engine
-        assert isinstance(engine, Engine)
-        config = engine.model.generation_config
-        ends = frozenset(end_tokens(engine.model, self.tokenizer))
+    def _sampling_params(
+        self, request: AnyRequest, logprobs: int | None, grammar: GrammarSource | None
+    ) -> SamplingParams:
+        """Return the parameters of a request, whose grammar the engine adds; by default, those of the engine."""
+        facts = self.engine.facts
 
-        def pick(name: str, neutral: Any) -> Any:
-            asked, default = getattr(request, name), getattr(config, name, None)
-            return asked if asked is not None else neutral if default is None else default
+        def pick(name: str) -> Any:
+            asked = getattr(request, name)
+            return facts.sampling[name] if asked is None else asked
 
-        plain = 0.0 if engine.do_sample is False else 1.0
-        temperature = request.temperature if request.temperature is not None else config.temperature or plain
+        temperature = pick("temperature")
         if grammar is not None and request.ignore_eos:
             raise ApiError(400, "a text that follows a grammar ends with it: leave out ignore_eos", "ignore_eos")
+        ends = facts.end_tokens | frozenset(request.stop_token_ids or ())
         return SamplingParams(
             temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
-            top_k=max(pick("top_k", 0), 0),
-            top_p=pick("top_p", 1.0),
-            min_p=pick("min_p", 0.0),
-            repetition_penalty=pick("repetition_penalty", 1.0),
+            top_k=max(pick("top_k"), 0),
+            top_p=pick("top_p"),
+            min_p=pick("min_p"),
+            repetition_penalty=pick("repetition_penalty"),
             frequency_penalty=request.frequency_penalty or 0.0,
             presence_penalty=request.presence_penalty or 0.0,
             logit_bias=self._bias(request.logit_bias),
             min_new_tokens=request.min_tokens or 0,
-            stop_token_ids=frozenset() if request.ignore_eos else ends | frozenset(request.stop_token_ids or ()),
+            stop_token_ids=frozenset() if request.ignore_eos else ends,
             seed=secrets.randbits(61) if request.seed is None else request.seed,
             logprobs=logprobs,
-            grammar=grammar,
             speculate=request.speculate,
         )
 
-    async def _grammar(self, spec: dict[str, Any] | None, client: str) -> Grammar | None:
-        """Return the compiled grammar of a specification for a client, or None for no specification."""
-        return None if spec is None else await self._grammars.get(spec, client)
-
     def _bias(self, given: dict[str, float] | None) -> dict[int, float]:
         """Return a bias by token id, or raise `ApiError` for what is no token id."""
-        vocabulary = self.worker.scheduler.engine.target.vocab_size
+        vocabulary = self.engine.facts.vocab_size
         bias = {}
         for token, value in (given or {}).items():
             if not (token.isdecimal() and len(token) < 20 and int(token) < vocabulary):
@@ -236,8 +229,14 @@ def _client(facts: Facts) -> str:
     return str(facts.get("client", ""))
 
 
+def _grammar_source(request: AnyRequest) -> GrammarSource | None:
+    """Return the grammar that a request asks for, or None."""
+    spec = _grammar_spec(request)
+    return None if spec is None else GrammarSource.of(spec)
+
+
 def _grammar_spec(request: AnyRequest) -> dict[str, Any] | None:
-    """Return the specification of the grammar that a request asks for, as `Grammar.of` reads it, or None."""
+    """Return the specification of the grammar that a request asks for, as `GrammarSource.of` reads it, or None."""
     if request.structured_outputs is not None:
         [(kind, value)] = ((name, spec) for name, spec in request.structured_outputs if spec is not None)
         return {"json_schema" if kind == "json_" else kind: value}

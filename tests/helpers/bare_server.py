@@ -33,9 +33,9 @@ async def app(scope, receive, send):
 def load():
     if sys.stdin.readline().strip() == "fail":
         raise CheckpointError("this model is no good")
-    scheduler = SimpleNamespace(idle=IDLE, running=1)
-    worker = SimpleNamespace(start=lambda: None, stop=lambda: None, drain=lambda: None, scheduler=scheduler)
-    return SimpleNamespace(app=app, worker=worker)
+    load, nothing = SimpleNamespace(running=1), lambda *_: None
+    engine = SimpleNamespace(start=nothing, stop=nothing, drain=nothing, idle=IDLE, load=load)
+    return SimpleNamespace(app=app, engine=engine)
 
 IDLE, DRAIN, FILES = True, 1.0, {}
 CHANGES

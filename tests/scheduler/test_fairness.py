@@ -516,20 +516,22 @@ def test_beginnings_are_shared_only_under_the_same_salt(engine):
         assert each.sink.tokens == alone(engine, each)
 
 
-def test_a_request_is_served_for_its_client_and_under_its_salt(engine):
+def test_a_request_is_served_for_its_client_and_under_its_salt(engine, monkeypatch):
     pytest.importorskip("fastapi")
     from pydantic import ValidationError
     from transformers import AutoTokenizer
 
+    from helpers.engine_in_thread import client_of
     from redrafter import boxed_pair
     from redrafter.serve.metrics import Metrics
     from redrafter.serve.protocol.requests import MAX_SALT_CHARACTERS, CompletionRequest
     from redrafter.serve.service import Service
-    from redrafter.serve.worker import Worker
 
     served, prompt, clients = scheduler(engine), [3 + n % 60 for n in range(40)], []
-    worker = Worker(served, lambda sequence, delta: clients.append(sequence.client))
-    worker.start()
+    submit = served.submit
+    monkeypatch.setattr(served, "submit", lambda *sent: (clients.extend(each.client for each in sent), submit(*sent)))
+    line = client_of(served)
+    line.start()
     tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
 
     def reused(service: Service, client: str, **more: str) -> int:
@@ -539,14 +541,14 @@ def test_a_request_is_served_for_its_client_and_under_its_salt(engine):
         clients.clear()
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    together = Service(worker, tokenizer, "tiny", Metrics(served, "tiny"))
+    together = Service(line, tokenizer, "tiny", Metrics(line, "tiny"))
     assert [reused(together, client) for client in "abc"] == [0, 32, 32]
     assert [reused(together, client, cache_salt="x") for client in "ab"] == [0, 32]
     assert reused(together, "a", cache_salt="y") == 0
-    apart = Service(worker, tokenizer, "tiny", Metrics(served, "tiny"), apart=True)
+    apart = Service(line, tokenizer, "tiny", Metrics(line, "tiny"), apart=True)
     assert [reused(apart, client) for client in "aabb"] == [0, 32, 0, 32]
     assert [reused(apart, client, cache_salt="x") for client in "aabb"] == [0, 32, 0, 32]
-    worker.stop()
+    line.stop()
     for wrong in ("", "x" * (MAX_SALT_CHARACTERS + 1), 7):
         with pytest.raises(ValidationError):
             CompletionRequest(prompt="a", cache_salt=wrong)

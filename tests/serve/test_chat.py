@@ -14,11 +14,11 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
+from helpers.engine_in_thread import server_of
 from helpers.serving_in_process import listening
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.serve.command import Server
-from redrafter.serve.config import ServeOptions
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
 from redrafter.serve.routes.app import create_app
@@ -154,10 +154,10 @@ class Order(BaseModel):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    loaded = Server(Pair.load(LoadOptions()), ServeOptions(), LoadOptions())
-    loaded.worker.start()
+    loaded = server_of(Pair.load(LoadOptions()))
+    loaded.engine.start()
     yield loaded
-    loaded.worker.stop()
+    loaded.engine.stop()
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +216,9 @@ def test_a_text_comes_at_once_where_tools_may_be_called(client):
 
 def test_thoughts_are_told_apart(client, server, monkeypatch):
     plain = client.chat.completions.create(**SAME | {"max_tokens": 24, "temperature": 0}).choices[0].message.content
-    template = server.pair.tokenizer.chat_template
-    monkeypatch.setattr(server.pair.tokenizer, "chat_template", template + "{# <think> </think> #}")
-    service = Service(server.worker, server.pair.tokenizer, "boxed", Metrics(server.worker.scheduler, "boxed"))
+    template = server.tokenizer.chat_template
+    monkeypatch.setattr(server.tokenizer, "chat_template", template + "{# <think> </think> #}")
+    service = Service(server.engine, server.tokenizer, "boxed", Metrics(server.engine, "boxed"))
     opened = [*TALK, {"role": "assistant", "content": "<think>"}]
     body = SAME | {"max_tokens": 24, "temperature": 0}
     with listening(create_app(service)) as url:

@@ -27,13 +27,13 @@ from redrafter.serve import log
 from redrafter.serve.answers.openai_format import raise_cuts_as_errors
 from redrafter.serve.command import Server
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.delta_stream import SlowConsumerError, Stopped
 from redrafter.serve.network import bodies, connections
 from redrafter.serve.network.access import AccessPolicy, Refusal, host_of
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys, collect_keys
 from redrafter.serve.network.bodies import check_structure
 from redrafter.serve.network.connections import Connection, OpenConnections, room_for_connections
 from redrafter.serve.routes.app import create_app
-from redrafter.serve.worker import SlowConsumerError, Stopped
 
 JSON = {"content-type": "application/json"}
 COMPLETIONS = "/v1/completions"
@@ -43,7 +43,7 @@ class Service:
     """Answers with who asked."""
 
     model, created, context = "stub", 0, 100
-    worker = SimpleNamespace(alive=True, scheduler=SimpleNamespace(running=0))
+    engine = SimpleNamespace(alive=True, load=SimpleNamespace(running=0))
     metrics = SimpleNamespace(text=lambda: "numbers 1\n")
     error: Exception | None = None
 
@@ -170,15 +170,9 @@ def test_keys_are_shown_nowhere(capsys, tmp_path):
     out, _ = capsys.readouterr()
     assert "geheim" not in out
     assert json.loads(out)["allowed_hosts"] == ["a", "b"]
-    engine = SimpleNamespace(target=SimpleNamespace(name="t", dtype="torch.float32", device="cpu"))
-    scheduler = SimpleNamespace(longest=9, graphs=SimpleNamespace(blocks=SimpleNamespace(num_blocks=1)))
     server = Server.__new__(Server)
-    server.options, server.keys, server.name = (
-        ServeOptions(api_key=("geheim",), speculate=False),
-        ApiKeys(["geheim"]),
-        "m",
-    )
-    server.pair, server.worker = SimpleNamespace(engine=engine), SimpleNamespace(scheduler=scheduler)
+    server.options, server.keys, server.name = ServeOptions(api_key=("geheim",)), ApiKeys(["geheim"]), "m"
+    server.engine = SimpleNamespace(facts=SimpleNamespace(description=["what is served"]))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         said = "\n".join(server.summary(listening))

@@ -21,9 +21,10 @@ from helpers.processes import children, soon
 from helpers.serving import Program, offline, text_of
 from redrafter import ArgumentError
 from redrafter.grammar.process import GrammarProcess
+from redrafter.grammar.source import GrammarSource
 from redrafter.grammar.zygotes import zygote_for
 from redrafter.scheduler.limits import QueueFullError
-from redrafter.serve.grammars import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars
+from redrafter.serve.engine_process.grammars import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars
 
 TOKENIZER = tiny_tokenizer()
 QUICK = {"regex": "[ab]{3}"}
@@ -52,7 +53,7 @@ def started(monkeypatch) -> list[GrammarProcess]:
         processes.append(GrammarProcess(tokenizer))
         return processes[-1]
 
-    monkeypatch.setattr("redrafter.serve.grammars.GrammarProcess", start)
+    monkeypatch.setattr("redrafter.serve.engine_process.grammars.GrammarProcess", start)
     gc.collect()
     assert soon(lambda: not compilations())
     return processes
@@ -65,7 +66,7 @@ def among(grammars: Grammars, work: Callable[[Callable[..., "asyncio.Task"]], Aw
         tasks: set[asyncio.Task] = set()
 
         def ask(spec: object, client: str = "") -> asyncio.Task:
-            task = asyncio.ensure_future(grammars.get(spec, client))
+            task = asyncio.ensure_future(grammars.get(GrammarSource.of(spec), client))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             return task
@@ -166,8 +167,8 @@ def test_what_died_is_compiled_again(started):
 
 
 def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch):
-    monkeypatch.setattr("redrafter.serve.grammars.MAX_KEPT_GRAMMARS", 2)
-    monkeypatch.setattr("redrafter.serve.grammars.MAX_LIVING_GRAMMARS", 4)
+    monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_KEPT_GRAMMARS", 2)
+    monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_GRAMMARS", 4)
 
     async def work(ask):
         for number in range(6):
@@ -179,14 +180,14 @@ def test_few_grammars_are_kept_and_those_in_use_are_bounded(started, monkeypatch
         with pytest.raises(QueueFullError, match="4 other grammars are in use"):
             await ask({"regex": "d"})
         assert await ask({"regex": "a{3}c"}) is used[3]
-        monkeypatch.setattr("redrafter.serve.grammars.MAX_LIVING_GRAMMARS", 99)
-        monkeypatch.setattr("redrafter.serve.grammars.MAX_LIVING_BYTES", 0)
+        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_GRAMMARS", 99)
+        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_BYTES", 0)
         used[0].process.memory = 1
         with pytest.raises(QueueFullError, match="other grammars that are in use hold"):
             await ask({"regex": "d"})
         used[0].process.memory = 0
-        monkeypatch.setattr("redrafter.serve.grammars.MAX_LIVING_BYTES", 1 << 40)
-        monkeypatch.setattr("redrafter.serve.grammars.MAX_KEPT_BYTES", 0)
+        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_LIVING_BYTES", 1 << 40)
+        monkeypatch.setattr("redrafter.serve.engine_process.grammars.MAX_KEPT_BYTES", 0)
         used.clear()
         started.clear()
         await ask({"regex": "e"})
@@ -207,7 +208,8 @@ def complete(program: Program, spec: object, **more: Any) -> httpx.Response:
 
 def forked(program: Program) -> list[int]:
     """The processes of the server's grammars."""
-    return [child for zygote in children(program.process.pid) for child in children(zygote)]
+    [engine] = children(program.process.pid)
+    return [child for zygote in children(engine) for child in children(zygote)]
 
 
 @pytest.mark.slow

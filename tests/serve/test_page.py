@@ -16,18 +16,18 @@ from helpers.chats import tiny_tokenizer
 
 pytest.importorskip("fastapi")
 
+from helpers.engine_in_thread import server_of
 from helpers.serving_in_process import listening
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.answers.text import TextStream
 from redrafter.serve.command import Server
-from redrafter.serve.config import ServeOptions
+from redrafter.serve.delta_stream import Stopped
 from redrafter.serve.network.access import AccessPolicy
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
-from redrafter.serve.worker import Stopped
 
 if TYPE_CHECKING:
     from helpers.browser import Page
@@ -40,10 +40,10 @@ TOOL = {"type": "function", "function": {"name": "find", "parameters": NOTHING}}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    made = Server(Pair.load(LoadOptions()), ServeOptions(), LoadOptions())
-    made.worker.start()
+    made = server_of(Pair.load(LoadOptions()))
+    made.engine.start()
     yield made
-    made.worker.stop()
+    made.engine.stop()
 
 
 @pytest.fixture(scope="module")

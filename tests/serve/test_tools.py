@@ -255,7 +255,7 @@ def write_answer(
     form: ChatFormat, tokenizer: Any, ids: list[int], sizes: list[int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the message of a whole answer, and what the deltas of a stream in steps of these sizes join to."""
-    sequence: Any = SimpleNamespace(params=SimpleNamespace(stop_token_ids=frozenset()))
+    sequence: Any = SimpleNamespace(stop_token_ids=frozenset())
     choice, streamed = (
         Choice(tokenizer, (), True),
         {"content": "", "reasoning_content": "", "tool_calls": [], "finish": None},

@@ -6,9 +6,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.errors import ArgumentError
-from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
+from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.text import TextStream, decode_tokens
 from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.served_sequence import ServedSequence
 
 __all__ = ["Choice", "TokenLine"]
 
@@ -34,7 +35,7 @@ class Choice:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], drafts: bool = False):
         self._tokenizer, self._stream, self._drafts = tokenizer, TextStream(tokenizer, stops), drafts
-        self.sequence: TokenSequence | None = None
+        self.sequence: ServedSequence | None = None
         self.token_count = 0
         self.lines: list[TokenLine] = []
         self.logprob = 0.0
@@ -45,7 +46,7 @@ class Choice:
         """The text so far, without what may be the beginning of a stop string."""
         return self._stream.text
 
-    def append(self, sequence: TokenSequence, deltas: Sequence[SequenceDelta]) -> tuple[str, list[TokenLine]]:
+    def append(self, sequence: ServedSequence, deltas: Sequence[SequenceDelta]) -> tuple[str, list[TokenLine]]:
         """Append what a sequence has gained.
 
         Args:
@@ -62,14 +63,14 @@ class Choice:
         added = [self._append(sequence, delta) for delta in deltas]
         return "".join(text for text, _ in added), [line for _, lines in added for line in lines]
 
-    def _append(self, sequence: TokenSequence, delta: SequenceDelta) -> tuple[str, list[TokenLine]]:
+    def _append(self, sequence: ServedSequence, delta: SequenceDelta) -> tuple[str, list[TokenLine]]:
         if delta.finish == "error":
             if isinstance(delta.error, ArgumentError):
                 raise ApiError(400, f"{delta.error}")
             raise ApiError(500, f"the engine failed: {delta.error}")
         shown = delta.tokens
         self.token_count += len(shown)
-        if delta.finish == "stop" and shown and shown[-1] in sequence.params.stop_token_ids:
+        if delta.finish == "stop" and shown and shown[-1] in sequence.stop_token_ids:
             shown = shown[:-1]
         lines = [
             (decode_tokens(self._tokenizer, [token]), token, logprob, likeliest)

@@ -7,18 +7,19 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
 
-from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
+from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.choice import Choice, TokenLine
 from redrafter.serve.answers.usage import count_usage, usage_and_metrics
+from redrafter.serve.delta_stream import SlowConsumerError, Stopped
 from redrafter.serve.protocol.requests import ApiError, StreamOptions
-from redrafter.serve.worker import SlowConsumerError, Stopped
+from redrafter.serve.served_sequence import ServedSequence
 
 __all__ = ["AnswerFormat", "collect_answer", "raise_cuts_as_errors", "stream_answer"]
 
 _LOG = logging.getLogger(__name__)
 
 # The index of a choice, its sequence, and what the sequence has gained.
-Pieces = AsyncIterator[tuple[int, TokenSequence, list[SequenceDelta]]]
+Pieces = AsyncIterator[tuple[int, ServedSequence, list[SequenceDelta]]]
 
 
 class AnswerFormat(Protocol):
@@ -135,7 +136,7 @@ async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIt
         async for chunk in chunks:
             yield chunk
     except Stopped as error:
-        raise ApiError(503, "the server is stopping") from error
+        raise ApiError(503, str(error)) from error
     except SlowConsumerError as error:  # the client may hear of it yet
         _LOG.warning("an answer was cut off: %s", error)
         raise ApiError(500, f"the answer was cut off: {error}") from error

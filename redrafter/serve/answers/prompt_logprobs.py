@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.engine.detokenizer import Detokenizer
-from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.answers.text import decode_tokens
 from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.served_sequence import ServedSequence
 
 __all__ = ["PromptLine", "by_text", "check_scores", "prompt_lines", "prompt_logprobs"]
 
@@ -56,7 +56,7 @@ def check_scores(prompts: Sequence[Sequence[int]], count: int | None) -> None:
         )
 
 
-def prompt_lines(sequence: TokenSequence, count: int, tokenizer: PreTrainedTokenizerBase) -> list[PromptLine]:
+def prompt_lines(sequence: ServedSequence, count: int, tokenizer: PreTrainedTokenizerBase) -> list[PromptLine]:
     """Return a prompt's tokens with their log-probabilities and those of the `count` likeliest tokens beside each."""
     first, *others = sequence.prompt
     offsets = _offsets(sequence, tokenizer)
@@ -68,7 +68,7 @@ def prompt_lines(sequence: TokenSequence, count: int, tokenizer: PreTrainedToken
     return lines
 
 
-def _offsets(sequence: TokenSequence, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+def _offsets(sequence: ServedSequence, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Yield how many characters of the echoed text, which lacks special tokens, are before each token of a prompt."""
     detokenizer, offset = Detokenizer(tokenizer), 0
     for token in sequence.prompt:
@@ -98,7 +98,7 @@ def by_text(
 
 
 def prompt_logprobs(
-    sequence: TokenSequence, count: int, tokenizer: PreTrainedTokenizerBase
+    sequence: ServedSequence, count: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any] | None]:
     """Return the log-probabilities of a prompt in vLLM's format.
 

@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from redrafter.scheduler.sequence import TokenSequence
 from redrafter.scheduler.stats import Stats
 from redrafter.serve.answers.choice import Choice
+from redrafter.serve.served_sequence import ServedSequence
 
 __all__ = ["count_usage", "speculation_metrics", "summarize", "usage_and_metrics"]
 
@@ -42,7 +42,7 @@ def summarize(choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def count_usage(choices: Iterable[Choice], prompts: Collection[TokenSequence]) -> dict[str, Any]:
+def count_usage(choices: Iterable[Choice], prompts: Collection[ServedSequence]) -> dict[str, Any]:
     """Return the usage so far. The tokens of `prompts` count as read, those of `choices` as written."""
     read, written = sum(len(sequence.prompt) for sequence in prompts), sum(choice.token_count for choice in choices)
     return {

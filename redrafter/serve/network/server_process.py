@@ -20,9 +20,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.engine_process.client import EngineClient
+from redrafter.serve.engine_process.start import EngineEndedError
 from redrafter.serve.network.access import Refusal, error_answer
 from redrafter.serve.network.connections import PARTING_SECONDS, Connection, OpenConnections, room_for_connections
-from redrafter.serve.worker import Worker
 
 __all__ = ["ServerProcess"]
 
@@ -42,8 +43,8 @@ class Loaded(Protocol):
         """The application that answers requests."""
 
     @property
-    def worker(self) -> Worker:
-        """The worker that decodes them."""
+    def engine(self) -> EngineClient:
+        """The line to the engine that writes the texts."""
 
 
 LoadedT = TypeVar("LoadedT", bound=Loaded)
@@ -57,6 +58,7 @@ class ServerProcess:
         self._connections = OpenConnections(room_for_connections(options.max_connections))
         self._loaded: Loaded | None = None
         self._ending: asyncio.Future[None] | None = None
+        self._engine_end: str | None = None  # how the engine has ended by itself
         self._accept_error_at = -ACCEPT_ERROR_LOG_SECONDS  # when such an error was last logged
         config = uvicorn.Config(
             self._answer,
@@ -91,12 +93,17 @@ class ServerProcess:
         Args:
             load: Called in a thread, while every request is answered with 503. What it raises ends the server.
             ready: Called with what was loaded, once it is served.
+
+        Raises:
+            EngineEndedError: The engine has ended by itself; running requests have got an error.
         """
         try:
             asyncio.run(self._serve(load, ready))
         finally:
             if self._loaded is not None:
-                self._loaded.worker.stop()
+                self._loaded.engine.stop()
+        if self._engine_end is not None:
+            raise EngineEndedError(self._engine_end)
 
     async def _serve(self, load: Callable[[], LoadedT], ready: Callable[[LoadedT], object]) -> None:
         loop = asyncio.get_running_loop()
@@ -110,7 +117,7 @@ class ServerProcess:
         self._listening.listen(BACKLOG_CONNECTIONS)  # uvicorn has set it to the number that are accepted at once
         try:
             loaded = await self._load(load)
-            loaded.worker.start()
+            loaded.engine.start(lambda reason: loop.call_soon_threadsafe(self._engine_ended, reason))
             self._loaded = loaded
             ready(loaded)
             await serving
@@ -120,7 +127,7 @@ class ServerProcess:
             await serving
             watching.cancel()
             if self._ending is not None:
-                _end_by_force_after(FORCED_END_SECONDS)
+                _end_by_force_after(FORCED_END_SECONDS, self._exit_code)
 
     async def _load(self, load: Callable[[], LoadedT]) -> LoadedT:
         began, loading = time.monotonic(), asyncio.ensure_future(asyncio.to_thread(load))
@@ -149,16 +156,26 @@ class ServerProcess:
             os._exit(0)  # the thread that loads would delay an orderly end
         if self._ending is not None:
             return self._drop()
-        self._loaded.worker.drain()
-        running, timeout = self._loaded.worker.scheduler.running, self.options.drain_timeout
+        self._loaded.engine.drain()
+        running, timeout = self._loaded.engine.load.running, self.options.drain_timeout
         _LOG.info("stopping: %d texts are still written, for %g s at most; once more to drop them", running, timeout)
-        self._ending = asyncio.ensure_future(self._drain(self._loaded.worker))
-        _end_by_force_after(timeout + FORCED_END_SECONDS)
+        self._ending = asyncio.ensure_future(self._drain(self._loaded.engine, timeout))
+        _end_by_force_after(timeout + FORCED_END_SECONDS, self._exit_code)
 
-    async def _drain(self, worker: Worker) -> None:
-        """Wait for running requests until `--drain-timeout`, then end."""
-        deadline = time.monotonic() + self.options.drain_timeout
-        while not worker.scheduler.idle and time.monotonic() < deadline:
+    @property
+    def _exit_code(self) -> int:
+        return 0 if self._engine_end is None else 2
+
+    def _engine_ended(self, reason: str) -> None:
+        """Let those who are connected hear of it, then end."""
+        self._engine_end = reason
+        if self._ending is None and self._loaded is not None:
+            self._ending = asyncio.ensure_future(self._drain(self._loaded.engine, PARTING_SECONDS))
+
+    async def _drain(self, engine: EngineClient, seconds: float) -> None:
+        """Wait for running requests for so many seconds, then end."""
+        deadline = time.monotonic() + seconds
+        while not engine.idle and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self._http.should_exit = True  # closes connections without a request, and accepts no new ones
         await asyncio.sleep(PARTING_SECONDS / 4)
@@ -185,13 +202,13 @@ class ServerProcess:
             )
 
 
-def _end_by_force_after(seconds: float) -> None:
-    """End the process with code 0 after so many seconds, if it has not ended by itself."""
+def _end_by_force_after(seconds: float, code: int) -> None:
+    """End the process with an exit code after so many seconds, if it has not ended by itself."""
 
     def end() -> None:
         _LOG.info("ended by force: a thread did not end in time")
         logging.shutdown()
-        os._exit(0)
+        os._exit(code)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

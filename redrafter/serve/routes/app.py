@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.delta_stream import Stopped
 from redrafter.serve.log import RequestLog
 from redrafter.serve.network.access import AccessControl, AccessPolicy, HeadAsGet, Refusal, error_answer
 from redrafter.serve.network.bodies import BodyLimits, JsonRoute
@@ -33,7 +34,6 @@ from redrafter.serve.routes.refused import add_refusals
 from redrafter.serve.routes.responses import add_responses
 from redrafter.serve.routes.tokens import add_token_routes
 from redrafter.serve.service import Service
-from redrafter.serve.worker import Stopped
 from redrafter.version import __version__
 
 __all__ = ["create_app"]
@@ -90,13 +90,13 @@ def create_app(
     @app.get("/v1/health/ready", **stopping)
     @app.get("/v1/health/live", **stopping)
     async def health() -> Response:
-        return Response(status_code=200 if service.worker.alive else 503)
+        return Response(status_code=200 if service.engine.alive else 503)
 
     @app.get("/v1/health/model", response_model=ModelHealth, responses=error_responses(503))
     async def model_health() -> dict[str, Any]:
-        if not service.worker.alive:
+        if not service.engine.alive:
             raise ApiError(503, "the server is stopping")
-        return {"model": service.model, "running": service.worker.scheduler.running}
+        return {"model": service.model, "running": service.engine.load.running}
 
     @app.get("/v1/models", response_model=Models, responses=error_responses(401))
     async def models() -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Stopped)
     async def stopped(_: Request, error: Stopped) -> Response:
-        return respond(503, "the server is stopping", **{"Retry-After": "5"})
+        return respond(503, str(error), **{"Retry-After": "5"})
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:

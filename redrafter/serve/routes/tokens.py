@@ -100,7 +100,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", response_model=DetokenizeAnswer, **options)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         service.check_model(body.model)
-        vocabulary = service.worker.scheduler.engine.target.vocab_size
+        vocabulary = service.engine.facts.vocab_size
         if (bad := next((token for token in body.tokens if token >= vocabulary), None)) is not None:
             raise ApiError(400, f"token id {bad} is out of range: there are {vocabulary} ids", "tokens")
         if len(body.tokens) > MAX_CONTEXTS * service.context:

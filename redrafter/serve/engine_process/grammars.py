@@ -50,20 +50,19 @@ class Grammars:
         self._compilers = asyncio.Semaphore(MAX_COMPILATIONS)
         self._threads = ThreadPoolExecutor(MAX_COMPILATIONS, "grammar")  # they wait for processes
 
-    async def get(self, spec: Any, client: str) -> Grammar:
+    async def get(self, source: GrammarSource, client: str) -> Grammar:
         """Return a compiled grammar, from an earlier request if it is kept.
 
         The compilation is stopped when nobody waits for it any more.
 
         Args:
-            spec: A specification that `Grammar.of` reads.
+            source: The grammar's notation and text.
             client: Who asks. Of one client, `MAX_COMPILATIONS_PER_CLIENT` grammars are compiled at once.
 
         Raises:
             ArgumentError: The grammar is wrong, too large or too complex.
             QueueFullError: Too many other grammars are in use.
         """
-        source = GrammarSource.of(spec)
         if source not in self._begun:
             semaphore = self._clients.setdefault(client, asyncio.Semaphore(MAX_COMPILATIONS_PER_CLIENT))
             async with semaphore:  # not for a client that joins a compilation

@@ -1,0 +1,170 @@
+"""The main program of the engine's process: load, then serve what comes over the line until that ends."""
+
+import asyncio
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from transformers import PreTrainedTokenizerBase
+
+from redrafter.app.program import run_command
+from redrafter.errors import ReDrafterError
+from redrafter.grammar.grammar import Grammar
+from redrafter.grammar.source import GrammarSource
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.serve.engine_process.channel import Channel
+from redrafter.serve.engine_process.engine import ServedEngine, load_pair
+from redrafter.serve.engine_process.grammars import Grammars
+from redrafter.serve.engine_process.messages import Cancel, LoadEngine, LoadFailed, Refused, Submit
+from redrafter.serve.engine_process.worker import Worker
+from redrafter.serve.log import start_logging
+
+__all__ = ["main", "serve"]
+
+_LOG = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 5.0  # for which a last message may take to be sent
+ORPHAN_SECONDS = 2.0  # after which the process is ended by force once its server is gone
+
+
+def main(descriptor: int) -> None:
+    """Run the engine's process, and exit with its code.
+
+    Signals for the server are ignored: it ends this process by closing the line, once its texts have ended.
+
+    Args:
+        descriptor: File descriptor of a Unix socket to the server.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    threading.Thread(target=_end_with_server, args=(connection,), daemon=True).start()
+    sys.exit(run_command(lambda: _run(Channel(connection))))
+
+
+def _run(channel: Channel) -> int:
+    """Load an engine and serve it; return the exit code of the process."""
+    start: LoadEngine = channel.receive()
+    start_logging(start.options.log_format, start.options.log_level)
+    try:
+        began = time.monotonic()
+        pair = load_pair(start)
+        _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
+        engine = ServedEngine.of(pair, start.options, start.load)
+        if start.options.warm_up:
+            engine.warm_up()
+    except ReDrafterError as error:
+        channel.send(LoadFailed(error))
+        channel.close(FLUSH_SECONDS)
+        return 2
+    gc.collect()
+    gc.freeze()  # what is loaded stays; collecting it takes 0.3 s, in which no row steps
+    channel.send(engine.facts)
+    return serve(channel, engine.scheduler, pair.tokenizer)
+
+
+def serve(channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Serve a scheduler until the other end closes the line, and return an exit code: 1 if a round has failed.
+
+    Args:
+        channel: The line to a server.
+        scheduler: A scheduler without sequences.
+        tokenizer: Tokenizer of the model, for grammars.
+    """
+
+    async def run() -> int:
+        return await _EngineServer(channel, scheduler, tokenizer).run()
+
+    return asyncio.run(run())
+
+
+def _end_with_server(connection: socket.socket) -> None:
+    """End the process soon after the other end of a socket was closed, whatever it does: nobody else would end it."""
+    watch = select.poll()
+    watch.register(connection, 0)  # no event but the closing of the other end
+    watch.poll()
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(1)
+
+
+class _EngineServer:
+    """Answers the messages of a server in an event loop, in which it waits for grammars too."""
+
+    def __init__(self, channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase):
+        self._channel, self._grammars = channel, Grammars(tokenizer)
+        self._done = asyncio.Event()
+        self._line_ended = False
+        self._loop = asyncio.get_running_loop()
+        self._worker = Worker(scheduler, channel.send, lambda: self._call(self._done.set))
+        self._compiling: dict[tuple[int, ...], asyncio.Task[None]] = {}  # by the numbers of a request's texts
+
+    async def run(self) -> int:
+        """Serve until the line ends or the engine fails, and return the exit code of the process."""
+        threading.Thread(target=self._receive, name="redrafter-receiver", daemon=True).start()
+        self._worker.start()
+        await self._done.wait()
+        await asyncio.to_thread(self._worker.stop)
+        self._channel.close(FLUSH_SECONDS)
+        return 0 if self._line_ended else 1
+
+    def _receive(self) -> None:
+        """Hand messages to the event loop, in a thread of their own."""
+        with suppress(EOFError):
+            while True:
+                self._call(self._handle, self._channel.receive())
+        self._line_ended = True
+        self._call(self._done.set)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the event loop, from another thread; do nothing if the loop has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _handle(self, message: Submit | Cancel) -> None:
+        if isinstance(message, Cancel):
+            self._cancel(message.numbers)
+        elif message.grammar is None:
+            self._submit(message, None)
+        else:
+            task = asyncio.ensure_future(self._compile(message, message.grammar))
+            self._compiling[message.numbers] = task
+            task.add_done_callback(lambda _: self._compiling.pop(message.numbers))
+
+    def _cancel(self, numbers: tuple[int, ...]) -> None:
+        if (task := self._compiling.get(numbers)) is not None:
+            task.cancel()
+        else:
+            self._worker.cancel(numbers)
+
+    async def _compile(self, request: Submit, source: GrammarSource) -> None:
+        """Submit a request once its grammar is compiled."""
+        try:
+            grammar = await self._grammars.get(source, request.client)
+        except asyncio.CancelledError:
+            self._channel.send(Refused(request.numbers, ReDrafterError("its client has gone")))
+            raise
+        except Exception as error:
+            self._refuse(request, error)
+        else:
+            self._submit(request, grammar)
+
+    def _submit(self, request: Submit, grammar: Grammar | None) -> None:
+        try:
+            self._worker.submit(request, grammar)
+        except Exception as error:
+            self._refuse(request, error)
+
+    def _refuse(self, request: Submit, error: Exception) -> None:
+        """Tell the server why a request is not served; log what is no error of the user."""
+        if not isinstance(error, ReDrafterError):
+            _LOG.error("a request could not be begun", exc_info=error)
+            error = RuntimeError(str(error))  # another library's may not be picklable
+        self._channel.send(Refused(request.numbers, error))

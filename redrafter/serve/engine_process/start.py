@@ -1,0 +1,75 @@
+"""Start the engine's process, and end it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+from redrafter.errors import ReDrafterError
+from redrafter.serve.engine_process.channel import Channel
+from redrafter.serve.engine_process.messages import EngineFacts, LoadEngine, LoadFailed
+
+__all__ = ["EngineEndedError", "EngineProcess"]
+
+# A fresh interpreter, since CUDA does not survive a fork. Ctrl-C is for the server, also before the modules are there;
+# these are found on this program's path and not in its working directory.
+PROGRAM = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[2:]; "
+    "from redrafter.serve.engine_process.process import main; main(int(sys.argv[1]))"
+)
+END_SECONDS = 5.0  # seconds that it has to end in once the line is closed
+
+
+class EngineEndedError(ReDrafterError):
+    """The engine's process has ended by itself."""
+
+
+class EngineProcess:
+    """The engine's process, which ends once the line to it is closed, and so with this process at the latest.
+
+    Attributes:
+        channel: The line to it.
+    """
+
+    def __init__(self) -> None:
+        """Start the process, which waits for `load`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = (entry or os.getcwd() for entry in sys.path)
+            words = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *path]
+            self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self.channel = Channel(ours)
+
+    def load(self, start: LoadEngine) -> EngineFacts:
+        """Let the process load an engine, and wait for it.
+
+        Raises:
+            ReDrafterError: The engine cannot be loaded.
+        """
+        self.channel.send(start)
+        try:
+            answer: EngineFacts | LoadFailed = self.channel.receive()
+        except EOFError:
+            raise EngineEndedError(self.describe_end()) from None
+        if isinstance(answer, LoadFailed):
+            raise answer.error
+        return answer
+
+    def end(self) -> None:
+        """Wait until the process has ended, once the line is closed, and end it by force if it does not."""
+        try:
+            self._process.wait(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def describe_end(self) -> str:
+        """Wait until the process has ended by itself, and return how."""
+        self.end()
+        code = self._process.returncode
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = ", as the system ends one that takes too much memory" if -code == signal.SIGKILL else ""
+            return f"the engine's process was ended by {name}{hint}: nothing is served any more"
+        return f"the engine's process ended with code {code}: nothing is served any more"

@@ -1,0 +1,128 @@
+"""The thread that runs the scheduler, and sends what each half of a round wrote as one message."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+from redrafter.errors import ReDrafterError
+from redrafter.grammar.grammar import Grammar
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
+from redrafter.serve.engine_process.messages import EngineLoad, PromptFacts, Submit, Written
+
+__all__ = ["Worker"]
+
+_LOG = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0  # seconds for which `stop` waits for the current round
+
+
+class Worker:
+    """Runs the rounds of a scheduler in a thread of its own, as long as there is work."""
+
+    def __init__(self, scheduler: Scheduler, send: Callable[[Written], object], on_end: Callable[[], object]):
+        """Make a worker that has not started.
+
+        Args:
+            scheduler: The scheduler; nobody else may run its rounds.
+            send: Called in the engine's thread with what half a round wrote; it must not wait.
+            on_end: Called in the engine's thread when that ends, whether it was stopped or has failed.
+        """
+        self.scheduler, self._send, self._on_end = scheduler, send, on_end
+        self._work = threading.Event()
+        self._sequences: dict[int, TokenSequence] = {}  # those that have not ended, by number
+        self._deltas: list[tuple[int, SequenceDelta]] = []  # not sent yet
+        self._prompts: dict[int, PromptFacts] = {}  # likewise
+        self._reused: dict[int, int] = {}  # reused tokens of prompts, as they were sent
+        self._load = EngineLoad()  # as it was sent
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="redrafter-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Cancel all sequences, and wait for the current round to end."""
+        self._stopping = True
+        self._work.set()
+        self._thread.join(timeout=STOP_SECONDS)
+
+    def submit(self, request: Submit, grammar: Grammar | None) -> None:
+        """Queue the texts of a request.
+
+        Args:
+            request: The request.
+            grammar: Its compiled grammar.
+
+        Raises:
+            QueueFullError: Too many sequences wait.
+            ArgumentError: One of the prompts can never be served.
+        """
+        sequences = {
+            number: TokenSequence(
+                prompt,
+                request.max_new_tokens,
+                replace(request.params, seed=request.params.seed + index, grammar=grammar),
+                partial(self._write, number),
+                client=request.client,
+                cache_salt=request.cache_salt,
+            )
+            for index, (number, prompt) in enumerate(zip(request.numbers, request.prompts, strict=True))
+        }
+        self._sequences.update(sequences)  # first: a delta may come before `submit` has returned
+        try:
+            self.scheduler.submit(*sequences.values())
+        except Exception:
+            for number in sequences:
+                del self._sequences[number]
+            raise
+        self._work.set()
+
+    def cancel(self, numbers: Iterable[int]) -> None:
+        """End the texts with these numbers before their next step, except those that have ended."""
+        sequences = map(self._sequences.get, numbers)
+        self.scheduler.cancel(*(sequence for sequence in sequences if sequence is not None))
+        self._work.set()
+
+    def _write(self, number: int, sequence: TokenSequence, delta: SequenceDelta) -> None:
+        """Note a delta for the next message."""
+        if self._reused.get(number) != sequence.reused:  # it may rise where a text goes on after it was put back
+            scores = () if number in self._reused else sequence.prompt_scores
+            self._prompts[number] = PromptFacts(sequence.reused, scores)
+            self._reused[number] = sequence.reused
+        if delta.error is not None and not isinstance(delta.error, ReDrafterError):
+            delta = replace(delta, error=RuntimeError(str(delta.error)))  # another library's may not be picklable
+        self._deltas.append((number, delta))
+        if delta.finish is not None:
+            del self._sequences[number], self._reused[number]
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if self.scheduler.idle:
+                    self._work.wait()
+                    self._work.clear()
+                else:
+                    self.scheduler.read()
+                    self._report()  # a first token does not wait for the step
+                    self.scheduler.step()
+                    self._report()
+            while not self.scheduler.idle:
+                self.scheduler.cancel_all()
+                self.scheduler.read()
+        except Exception:
+            _LOG.exception("the engine failed: nothing is served any more")
+        finally:  # no reader may wait for a thread that is gone
+            self._on_end()
+
+    def _report(self) -> None:
+        """Send what was written since the last call."""
+        scheduler, blocks = self.scheduler, self.scheduler.graphs.blocks
+        held = 1 - blocks.num_free_blocks / blocks.num_blocks
+        load = EngineLoad(scheduler.running, scheduler.waiting, scheduler.preempted, held)
+        if self._deltas or load != self._load:
+            self._send(Written(self._deltas, self._prompts, load))
+            self._deltas, self._prompts, self._load = [], {}, load

@@ -1,0 +1,295 @@
+"""Between an engine and whoever listens to it, at the two ends of a line in one process."""
+
+import asyncio
+import threading
+import time
+from contextlib import aclosing
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from helpers.engine_in_thread import client_of
+from helpers.models import tiny_drafter, tiny_model, with_tree
+from helpers.processes import soon
+from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
+from redrafter import Engine
+from redrafter.errors import ArgumentError
+from redrafter.scheduler.limits import QueueFullError
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import SamplingParams
+from redrafter.serve import delta_stream
+from redrafter.serve.delta_stream import SlowConsumerError, Stopped
+from redrafter.serve.engine_process import worker as worker_module
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    return with_tree(model, tiny_drafter(), 4, 4)
+
+
+@pytest.fixture
+def served(engine) -> Scheduler:
+    return scheduler(engine, speculate=False)
+
+
+@pytest.fixture
+def client(served):
+    made = client_of(served)
+    made.start()
+    yield made
+    made.stop()
+    assert not made.alive
+    assert served.idle
+    assert not made.streams
+    nothing_is_held(served)
+
+
+def test_a_slow_listener_gets_more_at_once(client, engine):
+    async def listen(pause: float) -> list[tuple[int, list[int]]]:
+        heard = []
+        async for number, _, deltas in client.deltas([[5, 6, 7], [8, 9]], 30, GREEDY, lambda: None):
+            heard.append((number, [token for delta in deltas for token in delta.tokens]))
+            await asyncio.sleep(pause)
+        return heard
+
+    for pause in (0.0, 0.3):
+        heard = asyncio.run(listen(pause))
+        for number, prompt in enumerate(([5, 6, 7], [8, 9])):
+            written = [token for sequence, tokens in heard if sequence == number for token in tokens]
+            assert written == alone(engine, make_sequence(prompt, 30, GREEDY))
+    assert len(heard) < 20  # of 60 tokens, one a step
+
+
+def test_a_first_token_does_not_wait_for_a_step(client, served, monkeypatch):
+    told = threading.Event()
+    step, waited = served.step, []
+    monkeypatch.setattr(served, "step", lambda: (waited.append(told.wait(5)), step()))
+
+    async def listen() -> None:
+        async for _ in client.deltas([[5, 6, 7]], 8, GREEDY, lambda: None):
+            told.set()
+
+    asyncio.run(listen())
+    assert waited[0]
+
+
+def test_who_takes_nothing_is_dropped_and_nobody_else(client, engine, monkeypatch):
+    monkeypatch.setattr(delta_stream, "MAX_PENDING_TOKENS", 20)
+    monkeypatch.setattr(delta_stream, "MAX_BEHIND_SECONDS", 0.0)
+
+    async def slow() -> None:
+        async with aclosing(client.deltas([[5, 6, 7], [9]], 60, GREEDY, lambda: None)) as deltas:
+            _, taken, _ = await anext(deltas)
+            while not taken.ended:
+                await asyncio.sleep(0.01)
+            assert taken.written < 60
+            with pytest.raises(SlowConsumerError, match="tokens were written that nobody took"):
+                async for _ in deltas:  # what it was given before
+                    pass
+
+    async def quick() -> list[int]:
+        return [
+            token
+            async for _, _, deltas in client.deltas([[8, 9]], 60, GREEDY, lambda: None)
+            for delta in deltas
+            for token in delta.tokens
+        ]
+
+    async def both() -> list[int]:
+        _, tokens = await asyncio.gather(slow(), quick())
+        return tokens
+
+    assert asyncio.run(both()) == alone(engine, make_sequence([8, 9], 60, GREEDY))
+
+
+def test_alternatives_count_among_what_is_pending(client, monkeypatch):
+    monkeypatch.setattr(delta_stream, "MAX_PENDING_TOKENS", 100)
+    monkeypatch.setattr(delta_stream, "MAX_BEHIND_SECONDS", 0.0)
+
+    async def listen(logprobs: int | None) -> None:
+        params = SamplingParams(temperature=0, logprobs=logprobs)
+        async with aclosing(client.deltas([[5, 6, 7]], 60, params, lambda: None)) as deltas:
+            _, taken, _ = await anext(deltas)
+            while not taken.ended:
+                await asyncio.sleep(0.01)
+            await anext(deltas)
+
+    asyncio.run(listen(None))
+    with pytest.raises(SlowConsumerError):
+        asyncio.run(listen(10))
+
+
+def test_who_turns_round_for_a_moment_is_not_dropped(client, monkeypatch):
+    monkeypatch.setattr(delta_stream, "MAX_PENDING_TOKENS", 5)
+
+    async def listen() -> int:
+        async with aclosing(client.deltas([[5, 6, 7]], 60, GREEDY, lambda: None)) as deltas:
+            _, taken, _ = await anext(deltas)
+            while not taken.ended:
+                await asyncio.sleep(0.01)
+            _, taken, pending = await anext(deltas)
+            return sum(len(delta.tokens) for delta in pending)
+
+    assert asyncio.run(listen()) > 50
+
+
+def test_a_loop_that_stands_still_is_called_once(client, monkeypatch):
+    async def listen() -> int:
+        loop, calls = asyncio.get_running_loop(), []
+        call = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(1), call(*given)))
+        async with aclosing(client.deltas([[5, 6, 7]], 40, GREEDY, lambda: None)) as deltas:
+            _, taken, _ = await anext(deltas)
+            while not taken.ended:
+                time.sleep(0.01)  # nothing else happens in this loop meanwhile
+        return len(calls)
+
+    assert asyncio.run(listen()) <= 3
+
+
+def test_a_drain_lets_what_was_begun_end_and_refuses_what_is_new(client):
+    async def listen() -> list[str | None]:
+        finishes = []
+        async for _, _, new in client.deltas([[5 + n] for n in range(40)], 30, GREEDY, lambda: None):
+            if client.alive:
+                client.drain()
+                assert not client.idle
+            finishes += [delta.finish for delta in new if delta.finish is not None]
+        with pytest.raises(Stopped):
+            await anext(client.deltas([[5]], 3, GREEDY, lambda: None))
+        return finishes
+
+    assert asyncio.run(listen()) == ["length"] * 40
+    assert client.idle
+
+
+def test_to_stop_takes_no_longer_where_nobody_reads(engine):
+    client = client_of(scheduler(engine, max_batch_size=2))
+    client.start()
+
+    async def leave_unread() -> None:
+        deltas = [client.deltas([[5 + n], [7]], 80, GREEDY, lambda: None) for n in range(3)]
+        await anext(deltas[0])
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in deltas[1:]]
+        await asyncio.sleep(0)
+        began = time.perf_counter()
+        client.stop()
+        assert time.perf_counter() - began < 5
+        for stream in waiting:  # nor does anybody wait for ever
+            with pytest.raises(Stopped):
+                await stream
+
+    asyncio.run(leave_unread())
+
+
+def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
+    monkeypatch.setattr(worker_module, "STOP_SECONDS", 0.2)
+    served, go_on = scheduler(engine), threading.Event()
+    client = client_of(served)
+    monkeypatch.setattr(served, "step", lambda: go_on.wait(20))
+    client.start()
+
+    async def listen() -> None:
+        deltas = client.deltas([[5, 6, 7]], 80, GREEDY, lambda: None)
+        await anext(deltas)
+        client.stop()
+        with pytest.raises(Stopped):
+            await anext(deltas)
+
+    asyncio.run(listen())
+    go_on.set()
+
+
+def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
+    served, told = scheduler(engine), []
+    client = client_of(served)
+    monkeypatch.setattr(served, "step", lambda: 1 / 0)
+    client.start(told.append)
+
+    async def listen() -> None:
+        with pytest.raises(Stopped, match="the engine has ended"):
+            async for _ in client.deltas([[5, 6, 7]], 80, GREEDY, lambda: None):
+                pass
+
+    asyncio.run(listen())
+    assert not client.alive
+    assert soon(lambda: told == ["the engine has ended"])
+
+
+@pytest.mark.parametrize(
+    ("error", "prompt", "limits"),
+    [
+        (ArgumentError, [9999], {}),
+        (ArgumentError, [], {}),
+        (QueueFullError, [5], {"max_batch_size": 1, "max_queue_size": 1}),
+    ],
+)
+def test_a_refusal_is_the_schedulers_own_error(engine, error, prompt, limits):
+    client = client_of(scheduler(engine, **limits))
+    client.start()
+
+    async def ask() -> None:
+        async with aclosing(client.deltas([[5]] * 4, 80, GREEDY, lambda: None)) as running:
+            await anext(running)
+            with pytest.raises(error):
+                await anext(client.deltas([prompt], 8, GREEDY, lambda: None))
+
+    asyncio.run(ask())
+    client.stop()
+
+
+def test_a_stop_string_ends_a_text_here_and_in_the_engine(client, served, engine):
+    expected = alone(engine, make_sequence([5, 6, 7], 40, GREEDY))
+
+    def make_find_stop():
+        seen = []
+
+        def find_stop(tokens):
+            seen.extend(tokens)
+            return len(tokens) - 1 - (len(seen) - 7) if len(seen) >= 7 else None
+
+        return find_stop
+
+    async def listen() -> list:
+        deltas = client.deltas([[5, 6, 7]], 4000, GREEDY, make_find_stop)
+        return [delta async for _, _, new in deltas for delta in new]
+
+    deltas = asyncio.run(listen())
+    assert [token for delta in deltas for token in delta.tokens] == expected[:7]
+    assert [delta.finish for delta in deltas if delta.finish] == ["stop"]
+    assert client.idle
+    assert soon(lambda: served.idle)
+
+
+def test_how_busy_the_engine_is_is_known(client, served):
+    async def listen() -> None:
+        async with aclosing(client.deltas([[5]] * 40, 60, GREEDY, lambda: None)) as deltas:
+            await anext(deltas)
+            assert client.load.running == served.limits.max_batch_size
+            assert client.load.waiting == 40 - client.load.running
+            assert client.load.cache_usage > 0
+
+    asyncio.run(listen())
+    assert soon(lambda: (client.load.running, client.load.waiting, client.load.cache_usage) == (0, 0, 0))
+
+
+def test_those_who_leave_hold_nobody_up(client, engine):
+    async def leave(number: int) -> None:
+        prompts = [[5 + number, 6, 7 + n % 60] for n in range(300)]
+        async with aclosing(client.deltas(prompts, 8, GREEDY, lambda: None, client=f"{number}")) as deltas:
+            await anext(deltas)
+
+    async def stay() -> list[int]:
+        stream = client.deltas([[8, 9]], 20, GREEDY, lambda: None, client="stays")
+        return [token async for _, _, deltas in stream for delta in deltas for token in delta.tokens]
+
+    async def all_of_them() -> list[int]:
+        *_, tokens = await asyncio.gather(*(leave(number) for number in range(4)), stay())
+        return tokens
+
+    assert asyncio.run(all_of_them()) == alone(engine, make_sequence([8, 9], 20, GREEDY))

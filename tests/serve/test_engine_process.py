@@ -1,0 +1,85 @@
+"""Two processes that end together, whoever is killed, and serve what one process would."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+from helpers.processes import children, soon
+from helpers.serving import Program
+from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.engine_process.messages import LoadEngine
+from redrafter.serve.engine_process.start import EngineEndedError, EngineProcess
+
+ENDLESS = {"prompt": "The sea", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture
+def mortal() -> Iterator[Program]:
+    """A server that the test ends."""
+    program = Program()
+    yield program
+    program.process.kill()
+    program.process.wait()
+
+
+def engine_of(program: Program) -> int:
+    [engine] = children(program.process.pid)
+    return engine
+
+
+def events(answer: httpx.Response) -> Iterator[dict]:
+    lines = (line for line in answer.iter_lines() if line)
+    return (json.loads(line.removeprefix("data: ")) for line in lines)
+
+
+def test_an_engine_that_is_killed_ends_its_streams_and_the_server(mortal):
+    with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
+        parts = events(answer)
+        assert next(parts)["choices"]
+        os.kill(engine_of(mortal), signal.SIGKILL)
+        *_, last = parts
+    assert "the engine's process was ended by SIGKILL" in last["error"]["message"]
+    assert mortal.process.wait(timeout=20) == 2
+    assert soon(lambda: "error: the engine's process was ended by SIGKILL" in mortal.log[-1])
+
+
+def test_a_server_that_is_killed_leaves_no_engine(mortal):
+    engine = engine_of(mortal)
+    with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
+        parts = events(answer)
+        assert next(parts)["choices"]
+        mortal.process.kill()
+        assert soon(lambda: not os.path.exists(f"/proc/{engine}"), 10)
+
+
+def test_an_engine_that_ends_while_it_loads_is_an_error_that_says_so():
+    before = children(os.getpid())
+    process = EngineProcess()
+    [pid] = set(children(os.getpid())) - set(before)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineEndedError, match="SIGKILL"):
+        process.load(LoadEngine(ServeOptions(), LoadOptions(), DraftOptions()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_for_the_server_leave_its_engine_alone(program, number):
+    os.kill(engine_of(program), number)
+    body = {"prompt": "The sea", "max_tokens": 5}
+    assert httpx.post(f"{program.url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def test_a_stream_that_is_left_frees_its_place(program):
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
+        parts = events(answer)
+        assert next(parts)["choices"]
+        assert program.metrics()["vllm:num_requests_running"] == 1
+        before = program.metrics()['vllm:request_success_total{finished_reason="abort"}']
+    program.wait_until_idle()
+    assert program.metrics()['vllm:request_success_total{finished_reason="abort"}'] == before + 1
