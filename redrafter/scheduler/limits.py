@@ -2,10 +2,13 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
-from redrafter.scheduler.waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:  # options are parsed before torch is imported
+    from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+    from redrafter.scheduler.waiting_queue import WaitingQueue
 
 __all__ = ["Limits", "QueueFullError", "check_sequences"]
 
@@ -43,7 +46,7 @@ class Limits:
     reuse: bool = True
     admit_together: int = 1
 
-    def refuse_if_full(self, queue: WaitingQueue, running: int, client: str, count: int) -> None:
+    def refuse_if_full(self, queue: "WaitingQueue", running: int, client: str, count: int) -> None:
         """Raise `QueueFullError` if so many more sequences of a client may not wait.
 
         Only sequences count that cannot begin at once for want of a place. A client alone may use all of
@@ -70,7 +73,7 @@ class Limits:
             )
 
 
-def check_sequences(sequences: Sequence[TokenSequence], longest: int, vocabulary: int) -> None:
+def check_sequences(sequences: "Sequence[TokenSequence]", longest: int, vocabulary: int) -> None:
     """Raise `ArgumentError` for a sequence that can never be served.
 
     Args:
@@ -91,7 +94,7 @@ def check_sequences(sequences: Sequence[TokenSequence], longest: int, vocabulary
         _check_ids(sequence.prompt, vocabulary)
 
 
-def _check_params(params: SamplingParams, vocabulary: int) -> None:
+def _check_params(params: "SamplingParams", vocabulary: int) -> None:
     _check_ids(params.stop_token_ids, vocabulary)
     _check_ids(params.logit_bias, vocabulary)
     for name in ("top_k", "min_new_tokens", "seed"):
