@@ -6,82 +6,26 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
-from redrafter.app.flags import add_options, read_options, short_name
+from redrafter.app.flags import add_options, read_options
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.parser import Parser
 from redrafter.app.program import run_command
-from redrafter.app.templates import find_template, read_template
-from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.serve.config import LIMIT_OPTIONS, ServeOptions, config_beside, read_config
-from redrafter.serve.engine_process.client import EngineClient
-from redrafter.serve.engine_process.messages import EngineFacts, LoadEngine
+from redrafter.serve.engine_process.loading import LoadEngine
 from redrafter.serve.engine_process.start import EngineProcess
-from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys, collect_keys
+from redrafter.serve.network.api_keys import collect_keys
 
-__all__ = ["Server", "build_parser", "main"]
+if TYPE_CHECKING:
+    from redrafter.serve.server import Server
+
+__all__ = ["build_parser", "main"]
 
 _LOG = logging.getLogger("redrafter.serve")
-
-
-@dataclass
-class Server:
-    """The application that answers requests with the texts of an engine.
-
-    Attributes:
-        engine: The line to the engine.
-        tokenizer: The model's tokenizer.
-        options: How the server listens, and how much it serves at once.
-        keys: API keys that clients must send.
-        name: Name of the model that clients use.
-        app: The ASGI application.
-    """
-
-    engine: EngineClient
-    tokenizer: PreTrainedTokenizerBase
-    options: ServeOptions
-    keys: ApiKeys = field(default_factory=ApiKeys)
-
-    def __post_init__(self) -> None:
-        from redrafter.serve.metrics import Metrics
-        from redrafter.serve.network.access import AccessPolicy
-        from redrafter.serve.routes.app import create_app
-        from redrafter.serve.service import Service
-
-        options = self.options
-        self.name = options.served_model_name or short_name(self.engine.facts.model)
-        metrics = Metrics(self.engine, self.name)
-        self.engine.on_delta = metrics.observe
-        service = Service(
-            self.engine,
-            self.tokenizer,
-            self.name,
-            metrics,
-            special_tokens_in_content=options.special_tokens_in_content,
-            reasoning=options.reasoning_format == "auto",
-        )
-        policy = AccessPolicy.of(
-            self.keys, options.host, options.allowed_hosts, options.allowed_origins, options.open_metrics
-        )
-        self.app = create_app(service, policy, options.max_body_size)
-
-    def summary(self, listening: socket.socket) -> list[str]:
-        """Return log lines that say what is served, with a command to try it."""
-        url = address(self.options, listening)
-        what, *more = self.engine.facts.description
-        key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if self.keys else ""
-        body = f'{{"model": "{self.name}", "prompt": "Once upon a time", "max_tokens": 40}}'
-        return [
-            f"{self.name}: {what}",
-            *more,
-            f"ready on {url}; try",
-            f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
-        ]
 
 
 def address(options: ServeOptions, listening: socket.socket) -> str:
@@ -166,43 +110,27 @@ def _with_config(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**beside | configured | given)
 
 
-def _load_tokenizer(facts: EngineFacts, load: LoadOptions, template: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of an engine's model.
-
-    Args:
-        facts: What the engine has said of itself.
-        load: How the model was loaded.
-        template: Chat template instead of the model's.
-    """
-    tokenizer = load_tokenizer(facts.model, trust_remote_code=load.trust_remote_code)
-    find_template(tokenizer, facts.model)
-    if template is not None:
-        tokenizer.chat_template = template
-    return tokenizer
-
-
 def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int:
     from redrafter.serve.log import start_logging
     from redrafter.serve.network.server_process import ServerProcess
 
     start_logging(options.log_format, options.log_level)
 
-    def start() -> Server:
-        process = EngineProcess()
-        facts = process.load(LoadEngine(options, load, draft))
-        tokenizer = _load_tokenizer(facts, load, template)
-        return Server(EngineClient(process.channel, facts, process), tokenizer, options, keys)
+    def start() -> "Server":
+        from redrafter.serve.server import load_server  # which imports torch, as the engine's process does meanwhile
 
-    def ready(server: Server) -> None:
-        for line in server.summary(listening):
+        return load_server(engine, options, load, keys)
+
+    def ready(server: "Server") -> None:
+        for line in server.summary(url):
             _LOG.info(line)
 
     try:
         keys = collect_keys(options.api_key, options.api_key_file)
-        template = read_template(options.chat_template) if options.chat_template else None
-        with listen(options) as listening:
+        with listen(options) as listening, closing(EngineProcess(LoadEngine(options, load, draft))) as engine:
+            url = address(options, listening)
             process = ServerProcess(options, listening)
-            _LOG.info("on %s; loading %s", address(options, listening), load.model or "the pair in the box")
+            _LOG.info("on %s; loading %s", url, load.model or "the pair in the box")
             process.run(start, ready)
     except ReDrafterError as error:
         _LOG.error("%s", " ".join(str(error).split()))

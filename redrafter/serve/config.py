@@ -9,7 +9,6 @@ from typing import Any
 from redrafter.app.flags import flag, names, option
 from redrafter.app.option_files import check_object, read_text, unknown_key
 from redrafter.app.option_values import convert_value, options_by_name
-from redrafter.checkpoints.models import find_model_file
 from redrafter.errors import ArgumentError
 from redrafter.scheduler.limits import Limits
 from redrafter.serve.network.api_keys import KEY_VARIABLE
@@ -151,6 +150,8 @@ class ServeOptions:
 
 def config_beside(model: str) -> list[str]:
     """Return the paths of those `CONFIG_FILES` that a model's directory or repository holds."""
+    from redrafter.checkpoints.models import find_model_file
+
     return [file for name in CONFIG_FILES if (file := find_model_file(model, name)) is not None]
 
 

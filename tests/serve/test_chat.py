@@ -18,10 +18,10 @@ from helpers.engine_in_thread import server_of
 from helpers.serving_in_process import listening
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.serve.command import Server
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
 from redrafter.serve.routes.app import create_app
+from redrafter.serve.server import Server
 from redrafter.serve.service import Service
 
 HELLO = {"role": "user", "content": "Hello"}

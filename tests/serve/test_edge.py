@@ -25,7 +25,6 @@ from redrafter.cli import main
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.serve import log
 from redrafter.serve.answers.openai_format import raise_cuts_as_errors
-from redrafter.serve.command import Server
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.delta_stream import SlowConsumerError, Stopped
 from redrafter.serve.network import bodies, connections
@@ -34,6 +33,7 @@ from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys, collect_keys
 from redrafter.serve.network.bodies import check_structure
 from redrafter.serve.network.connections import Connection, OpenConnections, room_for_connections
 from redrafter.serve.routes.app import create_app
+from redrafter.serve.server import Server
 
 JSON = {"content-type": "application/json"}
 COMPLETIONS = "/v1/completions"
@@ -173,9 +173,7 @@ def test_keys_are_shown_nowhere(capsys, tmp_path):
     server = Server.__new__(Server)
     server.options, server.keys, server.name = ServeOptions(api_key=("geheim",)), ApiKeys(["geheim"]), "m"
     server.engine = SimpleNamespace(facts=SimpleNamespace(description=["what is served"]))
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        said = "\n".join(server.summary(listening))
+    said = "\n".join(server.summary("http://127.0.0.1:8000"))
     assert "Bearer $REDRAFTER_API_KEY" in said
     assert "geheim" not in said
 

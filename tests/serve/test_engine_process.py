@@ -14,7 +14,7 @@ from helpers.processes import children, soon
 from helpers.serving import Program
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.messages import LoadEngine
+from redrafter.serve.engine_process.loading import LoadEngine
 from redrafter.serve.engine_process.start import EngineEndedError, EngineProcess
 
 ENDLESS = {"prompt": "The sea", "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -61,11 +61,11 @@ def test_a_server_that_is_killed_leaves_no_engine(mortal):
 
 def test_an_engine_that_ends_while_it_loads_is_an_error_that_says_so():
     before = children(os.getpid())
-    process = EngineProcess()
+    process = EngineProcess(LoadEngine(ServeOptions(), LoadOptions(), DraftOptions()))
     [pid] = set(children(os.getpid())) - set(before)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineEndedError, match="SIGKILL"):
-        process.load(LoadEngine(ServeOptions(), LoadOptions(), DraftOptions()))
+        process.wait_until_loaded()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -22,12 +22,12 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.answers.text import TextStream
-from redrafter.serve.command import Server
 from redrafter.serve.delta_stream import Stopped
 from redrafter.serve.network.access import AccessPolicy
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
+from redrafter.serve.server import Server
 
 if TYPE_CHECKING:
     from helpers.browser import Page

@@ -14,7 +14,8 @@ from redrafter.scheduler.sequence import SamplingParams, SequenceDelta
 from redrafter.scheduler.stats import Stats
 from redrafter.serve.delta_stream import DeltaStream, SlowConsumerError, Stopped
 from redrafter.serve.engine_process.channel import Channel
-from redrafter.serve.engine_process.messages import Cancel, EngineFacts, EngineLoad, Refused, Submit, Written
+from redrafter.serve.engine_process.loading import EngineFacts
+from redrafter.serve.engine_process.messages import Cancel, EngineLoad, Refused, Submit, Written
 from redrafter.serve.served_sequence import ServedSequence
 
 __all__ = ["EngineClient", "EngineHandle"]

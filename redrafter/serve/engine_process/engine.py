@@ -14,7 +14,7 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.scheduler.cuda_graphs import MOST_ROWS
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.messages import EngineFacts, LoadEngine
+from redrafter.serve.engine_process.loading import EngineFacts, LoadEngine
 from redrafter.serve.engine_process.warm_up import warm_up
 
 __all__ = ["ServedEngine", "load_pair"]
@@ -71,16 +71,16 @@ class ServedEngine:
             warm_up(self.scheduler)
 
 
-def load_pair(start: LoadEngine) -> Pair:
+def load_pair(request: LoadEngine) -> Pair:
     """Load a model and its proposer, and warn if there is none."""
-    speculate = start.options.speculate and can_draft(start.load, start.draft)
-    if start.options.speculate and not speculate:
+    speculate = request.options.speculate and can_draft(request.load, request.draft)
+    if request.options.speculate and not speculate:
         _LOG.warning(
             "%s comes without a drafter, so texts are written plainly: --drafter D, --draft-model D or --prompt-lookup "
             "makes it faster",
-            start.load.model,
+            request.load.model,
         )
-    return Pair.load(start.load, start.draft, speculate)
+    return Pair.load(request.load, request.draft, speculate)
 
 
 def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[str, ...]:

@@ -23,7 +23,8 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.serve.engine_process.channel import Channel
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
 from redrafter.serve.engine_process.grammars import Grammars
-from redrafter.serve.engine_process.messages import Cancel, LoadEngine, LoadFailed, Refused, Submit
+from redrafter.serve.engine_process.loading import LoadEngine, LoadFailed
+from redrafter.serve.engine_process.messages import Cancel, Refused, Submit
 from redrafter.serve.engine_process.worker import Worker
 from redrafter.serve.log import start_logging
 
@@ -52,14 +53,14 @@ def main(descriptor: int) -> None:
 
 def _run(channel: Channel) -> int:
     """Load an engine and serve it; return the exit code of the process."""
-    start: LoadEngine = channel.receive()
-    start_logging(start.options.log_format, start.options.log_level)
+    request: LoadEngine = channel.receive()
+    start_logging(request.options.log_format, request.options.log_level)
     try:
         began = time.monotonic()
-        pair = load_pair(start)
+        pair = load_pair(request)
         _LOG.info("loaded %s in %.1f s", pair.name, time.monotonic() - began)
-        engine = ServedEngine.of(pair, start.options, start.load)
-        if start.options.warm_up:
+        engine = ServedEngine.of(pair, request.options, request.load)
+        if request.options.warm_up:
             engine.warm_up()
     except ReDrafterError as error:
         channel.send(LoadFailed(error))

@@ -8,7 +8,7 @@ import sys
 
 from redrafter.errors import ReDrafterError
 from redrafter.serve.engine_process.channel import Channel
-from redrafter.serve.engine_process.messages import EngineFacts, LoadEngine, LoadFailed
+from redrafter.serve.engine_process.loading import EngineFacts, LoadEngine, LoadFailed
 
 __all__ = ["EngineEndedError", "EngineProcess"]
 
@@ -32,22 +32,22 @@ class EngineProcess:
         channel: The line to it.
     """
 
-    def __init__(self) -> None:
-        """Start the process, which waits for `load`."""
+    def __init__(self, request: LoadEngine) -> None:
+        """Start the process. request: what to load."""
         ours, theirs = socket.socketpair()
         with theirs:
             path = (entry or os.getcwd() for entry in sys.path)
             words = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *path]
             self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self.channel = Channel(ours)
+        self.channel.send(request)
 
-    def load(self, start: LoadEngine) -> EngineFacts:
-        """Let the process load an engine, and wait for it.
+    def wait_until_loaded(self) -> EngineFacts:
+        """Wait until the engine is loaded, and return what it says of itself.
 
         Raises:
             ReDrafterError: The engine cannot be loaded.
         """
-        self.channel.send(start)
         try:
             answer: EngineFacts | LoadFailed = self.channel.receive()
         except EOFError:
@@ -63,6 +63,12 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def close(self) -> None:
+        """Close the line, and end the process at once if it has not ended."""
+        self.channel.close()
+        self._process.kill()
+        self._process.wait()
 
     def describe_end(self) -> str:
         """Wait until the process has ended by itself, and return how."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import uvicorn
 from starlette.responses import Response
@@ -20,10 +20,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
-from redrafter.serve.engine_process.client import EngineClient
 from redrafter.serve.engine_process.start import EngineEndedError
 from redrafter.serve.network.access import Refusal, error_answer
 from redrafter.serve.network.connections import PARTING_SECONDS, Connection, OpenConnections, room_for_connections
+
+if TYPE_CHECKING:  # it imports torch
+    from redrafter.serve.engine_process.client import EngineClient
 
 __all__ = ["ServerProcess"]
 
@@ -43,7 +45,7 @@ class Loaded(Protocol):
         """The application that answers requests."""
 
     @property
-    def engine(self) -> EngineClient:
+    def engine(self) -> "EngineClient":
         """The line to the engine that writes the texts."""
 
 
@@ -172,7 +174,7 @@ class ServerProcess:
         if self._ending is None and self._loaded is not None:
             self._ending = asyncio.ensure_future(self._drain(self._loaded.engine, PARTING_SECONDS))
 
-    async def _drain(self, engine: EngineClient, seconds: float) -> None:
+    async def _drain(self, engine: "EngineClient", seconds: float) -> None:
         """Wait for running requests for so many seconds, then end."""
         deadline = time.monotonic() + seconds
         while not engine.idle and time.monotonic() < deadline:

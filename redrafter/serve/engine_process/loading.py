@@ -1,0 +1,63 @@
+"""What a server and its engine's process say to each other while the engine is loaded.
+
+It imports no torch, so that the process can be started before the server has imported it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.serve.config import ServeOptions
+
+__all__ = ["EngineFacts", "LoadEngine", "LoadFailed"]
+
+
+@dataclass(frozen=True)
+class LoadEngine:
+    """The first message of a server: load this.
+
+    Attributes:
+        options: How much is served at once.
+        load: The model and its drafter, and how to load them.
+        draft: What drafts without a drafter.
+    """
+
+    options: ServeOptions
+    load: LoadOptions
+    draft: DraftOptions
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """The answer of an engine that is loaded: what its server must know of it.
+
+    Attributes:
+        model: Directory or hub id of the model.
+        description: Lines for the log that say what is served.
+        vocab_size: Number of token ids.
+        context: Most tokens of a prompt and the text after it.
+        end_tokens: Ids that end a text.
+        sampling: Sampling parameters of requests that leave them out, by name.
+        draft_depth: Levels of the deepest tree of drafts.
+        reuse: Whether prompts are looked for in the cache.
+    """
+
+    model: str
+    description: tuple[str, ...]
+    vocab_size: int
+    context: int
+    end_tokens: frozenset[int]
+    sampling: Mapping[str, float]
+    draft_depth: int
+    reuse: bool
+
+
+@dataclass(frozen=True)
+class LoadFailed:
+    """The answer of an engine that cannot be loaded.
+
+    Attributes:
+        error: Why.
+    """
+
+    error: Exception

@@ -1,0 +1,87 @@
+"""A server: the application, and the line to the engine whose texts it answers with."""
+
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from redrafter.app.flags import short_name
+from redrafter.app.options import LoadOptions
+from redrafter.app.templates import find_template, read_template
+from redrafter.checkpoints.tokenizers import load_tokenizer
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.engine_process.client import EngineClient
+from redrafter.serve.engine_process.start import EngineProcess
+from redrafter.serve.metrics import Metrics
+from redrafter.serve.network.access import AccessPolicy
+from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
+from redrafter.serve.routes.app import create_app
+from redrafter.serve.service import Service
+
+__all__ = ["Server", "load_server"]
+
+
+@dataclass
+class Server:
+    """The application that answers requests with the texts of an engine.
+
+    Attributes:
+        engine: The line to the engine.
+        tokenizer: The model's tokenizer.
+        options: How the server listens, and how much it serves at once.
+        keys: API keys that clients must send.
+        name: Name of the model that clients use.
+        app: The ASGI application.
+    """
+
+    engine: EngineClient
+    tokenizer: PreTrainedTokenizerBase
+    options: ServeOptions
+    keys: ApiKeys = field(default_factory=ApiKeys)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.name = options.served_model_name or short_name(self.engine.facts.model)
+        metrics = Metrics(self.engine, self.name)
+        self.engine.on_delta = metrics.observe
+        service = Service(
+            self.engine,
+            self.tokenizer,
+            self.name,
+            metrics,
+            special_tokens_in_content=options.special_tokens_in_content,
+            reasoning=options.reasoning_format == "auto",
+        )
+        policy = AccessPolicy.of(
+            self.keys, options.host, options.allowed_hosts, options.allowed_origins, options.open_metrics
+        )
+        self.app = create_app(service, policy, options.max_body_size)
+
+    def summary(self, url: str) -> list[str]:
+        """Return log lines that say what is served, with a command to try it. url: where it is served."""
+        what, *more = self.engine.facts.description
+        key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if self.keys else ""
+        body = f'{{"model": "{self.name}", "prompt": "Once upon a time", "max_tokens": 40}}'
+        return [
+            f"{self.name}: {what}",
+            *more,
+            f"ready on {url}; try",
+            f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+        ]
+
+
+def load_server(process: EngineProcess, options: ServeOptions, load: LoadOptions, keys: ApiKeys) -> Server:
+    """Wait until an engine's process has loaded, and return a server of it.
+
+    Args:
+        process: The process.
+        options: How the server listens.
+        load: How the model is loaded.
+        keys: API keys that clients must send.
+    """
+    template = read_template(options.chat_template) if options.chat_template else None
+    facts = process.wait_until_loaded()
+    tokenizer = load_tokenizer(facts.model, trust_remote_code=load.trust_remote_code)
+    find_template(tokenizer, facts.model)
+    if template is not None:
+        tokenizer.chat_template = template
+    return Server(EngineClient(process.channel, facts, process), tokenizer, options, keys)
