@@ -7,7 +7,9 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.flags import short_name
 from redrafter.app.options import LoadOptions
 from redrafter.app.templates import find_template, read_template
+from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import load_tokenizer
+from redrafter.errors import ReDrafterError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import EngineClient
 from redrafter.serve.engine_process.start import EngineProcess
@@ -79,9 +81,19 @@ def load_server(process: EngineProcess, options: ServeOptions, load: LoadOptions
         keys: API keys that clients must send.
     """
     template = read_template(options.chat_template) if options.chat_template else None
-    facts = process.wait_until_loaded()
-    tokenizer = load_tokenizer(facts.model, trust_remote_code=load.trust_remote_code)
-    find_template(tokenizer, facts.model)
+    try:
+        tokenizer = _load_tokenizer(load)  # while the process loads
+    except ReDrafterError:
+        process.wait_until_loaded()  # whose error says more
+        raise
     if template is not None:
         tokenizer.chat_template = template
+    facts = process.wait_until_loaded()
     return Server(EngineClient(process.channel, facts, process), tokenizer, options, keys)
+
+
+def _load_tokenizer(options: LoadOptions) -> PreTrainedTokenizerBase:
+    model = options.model or str(boxed_pair())
+    tokenizer = load_tokenizer(model, trust_remote_code=options.trust_remote_code)
+    find_template(tokenizer, model)
+    return tokenizer
