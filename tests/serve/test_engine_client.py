@@ -243,27 +243,35 @@ def test_a_refusal_is_the_schedulers_own_error(engine, error, prompt, limits):
     client.stop()
 
 
-def test_a_stop_string_ends_a_text_here_and_in_the_engine(client, served, engine):
-    expected = alone(engine, make_sequence([5, 6, 7], 40, GREEDY))
-
-    def make_find_stop():
-        seen = []
-
-        def find_stop(tokens):
-            seen.extend(tokens)
-            return len(tokens) - 1 - (len(seen) - 7) if len(seen) >= 7 else None
-
-        return find_stop
+def test_a_stop_string_ends_a_text_here_and_in_the_engine(client, served, engine, monkeypatch):
+    cancel, cancelled = served.cancel, []
+    monkeypatch.setattr(served, "cancel", lambda *sequences: (cancelled.extend(sequences), cancel(*sequences)))
+    places = iter([None] * 6 + [0])
 
     async def listen() -> list:
-        deltas = client.deltas([[5, 6, 7]], 4000, GREEDY, make_find_stop)
+        deltas = client.deltas([[5, 6, 7]], 80, GREEDY, lambda: lambda tokens: next(places))
         return [delta async for _, _, new in deltas for delta in new]
 
     deltas = asyncio.run(listen())
-    assert [token for delta in deltas for token in delta.tokens] == expected[:7]
+    assert [token for delta in deltas for token in delta.tokens] == alone(engine, make_sequence([5, 6, 7], 7, GREEDY))
     assert [delta.finish for delta in deltas if delta.finish] == ["stop"]
     assert client.idle
-    assert soon(lambda: served.idle)
+    assert soon(lambda: cancelled)
+
+
+def test_a_text_whose_prompt_is_being_read_is_known_to_run(engine, monkeypatch):
+    served, told = scheduler(engine, max_num_tokens=16), []
+    client, step = client_of(served), served.step
+    monkeypatch.setattr(served, "step", lambda: (told.append(soon(lambda: client.load.running == 1, 1)), step()))
+    client.start()
+
+    async def listen() -> None:
+        async for _ in client.deltas([[3 + n % 60 for n in range(60)]], 2, GREEDY, lambda: None):
+            pass
+
+    asyncio.run(listen())
+    client.stop()
+    assert told[0]  # after the first piece, long before the first token
 
 
 def test_how_busy_the_engine_is_is_known(client, served):
