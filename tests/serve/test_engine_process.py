@@ -14,6 +14,7 @@ from helpers.processes import children, soon
 from helpers.serving import Program
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.engine_process import start
 from redrafter.serve.engine_process.loading import LoadEngine
 from redrafter.serve.engine_process.start import EngineEndedError, EngineProcess
 
@@ -66,6 +67,16 @@ def test_an_engine_that_ends_while_it_loads_is_an_error_that_says_so():
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineEndedError, match="SIGKILL"):
         process.wait_until_loaded()
+
+
+def test_an_engine_that_still_loads_ends_with_its_server(monkeypatch):
+    loads = "from redrafter.serve.engine_process import process; process.load_pair = lambda request: time.sleep(60)"
+    program = start.PROGRAM.replace("from redrafter", f"import time; {loads}; from redrafter")
+    monkeypatch.setattr(start, "PROGRAM", program)
+    before = children(os.getpid())
+    process = EngineProcess(LoadEngine(ServeOptions(), LoadOptions(), DraftOptions()))
+    process.channel.close(flush_seconds=5)
+    assert soon(lambda: set(children(os.getpid())) <= set(before), 30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
