@@ -15,11 +15,13 @@ from helpers.processes import soon
 from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
 from redrafter import Engine
 from redrafter.errors import ArgumentError
+from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams
 from redrafter.serve import delta_stream
 from redrafter.serve.delta_stream import SlowConsumerError, Stopped
+from redrafter.serve.engine_process import process
 from redrafter.serve.engine_process import worker as worker_module
 
 GREEDY = SamplingParams(temperature=0)
@@ -272,6 +274,28 @@ def test_a_text_whose_prompt_is_being_read_is_known_to_run(engine, monkeypatch):
     asyncio.run(listen())
     client.stop()
     assert told[0]  # after the first piece, long before the first token
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_a_grammar_that_nobody_waits_for_any_more_is_given_up(engine, monkeypatch, seconds):
+    class Endless:
+        async def get(self, source: GrammarSource, client: str) -> None:
+            await asyncio.sleep(100)
+
+    monkeypatch.setattr(process, "Grammars", lambda tokenizer: Endless())
+    client = client_of(scheduler(engine))
+    client.start()
+
+    async def leave() -> None:
+        deltas = client.deltas([[5], [6]], 8, GREEDY, lambda: None, GrammarSource.of({"regex": "a"}))
+        asked = asyncio.ensure_future(anext(deltas))
+        await asyncio.sleep(seconds)
+        assert not client.idle
+        asked.cancel()
+
+    asyncio.run(leave())
+    assert soon(lambda: client.idle)
+    client.stop()
 
 
 def test_how_busy_the_engine_is_is_known(client, served):

@@ -137,25 +137,27 @@ class _EngineServer:
         else:
             task = asyncio.ensure_future(self._compile(message, message.grammar))
             self._compiling[message.numbers] = task
-            task.add_done_callback(lambda _: self._compiling.pop(message.numbers))
+            task.add_done_callback(lambda _: self._compiled(message, task))
 
     def _cancel(self, numbers: tuple[int, ...]) -> None:
         if (task := self._compiling.get(numbers)) is not None:
             task.cancel()
-        else:
-            self._worker.cancel(numbers)
+        self._worker.cancel(numbers)  # the task may have submitted them a moment ago
 
     async def _compile(self, request: Submit, source: GrammarSource) -> None:
         """Submit a request once its grammar is compiled."""
         try:
             grammar = await self._grammars.get(source, request.client)
-        except asyncio.CancelledError:
-            self._channel.send(Refused(request.numbers, ReDrafterError("its client has gone")))
-            raise
         except Exception as error:
             self._refuse(request, error)
         else:
             self._submit(request, grammar)
+
+    def _compiled(self, request: Submit, task: "asyncio.Task[None]") -> None:
+        """Forget a compilation; tell the server of one that was stopped, perhaps before it began."""
+        del self._compiling[request.numbers]
+        if task.cancelled():
+            self._refuse(request, ReDrafterError("its client has gone"))
 
     def _submit(self, request: Submit, grammar: Grammar | None) -> None:
         try:

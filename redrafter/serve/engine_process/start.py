@@ -71,9 +71,11 @@ class EngineProcess:
         self._process.wait()
 
     def describe_end(self) -> str:
-        """Wait until the process has ended by itself, and return how."""
-        self.end()
-        code = self._process.returncode
+        """Wait until the process, whose end of the line is closed, has ended by itself, and return how."""
+        try:
+            code = self._process.wait(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the engine has failed, and its process does not end: nothing is served any more"
         if code < 0:
             name = signal.Signals(-code).name
             hint = ", as the system ends one that takes too much memory" if -code == signal.SIGKILL else ""
