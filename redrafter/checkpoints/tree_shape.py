@@ -37,3 +37,7 @@ class TreeShape:
         """Return this shape with the fields that are None taken from `other`."""
         chosen = {name: value for name, value in asdict(self).items() if value is not None}
         return TreeShape(**(asdict(other) | chosen))
+
+    def to_dict(self) -> dict[str, int | None]:
+        """Return the fields as JSON documents have them: `shared_nodes` only where rows share nodes."""
+        return {name: value for name, value in asdict(self).items() if name != "shared_nodes" or value is not None}

@@ -5,7 +5,6 @@ import math
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +67,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     document["drafter"]["share_of_model"] = round(share, 4)
     if _is_pair(drafter.kind):
         defaults = ConversionRequest().defaults_for(drafter)
-        document["shape"] = asdict(defaults.shape) | {"greedy_search": defaults.greedy_search}
+        document["shape"] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
     try:
         base.check_fits(drafter.config)
         document["fits"] = True

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def plan_merged(source: ConversionSource, request: ConversionRequest) -> Convers
     if source.tokenizer is not None:
         files = [source.tokenizer / name for name in TOKENIZER_FILES]
         plan = replace(plan, copies=plan.copies | {file.name: file for file in files if file.is_file()})
-    settings = asdict(defaults.shape) | {"greedy_search": defaults.greedy_search}
+    settings = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
     return replace(plan, json_files=plan.json_files | {SHAPE_FILE: settings})
 
 

@@ -9,7 +9,7 @@ import json
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ class Tuning:
         Its keys are the names of the attributes. In `shapes`, batch sizes are strings, and each shape is a dict of its
         fields or None.
         """
-        shapes = {str(rows): shape and asdict(shape) for rows, shape in sorted(self.shapes.items())}
+        shapes = {str(rows): shape and shape.to_dict() for rows, shape in sorted(self.shapes.items())}
         rest = {item.name: getattr(self, item.name) for item in fields(self)}
         return rest | {"shapes": shapes, "versions": dict(self.versions), "measured": [*map(dict, self.measured)]}
 
