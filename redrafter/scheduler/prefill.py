@@ -138,13 +138,14 @@ class Prefiller:
             step_tokens: Tokens of the trees.
 
         Returns:
-            The chunks; none where the limits leave no room.
+            The chunks; none only if there are no sequences.
         """
+        if not sequences:
+            return []
         left = sum(sequence.prefill_length - sequence.prefilled for sequence in sequences)
         room = choose_room(len(sequences), left)
-        budget = min(room * TOKENS_PER_CHUNK, self._limits.max_num_tokens - step_tokens)
-        if not sequences or budget < 1:
-            return []
+        # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
+        budget = min(room * TOKENS_PER_CHUNK, max(self._limits.max_num_tokens - step_tokens, BLOCK_SIZE))
         [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)
         return chunks[:room]
 

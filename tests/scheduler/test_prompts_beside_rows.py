@@ -99,6 +99,20 @@ def test_a_long_prompt_beside_rows_lets_them_go_on(engine):
     assert rounds > 2
 
 
+def test_a_prompt_does_not_wait_for_rows_whose_trees_use_up_the_limit(engine):
+    served = scheduler(engine, max_num_tokens=20)  # the trees of two rows have 34 nodes
+    running = [make_sequence(prompt(5 + row), 60, GREEDY) for row in range(2)]
+    served.submit(*running)
+    while len(served.batch.rows) < 2:
+        served.round()
+    late = make_sequence(prompt(8), 2, GREEDY)
+    served.submit(late)
+    for _ in range(3):
+        served.round()
+    assert late.sink.deltas
+    assert not any(each.ended for each in running)
+
+
 def test_what_a_prompt_beside_rows_left_in_the_cache_is_found(engine):
     served = scheduler(engine)
     shared = prompt(48, 2)
