@@ -62,7 +62,7 @@ class PromptChunks:
 
 @dataclass(frozen=True)
 class ChunkEnds:
-    """What a forward gave at the last token of each of P chunks; of an empty chunk, that of any token.
+    """Holds the results of a forward at the last token of each of P chunks; at any token where a chunk is empty.
 
     Attributes:
         logits: The target's logits, `[P, V]`.

@@ -18,7 +18,7 @@ __all__ = ["RUNNING_PLAN", "Plan", "RowsPlan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What attention must know of one forward over the last M of a tree's N nodes, for B rows, and P prompt chunks.
+    """Describes a forward to attention: the last M of a tree's N nodes, for B rows, and P chunks of prompts.
 
     The forward's T tokens are the new nodes of each row, one row behind the other, then the chunks, then padding. A row
     may have fewer nodes than N: of a ragged tree, only the first ones are tokens. All tensors are flat, each with one
@@ -74,7 +74,7 @@ class Plan:
 
     @cached_property
     def trees(self) -> "RowsPlan":
-        """What attention must know of the trees; on a CPU."""
+        """The rows of the trees, as attention on a CPU takes them."""
         rows, nodes, new = self.sizes
         length, starts = self.length[:-1], self.starts
         slots = _slots(self.table, rows, torch.arange(int(length.max()) + nodes))
@@ -85,7 +85,7 @@ class Plan:
 
     @cached_property
     def chunks(self) -> list["RowsPlan"]:
-        """What attention must know of each chunk that has tokens; on a CPU."""
+        """The rows that chunks with tokens are, one of each, as attention on a CPU takes them."""
         plans = []
         tables = self.chunk_table[:-1].chunk(len(self.chunk_starts) - 1)
         spans = itertools.pairwise(self.chunk_starts.tolist()[:-1])
@@ -101,7 +101,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """What attention on a CPU must know of rows that are computed side by side.
+    """Rows that attention on a CPU computes side by side, with the slots that it reads and writes.
 
     Attributes:
         tokens: The tokens of the forward that are new nodes of the rows, in their order.

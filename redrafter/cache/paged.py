@@ -160,10 +160,17 @@ class PagedCache:
         return (blocks * BLOCK_SIZE + row_slots % BLOCK_SIZE).flatten()
 
 
-def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device) -> Tensor:
-    """Return the blocks of several rows in one tensor `[B, M]` int32, padded with 0."""
-    width = max(len(table.blocks) for table in block_tables)
-    rows = [table.blocks + [0] * (width - len(table.blocks)) for table in block_tables]
+def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device, width: int | None = None) -> Tensor:
+    """Return the blocks of several rows in one tensor `[B, M]` int32, padded with 0.
+
+    Args:
+        block_tables: The blocks of each row.
+        device: Where the tensor goes.
+        width: M, past which blocks are left out; None for as many as the row with most blocks has.
+    """
+    if width is None:
+        width = max(len(table.blocks) for table in block_tables)
+    rows = [table.blocks[:width] + [0] * (width - len(table.blocks)) for table in block_tables]
     return to_device(rows, device, torch.int32)
 
 

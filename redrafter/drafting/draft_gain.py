@@ -1,4 +1,4 @@
-"""Whether drafts gain enough to pay for themselves, judged by the tokens of the last steps."""
+"""The decision to pause drafting while it gains too little, made from the tokens of the last steps."""
 
 from collections import deque
 

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from redrafter.attention.prompt_chunks import PromptChunks
+from redrafter.cache.paged import stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.scheduler.prefill_budget import Chunk
+from redrafter.scheduler.sequence_blocks import tables_of
 
 __all__ = ["ROOMS", "ChunkBuffers", "choose_room"]
 
@@ -38,14 +40,11 @@ class ChunkBuffers:
         """
         room = choose_room(len(chunks), sum(count for _, count in chunks))
         buffers = self._by_room[room]
-        tokens, starts, lengths, tables = list[int](), [0], list[int](), list[list[int]]()
+        tokens, starts, lengths = list[int](), [0], list[int]()
         for sequence, count in chunks:
-            assert sequence.block_table is not None
             tokens += sequence.tokens[sequence.prefilled : sequence.prefilled + count]
             starts.append(len(tokens))
             lengths.append(sequence.prefilled)
-            blocks = sequence.block_table.blocks[: self._blocks]
-            tables.append(blocks + [0] * (self._blocks - len(blocks)))
         empty = room - len(chunks)
         numbers = tokens + [0] * (len(buffers.tokens) - len(tokens)) + starts + starts[-1:] * empty + lengths
         device = buffers.tokens.device
@@ -53,5 +52,6 @@ class ChunkBuffers:
         parts = to_device(numbers, device, torch.long).split(sizes)  # one copy
         for buffer, part in zip((buffers.tokens, buffers.starts, buffers.lengths), parts, strict=True):
             buffer[: len(part)] = part
-        buffers.table[: len(tables)] = to_device(tables, device, torch.int32)
+        tables = tables_of([sequence for sequence, _ in chunks])
+        buffers.table[: len(tables)] = stack_block_tables(tables, device, self._blocks)
         return buffers

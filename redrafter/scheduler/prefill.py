@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from redrafter.attention.prompt_chunks import ChunkEnds
 from redrafter.cache.to_device import to_device
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
@@ -100,10 +101,7 @@ class Prefiller:
         sequences = [sequence for sequence, _ in chunks]
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
-        padded = torch.zeros(len(sequences), max(ends) + 1, dtype=torch.long)  # [B, T]
-        for row, (sequence, end) in enumerate(zip(sequences, ends, strict=True)):
-            padded[row, :end] = torch.tensor(sequence.tokens[:end])
-        tokens, start, upto = (to_device(x, device) for x in (padded, starts, ends))
+        tokens, start, upto = (to_device(x, device) for x in (_stack_tokens(sequences, ends), starts, ends))
         caches = row_caches.of_prompts(sequences)
 
         def show(row: int, first: int, logits: Tensor) -> None:
@@ -123,7 +121,8 @@ class Prefiller:
             draft_cache=caches.draft,
             show=show if sequences[0].needs_scores else None,
         )
-        return self.finish(chunks, logits, hidden, caches)
+        done = _take_note(chunks)
+        return PrefilledRows(sequences, tokens, upto, logits, hidden, caches, range(len(sequences))).at(done)
 
     @property
     def can_read_beside(self) -> bool:
@@ -149,33 +148,32 @@ class Prefiller:
         [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)
         return chunks[:room]
 
-    def finish(self, chunks: Sequence[Chunk], logits: Tensor, hidden: Tensor, caches: CachePair) -> PrefilledRows:
-        """Take note of chunks that a forward has read, and return the prompts that are complete.
+    def finish_beside(self, chunks: Sequence[Chunk], ends: ChunkEnds, caches: CachePair) -> PrefilledRows:
+        """Take note of chunks that a step has read, and return the prompts that are complete.
 
         Args:
             chunks: The chunks.
-            logits: The target's logits at the last token of each, `[P, V]`, P chunks or more.
-            hidden: Its hidden states there, `[P, F]`.
+            ends: What the target gave at the end of each.
             caches: Keys and values, of the prompt of a chunk in each row.
         """
-        device = self._target.device
-        for sequence, count in chunks:
-            sequence.prefilled += count
-        sequences = [sequence for sequence, _ in chunks]
-        done = [row for row, sequence in enumerate(sequences) if sequence.prefilled == sequence.prefill_length]
-        complete = [sequences[row] for row in done]
-        width = max((sequence.prefilled for sequence in complete), default=0) + 1
-        tokens = torch.zeros(len(complete), width, dtype=torch.long)  # [B, T]
-        for row, sequence in enumerate(complete):
-            tokens[row, : sequence.prefilled] = torch.tensor(sequence.tokens[: sequence.prefilled])
+        device, done = self._target.device, _take_note(chunks)
+        complete = [chunks[row][0] for row in done]
         lengths = [sequence.prefilled for sequence in complete]
-        index = to_device(done, device, torch.long)
-        return PrefilledRows(
-            complete,
-            to_device(tokens, device),
-            to_device(lengths, device, torch.long),
-            logits.index_select(0, index),
-            hidden.index_select(0, index),
-            caches,
-            done,
-        )
+        tokens, upto = to_device(_stack_tokens(complete, lengths), device), to_device(lengths, device, torch.long)
+        logits, hidden = (x.index_select(0, to_device(done, device, torch.long)) for x in (ends.logits, ends.hidden))
+        return PrefilledRows(complete, tokens, upto, logits, hidden, caches, done)
+
+
+def _take_note(chunks: Sequence[Chunk]) -> list[int]:
+    """Count chunks as read, and return the indices of those that complete their prompts."""
+    for sequence, count in chunks:
+        sequence.prefilled += count
+    return [row for row, (sequence, _) in enumerate(chunks) if sequence.prefilled == sequence.prefill_length]
+
+
+def _stack_tokens(sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Tensor:
+    """Return the first `counts` tokens of sequences, padded with one 0 at least, `[B, T]` int64 on the host."""
+    padded = torch.zeros(len(sequences), max(counts, default=0) + 1, dtype=torch.long)
+    for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+        padded[row, :count] = torch.tensor(sequence.tokens[:count])
+    return padded

@@ -14,6 +14,7 @@ from redrafter.drafting.proposer import Proposer
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.sequence_blocks import tables_of
 from redrafter.target.target import Target
 
 __all__ = ["CachePair", "DenseRows", "PagedRows", "RowCaches"]
@@ -92,26 +93,20 @@ class PagedRows:
 
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
         """Return the caches of sequences that hold blocks; see `RowCaches`."""
-        tables = [sequence.block_table for sequence in sequences if sequence.block_table is not None]
-        return self._on(stack_block_tables(tables, self.tables.device))
+        return self._on(stack_block_tables(tables_of(sequences), self.tables.device))
 
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
         """Write the block tables of sequences into the rows from `first` on; see `RowCaches`."""
-        self.tables[first : first + len(sequences)] = self._tables_of(sequences)
+        self.tables[first : first + len(sequences)] = self._stack(sequences)
 
     def update(self, sequences: Sequence[TokenSequence]) -> None:
         """Copy the ids of blocks into the rows of sequences, after these were given some."""
         rows = to_device([sequence.row for sequence in sequences], self.tables.device, torch.long)
-        self.tables.index_copy_(0, rows, self._tables_of(sequences))
+        self.tables.index_copy_(0, rows, self._stack(sequences))
 
-    def _tables_of(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """Return the ids of the blocks of sequences, `[R', M]` int32."""
-        width, tables = self.tables.shape[1], list[list[int]]()
-        for sequence in sequences:
-            assert sequence.block_table is not None
-            blocks = sequence.block_table.blocks[:width]
-            tables.append(blocks + [0] * (width - len(blocks)))
-        return to_device(tables, self.tables.device, self.tables.dtype)
+    def _stack(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """Return the ids of the blocks of sequences, as wide as `tables`."""
+        return stack_block_tables(tables_of(sequences), self.tables.device, self.tables.shape[1])
 
     def move(self, source: int, to: int) -> None:
         """Copy the block table of one row to another; see `RowCaches`."""

@@ -5,7 +5,6 @@ sequences occupy them.
 """
 
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -198,7 +197,7 @@ class RunningBatch:
         return self.sampling.asks_host(self.sequences)
 
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
-        """Launch one step of all rows, without drafts if no row takes any.
+        """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the graphs.
 
         Args:
             chunks: What the same forward reads of prompts.
@@ -206,10 +205,9 @@ class RunningBatch:
         Returns:
             The step, and its output, which the next step may overwrite.
         """
-        with nullcontext() if self._graphs is None else self._graphs.lock:
-            step = self.prepare_step(chunks)
-            report = step.replay()
-            return LaunchedStep.of(tuple(self.rows), step.output, report), step.output
+        step = self.prepare_step(chunks)
+        report = step.replay()
+        return LaunchedStep.of(tuple(self.rows), step.output, report), step.output
 
     def prepare_step(self, chunks: Sequence[Chunk] = ()) -> CapturedStep:
         """Return the next step of all rows, which is captured if it is the first of its kind."""

@@ -452,7 +452,7 @@ class Scheduler:
     def _launch_step(self) -> None:
         """Launch a step of all rows, which reads chunks of prompts beside them."""
         chunks = self.prefiller.choose_beside(self._read_beside_rows(), self._step_tokens)
-        with self.graphs.lock if self._graphs is not None else nullcontext():
+        with nullcontext() if self._graphs is None else self._graphs.lock:
             step, output = self.batch.step(chunks)
             self._launch(step)
             if chunks:
@@ -462,7 +462,7 @@ class Scheduler:
         """Let prompts that a step has read to their ends take part in the next one."""
         assert output.chunk_ends is not None
         caches = self.batch.caches.of_prompts([sequence for sequence, _ in chunks])
-        read = self.prefiller.finish(chunks, output.chunk_ends.logits, output.chunk_ends.hidden, caches)
+        read = self.prefiller.finish_beside(chunks, output.chunk_ends, caches)
         if read.sequences:
             self._publish(read)
             if first := self._start_decoding(read):

@@ -1,10 +1,20 @@
 """The blocks of the KV cache that sequences hold, and which of their tokens other sequences may find there."""
 
+from collections.abc import Sequence
+
+from redrafter.cache.block_manager import BlockTable
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.sequence import TokenSequence
 
-__all__ = ["SequenceBlocks"]
+__all__ = ["SequenceBlocks", "tables_of"]
+
+
+def tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
+    """Return the block tables of sequences that all have one."""
+    tables = [sequence.block_table for sequence in sequences if sequence.block_table is not None]
+    assert len(tables) == len(sequences), "a sequence has no blocks"
+    return tables
 
 
 class SequenceBlocks:

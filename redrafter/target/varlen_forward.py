@@ -66,27 +66,17 @@ class VarlenForward(TreeForward):
         logits, hidden = self._run_tree(tree, length, cache, index, long, None)
         if logits_index is not None:
             return logits[:, None], hidden[:, None]
-        return _by_row(tree, logits), _by_row(tree, hidden)
+        return _by_row(tree, logits, hidden)
 
     def verify_and_read(
         self, tree: Tree, length: Tensor, cache: PagedCache, chunks: PromptChunks
     ) -> tuple[Tensor, Tensor, ChunkEnds]:
-        """Run the nodes of a tree, and beside them chunks of prompts, through a model whose rope does not switch.
-
-        Args:
-            tree: The trees of B rows, N nodes each.
-            length: Committed tokens of each row, `[B]` int64.
-            cache: Keys and values of the rows; receives those of the nodes, and its pool those of the chunks.
-            chunks: What is read of P prompts.
-
-        Returns:
-            Logits `[B, N, V]` and hidden states `[B, N, F]` of the nodes, and both of the last token of each chunk.
-        """
+        """Run the nodes of a tree and chunks of prompts through the model; see `Target.verify_and_read`."""
         count = tree.size
         index = torch.cat([torch.arange(count, device=length.device), count + chunks.last])
         logits, hidden = self._run_tree(tree, length, cache, index, None, chunks)
         ends = ChunkEnds(logits[count:], hidden[count:])
-        return _by_row(tree, logits[:count]), _by_row(tree, hidden[:count]), ends
+        return *_by_row(tree, logits[:count], hidden[:count]), ends
 
     def _run_tree(
         self,
@@ -243,15 +233,16 @@ def _flat_nodes(tree: Tree) -> Tensor | slice:
     return row * tree.new + index - starts[row]
 
 
-def _by_row(tree: Tree, x: Tensor) -> Tensor:
-    """Return what is known of a forward's nodes, `[T, D]`, as `[B, M, D]`; undefined for nodes that were left out."""
+def _by_row(tree: Tree, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is known of a forward's nodes, `[T, D]` each, as `[B, M, D]`; undefined where nodes were left out."""
     rows = tree.tokens.shape[0]
     if tree.counts is None:
-        return x.view(rows, -1, x.shape[-1])
+        return logits.view(rows, -1, logits.shape[-1]), hidden.view(rows, -1, hidden.shape[-1])
     starts = tree.row_starts()
-    node = torch.arange(tree.new, device=x.device)
-    index = torch.minimum(starts[:-1, None] + node, starts[1:, None] - 1)  # [B, M]
-    return x[index]
+    index = torch.minimum(
+        starts[:-1, None] + torch.arange(tree.new, device=starts.device), starts[1:, None] - 1
+    )  # [B, M]
+    return logits[index], hidden[index]
 
 
 def _aligned(x: Tensor) -> Tensor:
