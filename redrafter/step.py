@@ -1,14 +1,14 @@
 """One step of speculative decoding, top to bottom.
 
 A step drafts a tree of tokens, verifies the whole tree in one forward of the target, and keeps the drafts that the
-target would have drawn itself. `prefill` comes before the first step: it reads the prompts and draws each row's first
-token. Text, stop strings, timing and scheduling live elsewhere.
+target would have drawn itself. Before the first step, `read_prompts` reads the prompts and `draw_first_tokens` draws
+each row's first token. Text, stop strings, timing and scheduling live elsewhere.
 
 Shapes: `B` rows, `K` draft length, `N` tree nodes, `V` vocabulary, `F` width of the target's hidden states. Batch and
 proposer fix all of them and nothing here reads a value on the host, so a step can be captured in a CUDA graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from redrafter.target.target import Target
 from redrafter.tree.accept import Path, accept
 from redrafter.tree.token_tree import Tree, chain
 
-__all__ = ["StepOutput", "draw_first_tokens", "prefill", "read_prompts", "step"]
+__all__ = ["StepOutput", "draw_first_tokens", "read_prompts", "step"]
 
 
 @dataclass(frozen=True)
@@ -119,42 +119,6 @@ def step(
     return _advance(state, tokens, path, hidden), output
 
 
-def prefill(
-    tokens: Tensor,
-    prompt: Tensor,
-    target: Target,
-    cache: KVCache,
-    sampler: Sampler,
-    *,
-    start: Tensor | None = None,
-    new: int,
-    draft_model: Target | None = None,
-    draft_cache: KVCache | None = None,
-) -> tuple[State, StepOutput]:
-    """Read the prompts and draw each row's first token, which is then pending.
-
-    This is not counted as a step.
-
-    Args:
-        tokens: Each row's prompt, followed by space for the tokens to come, `[B, T]` int64.
-        prompt: Prompt lengths, `[B]` int64.
-        target: The model that reads the prompts.
-        cache: The target's keys and values; written in place.
-        sampler: How each row draws.
-        start: Prompt tokens that the cache already holds, `[B]` int64; None for none.
-        new: Prompt tokens to be read in the row that has most of them.
-        draft_model: The LM that drafts and must read the prompts as well; None where no model does.
-        draft_cache: The draft model's keys and values; written in place.
-
-    Returns:
-        The state before the first step, and the first tokens.
-    """
-    logits, hidden = read_prompts(
-        tokens, prompt, target, cache, start=start, new=new, draft_model=draft_model, draft_cache=draft_cache
-    )
-    return draw_first_tokens(tokens, prompt, logits, hidden, cache.window, sampler)
-
-
 def read_prompts(
     tokens: Tensor,
     upto: Tensor,
@@ -162,7 +126,7 @@ def read_prompts(
     cache: KVCache,
     *,
     start: Tensor | None = None,
-    new: int,
+    counts: Sequence[int] | None = None,
     draft_model: Target | None = None,
     draft_cache: KVCache | None = None,
     show: Callable[[int, int, Tensor], object] | None = None,
@@ -175,7 +139,7 @@ def read_prompts(
         target: The model that reads the prompts.
         cache: The target's keys and values; written in place.
         start: Tokens that the cache already holds, `[B]` int64; None for none.
-        new: Tokens to be read in the row that has most of them.
+        counts: How many tokens are read of each row; None where all of `tokens` are, whatever `upto` says.
         draft_model: The LM that drafts and must read the prompts as well; None where no model does.
         draft_cache: The draft model's keys and values; written in place.
         show: Called with the logits of the tokens read, as `Target.prefill` describes; None where nobody needs them.
@@ -191,9 +155,9 @@ def read_prompts(
             upto.to(device),
             draft_cache,
             start=None if start is None else start.to(device),
-            new=new,
+            counts=counts,
         )
-    return target.prefill(tokens, upto, cache, start=start, new=new, show=show)
+    return target.prefill(tokens, upto, cache, start=start, counts=counts, show=show)
 
 
 def draw_first_tokens(

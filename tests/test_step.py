@@ -4,9 +4,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.steps import prefill
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import prefill, step
+from redrafter.step import step
 
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique", "aten::item"}
 
@@ -37,7 +38,7 @@ def run(engine, proposer, seeds, count):
     cache.reserve(60)
     traces = []
     with torch.no_grad():
-        state, _ = prefill(tokens, length, engine.target, cache, sampler, new=int(length.max()))
+        state = prefill(tokens, length, engine.target, cache, sampler)
         for _ in range(count):
             with Trace() as trace:
                 state, drawn = step(state, proposer, engine.target, cache, sampler)

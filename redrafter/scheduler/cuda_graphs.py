@@ -40,12 +40,11 @@ def bucket(rows: int) -> int:
 
 
 def capture(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """Capture `run` in a CUDA graph, after two calls that pay for what only first calls pay for."""
+    """Capture `run` in a CUDA graph, after a call that pays for what only first calls pay for."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
+        run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     collecting = gc.isenabled()

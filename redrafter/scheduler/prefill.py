@@ -65,8 +65,12 @@ class Prefiller:
 
     def __init__(self, target: Target, draft_model: Target | None, limits: Limits):
         self._target, self._draft_model, self._limits = target, draft_model, limits
-        self.padded = target.device.type != "cpu"
-        self.pace = PrefillPace(limits.max_num_tokens)
+        self.padded = target.device.type != "cpu" and not target.varlen.ok
+        self.restart_pace()
+
+    def restart_pace(self) -> None:
+        """Forget how long forwards took."""
+        self.pace = PrefillPace(self._limits.max_num_tokens, self._target.device.type)
 
     def choose(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[list[Chunk]]:
         """Choose what the forwards of one round read.
@@ -116,7 +120,7 @@ class Prefiller:
             self._target,
             caches.target,
             start=start,
-            new=max(count for _, count in chunks),
+            counts=[count for _, count in chunks],
             draft_model=self._draft_model,
             draft_cache=caches.draft,
             show=show if sequences[0].needs_scores else None,

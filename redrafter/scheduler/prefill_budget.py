@@ -7,7 +7,8 @@ from redrafter.scheduler.sequence import TokenSequence
 __all__ = ["Chunk", "PrefillPace", "choose_chunks", "padded_tokens"]
 
 TARGET_SECONDS = 0.25  # duration of a prefill forward; running and new sequences wait as long for it
-FIRST_FORWARD_TOKENS = 512  # tokens of the first forward, before any was measured
+# Tokens of the first forward, before any was measured, by type of device.
+FIRST_FORWARD_TOKENS = {"cpu": 512, "cuda": 2048}
 MIN_FORWARD_TOKENS = 64  # tokens of a forward on any machine, however slow; fewer would take about as long
 MAX_GROWTH, MIN_GROWTH = 2.0, 0.25  # factors by which one measurement may change the size of the next forward
 
@@ -24,10 +25,15 @@ class PrefillPace:
         tokens: Tokens that the next forward may have.
     """
 
-    def __init__(self, max_num_tokens: int):
-        """Begin at `FIRST_FORWARD_TOKENS`. max_num_tokens: tokens of a forward on any machine, however fast."""
+    def __init__(self, max_num_tokens: int, device: str = "cpu"):
+        """Begin at `FIRST_FORWARD_TOKENS`.
+
+        Args:
+            max_num_tokens: Tokens of a forward on any machine, however fast.
+            device: Type of the device.
+        """
         self._max_num_tokens = max_num_tokens
-        self.tokens = min(FIRST_FORWARD_TOKENS, max_num_tokens)
+        self.tokens = min(FIRST_FORWARD_TOKENS.get(device, FIRST_FORWARD_TOKENS["cuda"]), max_num_tokens)
 
     def measure(self, tokens: int, seconds: float) -> None:
         """Adapt the size of the next forward to the duration of one over so many tokens."""

@@ -1,6 +1,7 @@
 """Reading prompts into a cache, in forwards of a bounded number of tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from redrafter.attention.prompt_plan import cut_prompts
 from redrafter.cache.paged import KVCache, PagedCache
+from redrafter.cache.to_device import to_device
 from redrafter.target.tree_forward import TreeForward
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import chain
@@ -26,7 +28,8 @@ class PromptReader:
     """Reads prompts into a cache, with or without masks.
 
     On a CPU, where attention can be replaced, prompts of unequal length are read as one sequence of pieces that needs
-    no mask. Any model on any device can read them in padded chunks, each a chain of tokens with its mask.
+    no mask. Any model on any device can read them in chunks side by side, each a chain of tokens with its mask; on a
+    dense cache these are padded to the longest.
     """
 
     def __init__(self, padded: TreeForward, varlen: VarlenForward, vocab_size: int, without_masks: bool):
@@ -58,7 +61,7 @@ class PromptReader:
         long: Tensor | None,
         *,
         start: Tensor | None = None,
-        new: int | None = None,
+        counts: Sequence[int] | None = None,
         max_tokens: int | None = None,
         show: ShowLogits | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -70,7 +73,7 @@ class PromptReader:
             cache: Keys and values of the rows; receives those of the tokens.
             long: Whether each row has the rope of long texts, `[B]` bool; None where rope does not switch.
             start: Tokens of each row that the cache holds already, `[B]` int64, fewer than `length`; None for none.
-            new: The most tokens that a row has beyond `start`; None for P.
+            counts: How many tokens each row has beyond `start`; None for P of each, some of which may be padding.
             max_tokens: The most tokens of all rows in one forward; None for as many as suit.
             show: Is shown the logits of every token that is read, each row's in order.
 
@@ -83,8 +86,7 @@ class PromptReader:
             max_tokens = min(max_tokens, max(MAX_SHOWN_LOGITS // self._vocab_size, 1))
         if self.reads_without_masks(cache):
             return self._read_pieces(prompts, start, length, cache, long, max_tokens, show)
-        new = prompts.shape[1] if new is None else new
-        return self._read_chunks(prompts, start, length, cache, long, new, max_tokens, show)
+        return self._read_chunks(prompts, start, length, cache, long, counts, max_tokens, show)
 
     def _read_pieces(
         self,
@@ -118,27 +120,33 @@ class PromptReader:
         length: Tensor,
         cache: KVCache,
         long: Tensor | None,
-        new: int,
+        counts: Sequence[int] | None,
         max_tokens: int,
         show: ShowLogits | None,
     ) -> tuple[Tensor, Tensor]:
         """Read as `read` does, with any model on any device: in chunks side by side, each a chain with its mask."""
         forward = self._varlen if isinstance(cache, PagedCache) else self._padded
         rows, width = prompts.shape
-        chunk = max(min(MAX_CHUNK_TOKENS, max_tokens // rows), 1)
+        ragged = counts is not None and isinstance(cache, PagedCache)
+        counts = [width] * rows if counts is None else counts
+        fits = ragged and sum(counts) <= max_tokens
+        chunk = MAX_CHUNK_TOKENS if fits else max(min(MAX_CHUNK_TOKENS, max_tokens // rows), 1)
         logits = hidden = None
-        for offset in range(0, new, chunk):
-            size = min(chunk, new - offset)
+        for offset in range(0, max(counts), chunk):
+            sizes = [min(max(count - offset, 0), chunk) for count in counts]
+            size = max(sizes)
             behind = start + offset  # [B]
             positions = behind[:, None] + torch.arange(size, device=length.device)  # [B, size]
             tokens = chain(prompts.gather(1, positions.clamp(max=width - 1)))
+            if ragged:
+                tokens = replace(tokens, counts=to_device(sizes, length.device, torch.long), total=sum(sizes))
             last = length - 1 - behind  # [B], the node of the last prompt token, if it is here
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
             end = last.clamp(0, size - 1)
             new_logits, new_hidden = forward(tokens, behind, cache, end if show is None else None, long)
             if show is not None:
-                counts = (last + 1).clamp(0, size).tolist()
-                for row, first, count in zip(range(rows), behind.tolist(), counts, strict=True):
+                read = (last + 1).clamp(0, size).tolist()
+                for row, first, count in zip(range(rows), behind.tolist(), read, strict=True):
                     show(row, first, new_logits[row, :count])
                 new_logits, new_hidden = (
                     x.gather(1, end[:, None, None].expand_as(x[:, :1])) for x in (new_logits, new_hidden)

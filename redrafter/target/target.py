@@ -278,7 +278,7 @@ class Target:
             return
         with cache.subset(rows, switch_at) as part:
             long = torch.ones_like(rows, dtype=torch.bool)
-            self.prompt_reader.read(tokens[rows], length[rows], part, long, new=switch_at)
+            self.prompt_reader.read(tokens[rows], length[rows], part, long, counts=[switch_at] * len(rows))
 
     def prefill(
         self,
@@ -287,7 +287,7 @@ class Target:
         cache: KVCache,
         *,
         start: Tensor | None = None,
-        new: int | None = None,
+        counts: Sequence[int] | None = None,
         max_tokens: int | None = None,
         show: ShowLogits | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -298,7 +298,7 @@ class Target:
             length: Tokens of each prompt, `[B]` int64.
             cache: Keys and values of the rows; receives those of the prompts.
             start: Tokens of each row that the cache holds already, `[B]` int64, fewer than `length`; None for none.
-            new: The most tokens that a row has beyond `start`; None for P.
+            counts: How many tokens each row has beyond `start`; None for P of each, some of which may be padding.
             max_tokens: The most tokens of all rows in one forward; None for as many as suit.
             show: Is shown the logits of every token that is read, each row's in order; forwards are then so short that
                 their logits are at most `MAX_SHOWN_LOGITS` numbers.
@@ -308,7 +308,7 @@ class Target:
         """
         long = None if self.rope is None else length > self.rope.switch_at  # [B]
         return self.prompt_reader.read(
-            prompts, length, cache, long, start=start, new=new, max_tokens=max_tokens, show=show
+            prompts, length, cache, long, start=start, counts=counts, max_tokens=max_tokens, show=show
         )
 
 

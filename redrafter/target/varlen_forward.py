@@ -61,8 +61,8 @@ class VarlenForward(TreeForward):
     ) -> tuple[Tensor, Tensor]:
         """Run the new nodes of a tree through the model; see `TreeForward`."""
         index = torch.arange(tree.size, device=length.device)
-        if logits_index is not None:
-            index = index.view(len(length), tree.new).gather(1, logits_index[:, None]).flatten()
+        if logits_index is not None:  # of a row without tokens in a ragged forward, any token will do
+            index = (tree.row_starts()[:-1] + logits_index).clamp(max=tree.size - 1)
         logits, hidden = self._run_tree(tree, length, cache, index, long, None)
         if logits_index is not None:
             return logits[:, None], hidden[:, None]

@@ -12,6 +12,7 @@ from helpers.models import ARCHITECTURES, HIDDEN, VOCAB, paged, tiny_drafter, ti
 from helpers.targets import CHUNKED
 from redrafter.attention.prompt_plan import Piece, cut_prompts
 from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.kernels.token_counts import TOKEN_MULTIPLE
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
 
@@ -95,7 +96,36 @@ def test_what_the_cache_holds_of_a_prompt_is_read_on_from(on_pages):
     cache = a_cache(target, on_pages)
     with torch.inference_mode():
         target.prefill(prompts, torch.tensor([21, 12, 1]), cache)
-    assert_all_close(read(target, prompts, cache, start=torch.tensor([21, 12, 1]), new=28, max_tokens=9), expected)
+    assert_all_close(
+        read(target, prompts, cache, start=torch.tensor([21, 12, 1]), counts=[19, 1, 28], max_tokens=9), expected
+    )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("max_tokens", [8192, 12])
+@pytest.mark.parametrize("start", [[0, 0, 0], [21, 12, 1]])
+def test_prompts_of_unequal_length_are_read_in_chains_without_padding(architecture, max_tokens, start, monkeypatch):
+    target, starts = a_target(architecture), torch.tensor(start)
+    prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(3))
+    expected = read(target, prompts, a_cache(target, False))
+    monkeypatch.setattr(target.prompt_reader, "reads_without_masks", lambda cache: False)  # as on a GPU
+    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_CHUNK_TOKENS", 16)
+    cache, tokens, shown = a_cache(target, True), [], [[], [], []]
+
+    with torch.inference_mode():
+        if starts.any():
+            target.prefill(prompts, starts, cache, counts=start)
+        hook = target.embedding.register_forward_hook(lambda module, ids, out: tokens.append(out.shape[-2]))
+        counts = (LENGTHS - starts).tolist()
+        how = {"start": starts, "counts": counts, "max_tokens": max_tokens}
+        last = target.prefill(prompts, LENGTHS, cache, **how)
+        hook.remove()
+        assert sum(tokens) < sum(counts) + TOKEN_MULTIPLE * len(tokens)
+        last += target.verify(chain(torch.tensor([[7], [8], [9]])), LENGTHS, cache)
+        target.prefill(prompts, LENGTHS, cache, **how, show=lambda row, first, logits: shown[row].append(logits))
+    assert_all_close(last, expected)
+    assert [len(torch.cat(logits)) for logits in shown] == counts
+    assert_all_close(tuple(torch.cat(logits)[-1] for logits in shown), tuple(expected[0]))
 
 
 @pytest.mark.parametrize("masked", [False, True])

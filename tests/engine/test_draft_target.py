@@ -10,13 +10,14 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from helpers.generation import Collect, Steps
 from helpers.models import CONTEXT, VOCAB, assert_close_by_scale, in_threads, paged, row_texts, tiny_model, uneven_batch
+from helpers.steps import prefill
 from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.sampler import Sampler
-from redrafter.step import prefill, step
+from redrafter.step import step
 from redrafter.target.target import Target
 
 NEW = 20
@@ -222,9 +223,7 @@ def test_the_draft_models_cache_follows_the_accepted_path(llama, similar, shape,
         cache.reserve(64)
     accepted = []
     with torch.inference_mode():
-        state, _ = prefill(
-            tokens, length, target, caches[0], sampler, new=11, draft_model=draft_model, draft_cache=caches[1]
-        )
+        state = prefill(tokens, length, target, caches[0], sampler, draft_model=draft_model, draft_cache=caches[1])
         for _ in range(6):
             state, drawn = step(state, engine.proposer, target, *caches[:1], sampler, caches[1])
             accepted += drawn.path.accepted.tolist()

@@ -1,17 +1,20 @@
 """Warm-up: compile kernels and capture steps before the first request."""
 
 import itertools
+import logging
+import time
 from dataclasses import replace
 
 from redrafter.cache.block_manager import BlockManager
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.scheduler.chunk_buffers import ROOMS
-from redrafter.scheduler.prefill_budget import PrefillPace
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 
 __all__ = ["warm_up"]
+
+_LOG = logging.getLogger(__name__)
 
 PROMPT_TOKENS = (1, 5, 17, 40, 100, 200, 500, 1000)  # lengths of prompts for which kernels differ
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams()
@@ -23,6 +26,7 @@ def warm_up(scheduler: Scheduler) -> None:
 
     For a scheduler without sequences. The first sequence longer than `MIN_POSITIONS` still waits for its own steps.
     """
+    began = time.monotonic()
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
     gain, scheduler.batch.draft_gain = scheduler.batch.draft_gain, None  # steps shall draft, whatever it gains
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
@@ -36,9 +40,10 @@ def warm_up(scheduler: Scheduler) -> None:
     for length in lengths:
         _write(scheduler, 1, length, GREEDY)
         _write(scheduler, min(2, limits.max_batch_size), length, GREEDY)
+    _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
     scheduler.limits, scheduler.batch.draft_gain = limits, gain
     scheduler.graphs.blocks = BlockManager(scheduler.graphs.store.num_blocks)  # forget these prompts
-    scheduler.prefiller.pace = PrefillPace(limits.max_num_tokens)  # so that these first durations slow no later forward
+    scheduler.prefiller.restart_pace()  # so that these first durations slow no later forward
 
 
 def _write(scheduler: Scheduler, rows: int, length: int, params: SamplingParams) -> None:
