@@ -3,9 +3,10 @@
 from typing import Protocol
 
 from redrafter.drafting.proposer import Proposer
+from redrafter.errors import UnsupportedError
 from redrafter.target.target import Target
 
-__all__ = ["Models"]
+__all__ = ["Models", "check_paged"]
 
 
 class Models(Protocol):
@@ -33,3 +34,16 @@ class Models(Protocol):
     @property
     def draft_step_cost(self) -> float | None:
         """Time of a step with drafts, in steps without, where drafting pauses if it gains less; None for no pauses."""
+
+
+def check_paged(models: Models) -> None:
+    """Raise `UnsupportedError` if the models cannot run on a paged cache of one device."""
+    target, draft_model = models.target, models.draft_model
+    if draft_model is not None and draft_model.device != target.device:
+        raise UnsupportedError(
+            f"the draft model is on {draft_model.device} and the target on {target.device}; a server needs both on one "
+            "device"
+        )
+    reason = target.paged.reason or (draft_model and draft_model.paged.reason)
+    if reason:
+        raise UnsupportedError(f"{target.name} cannot be served on a paged cache: {reason}")
