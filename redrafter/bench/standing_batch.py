@@ -169,7 +169,7 @@ def open_standing_batch(
     work.engine.forget_prefixes()
     request = _request(work, texts, proposer)
     with work.engine.scheduler_for(request, models=OneProposer.of(work.engine, proposer)) as scheduler:
-        rows = [Row(index, request, list(text), proposer.depth, None) for index, text in enumerate(texts)]
+        rows = [Row(index, request, list(text), None) for index, text in enumerate(texts)]
         scheduler.overlap = False
         with queued(scheduler, rows):
             scheduler.read()

@@ -197,7 +197,7 @@ class Tuner:
         request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1, frozenset())
         times: list[float] = []
         with self.engine.scheduler_for(request, models=OneProposer.of(self.engine, proposer)) as scheduler:
-            texts = [Row(index, request, list(prompt), proposer.depth, None) for index, prompt in enumerate(rows)]
+            texts = [Row(index, request, list(prompt), None) for index, prompt in enumerate(rows)]
             scheduler.overlap = False
             with queued(scheduler, texts):
                 scheduler.read()

@@ -12,7 +12,6 @@ from redrafter.engine.stopping import first_stop
 from redrafter.engine.streaming import StepStreamer
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
-from redrafter.scheduler.stats import Stats
 
 __all__ = ["Row", "queued", "run_call"]
 
@@ -23,27 +22,24 @@ class Row:
     Attributes:
         sequence: The sequence, which knows the prompt without padding.
         text: New tokens so far.
-        stats: Statistics of its steps, those without drafts included.
         scores: Processed scores of its tokens, `[count, V]` float32 per step; empty where nobody asked.
         logits: Logits of its tokens, likewise.
         error: What ended it, where it did not end by itself.
     """
 
-    def __init__(self, index: int, request: Request, prompt: list[int], depth: int, stream: StepStreamer | None):
+    def __init__(self, index: int, request: Request, prompt: list[int], stream: StepStreamer | None):
         """Make a row that has not begun.
 
         Args:
             index: Its index in the call.
             request: The call.
             prompt: Its prompt as it came, padding included.
-            depth: The most successive drafts of a step.
             stream: Takes its tokens as they are made, or None.
         """
         self._prompt, self._criteria, self._pad_token = prompt, request.criteria, request.pad_token
         self._index, self._stream = index, stream
         self.error: BaseException | None = None
         self.text: list[int] = []
-        self.stats = Stats(accepted_by_depth=[0] * depth)
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
         wanted = {"scores": request.want_scores, "logits": request.want_logits}
@@ -70,8 +66,6 @@ class Row:
         if delta.error is not None:
             self.error = delta.error
             return
-        if self.text:  # the first token is none of a step
-            self.stats.count(delta.drafted, delta.accepted, len(delta.tokens))
         self.text += delta.tokens
         for recorded, new in ((self.scores, delta.scores), (self.logits, delta.logits)):
             if new is not None:

@@ -32,8 +32,7 @@ def decode(
         Ids `[B, P + new]`, or a `GenerateOutput` where the request asks for one.
     """
     _warn_slow(request)
-    depth = scheduler.batch.depth
-    rows = [Row(index, request, prompt, depth, stream) for index, prompt in enumerate(input_ids.tolist())]
+    rows = [Row(index, request, prompt, stream) for index, prompt in enumerate(input_ids.tolist())]
     run_call(scheduler, rows, request.deadline, progress)
     if stream is not None:
         stream.end()
@@ -52,7 +51,7 @@ def _output(rows: list[Row], input_ids: Tensor, request: Request) -> Tensor | Ge
         sequences=sequences,  # type: ignore[arg-type]
         scores=_columns([row.scores for row in rows]) if request.want_scores else None,  # type: ignore[arg-type]
         logits=_columns([row.logits for row in rows]) if request.want_logits else None,  # type: ignore[arg-type]
-        stats=GenerateStats.of([row.stats for row in rows], request.seeds),
+        stats=GenerateStats.of([row.sequence.stats for row in rows], request.seeds),
     )
 
 

@@ -31,6 +31,7 @@ class GenerateStats(Stats):
             accepted=sum(row.accepted for row in rows),
             emitted=sum(row.emitted for row in rows),
             accepted_by_depth=[sum(depth) for depth in depths],
+            plain_steps=sum(row.plain_steps for row in rows),
             rows=rows,
             seeds=seeds,
         )

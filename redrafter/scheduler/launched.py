@@ -50,8 +50,8 @@ class LaunchedStep:
         for row, (sequence, (*tokens, accepted, drafted)) in enumerate(reports):
             count = accepted + 1
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
-            drafted = drafted if sequence.params.speculate else 0
-            yield sequence, NewTokens(tokens[:count], drafted, logits, scores)
+            took_drafts = self.levels > 0 and sequence.params.speculate
+            yield sequence, NewTokens(tokens[:count], drafted if took_drafts else None, logits, scores)
 
 
 @dataclass(frozen=True)

@@ -358,7 +358,7 @@ class Scheduler:
             sequence.launched -= 1
             if sequence.ended:
                 continue
-            if step.levels and sequence.params.speculate:
+            if drawn.drafted is not None:
                 rows, tokens = rows + 1, tokens + len(drawn.tokens)
                 if self.batch.draft_lengths is not None:
                     self.batch.draft_lengths.observe(sequence.index, len(drawn.tokens) - 1, step.levels)

@@ -83,7 +83,8 @@ class SequenceDelta:
         logprobs: Log-probability of each token, and those of the likeliest tokens by id; None unless asked for.
         finish: Why the sequence ends here, or None if it goes on.
         error: What failed, if `finish` is "error".
-        drafted: Drafts that were verified: none for a first token and in steps without drafts.
+        drafted: Drafts that were verified, 0 where the other rows of the step left none; None for a first token and in
+            a plain step.
         logits: The target's logits that the tokens were drawn from, `[count, V]`; None unless asked for.
         scores: These logits after the sampler's processors, `[count, V]` float32; None unless asked for.
     """
@@ -93,7 +94,7 @@ class SequenceDelta:
     logprobs: Sequence[tuple[float, Mapping[int, float]]] | None = None
     finish: Finish | None = None
     error: BaseException | None = None
-    drafted: int = 0
+    drafted: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
 
@@ -104,13 +105,13 @@ class NewTokens:
 
     Attributes:
         tokens: Accepted drafts and then the token that was drawn after them.
-        drafted: Drafts that were verified.
+        drafted: Drafts that were verified, 0 where the other rows of the step left none; None without drafts.
         logits: The target's logits that each token was drawn from, `[count, V]`; None where nobody needs them.
         scores: These logits after the sampler's processors, likewise.
     """
 
     tokens: list[int]
-    drafted: int = 0
+    drafted: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
 
@@ -139,7 +140,7 @@ class TokenSequence:
         launched: Forwards that were launched and draw tokens of it which the host has not read.
         cancelled: Whether it shall end before its next step.
         ended: Whether its last delta was reported.
-        stats: Counts of the steps that verified drafts.
+        stats: Counts of its steps; the draw of its first token is none.
         arrived_at, first_token_at: When it was made and when its first token was reported, by `time.perf_counter`.
         prompt_scores: Scores of the prompt's tokens but the first, as far as it is read, if they were asked for.
         guide: What its grammar allows next; None without a grammar.
@@ -211,10 +212,10 @@ class TokenSequence:
             finish = "stop" if new[-1] in stop_token_ids else "length"
         if self.find_stop is not None and (stop := self.find_stop(new)) is not None:
             new, finish = new[: stop + 1], "stop"
-        self.tokens += new
         accepted = min(len(drawn.tokens) - 1, len(new))
-        if drawn.drafted:
+        if self.written:
             self.stats.count(drawn.drafted, accepted, len(new))
+        self.tokens += new
         delta = SequenceDelta(new, accepted, finish=finish, drafted=drawn.drafted)
         if self.guide is not None and self.guide.error is not None:
             return replace(delta, finish="error", error=ArgumentError(self.guide.error))

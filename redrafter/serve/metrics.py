@@ -56,7 +56,7 @@ class Metrics:
         self._reused = self._counter("prefix_cache_hits", "Prompt tokens that were found in the cache")
         self._written = self._counter("generation_tokens", "Tokens written")
         self._ended = self._counters("request_success", "Texts that ended, by why", "finished_reason", _REASONS)
-        self._drafts = self._counter("spec_decode_num_drafts", "Steps that verified drafts")
+        self._drafts = self._counter("spec_decode_num_drafts", "Steps of texts for which there were drafts")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
         self._accepted_by_position = self._counters(
@@ -84,7 +84,7 @@ class Metrics:
             self._queried.inc(len(sequence.prompt) * self._engine.facts.reuse)
             self._reused.inc(sequence.reused)
             self._first.observe(now - sequence.arrived_at)
-        if delta.drafted:
+        if delta.drafted is not None:
             self._drafts.inc()
             self._draft_tokens.inc(delta.drafted)
             self._accepted.inc(delta.accepted)

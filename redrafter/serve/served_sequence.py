@@ -18,7 +18,7 @@ class ServedSequence:
     Attributes:
         prompt: Token ids.
         stop_token_ids: Ids that end the text.
-        stats: Counts of the steps that verified drafts.
+        stats: Counts of its steps; the draw of its first token is none.
         find_stop: Called with the tokens of each delta; returns the index of the one that ends the text, or None.
         reused: Leading tokens of the prompt that were in the cache already.
         prompt_scores: Scores of the prompt's tokens but the first, once it is read, if they were asked for.
@@ -46,9 +46,9 @@ class ServedSequence:
         stop = None if self.find_stop is None else self.find_stop(delta.tokens)
         if stop is not None and delta.finish != "error":
             delta = _cut(delta, stop + 1)
-        self.written += len(delta.tokens)
-        if delta.drafted:
+        if self.written and delta.tokens:
             self.stats.count(delta.drafted, delta.accepted, len(delta.tokens))
+        self.written += len(delta.tokens)
         self.ended = delta.finish is not None
         return delta
 

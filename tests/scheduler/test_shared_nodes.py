@@ -49,3 +49,14 @@ def test_no_step_verifies_more_than_its_nodes():
             seen.append(sum(delta.drafted + 1 for [delta] in new))
     assert seen
     assert set(seen) == {16}
+
+
+def test_a_step_that_leaves_a_row_no_draft_is_a_step_of_it():
+    engine = sharing(TreeShape(4, 4, 17, 6))
+    engine.pauses = False
+    sequences = [make_sequence([5 + row, 3], 30, SamplingParams(temperature=0)) for row in range(4)]
+    run(scheduler(engine, max_batch_size=4), sequences)
+    assert any(delta.drafted == 0 for each in sequences for delta in each.sink.deltas)
+    for each in sequences:
+        assert each.stats.draft_steps == len(each.sink.deltas) - 1
+        assert each.stats.emitted == each.written - 1

@@ -31,9 +31,9 @@ def test_a_row_without_drafts_stands_beside_rows_with_them(kind, models):
     for each in sequences:
         assert each.sink.tokens == alone(engine, each)
         if not each.params.speculate:
-            assert each.stats.steps == 0
+            assert each.stats.draft_steps == 0
             assert all(len(delta.tokens) < 2 for delta in each.sink.deltas)
-    assert any(each.stats.steps for each in sequences[1::2])
+    assert any(each.stats.draft_steps for each in sequences[1::2])
     nothing_is_held(served)
 
 
@@ -72,7 +72,7 @@ def test_a_base_is_served_alone(models):
     run(scheduler(engine, max_batch_size=4), sequences, 1)
     for each in sequences:
         assert each.sink.tokens == alone(engine, each)
-        assert each.stats.steps == 0
+        assert each.stats.draft_steps == 0
 
 
 def test_a_base_writes_plainly_where_that_is_asked(tmp_path, capsys):

@@ -22,10 +22,11 @@ def sequence(stop: int | None) -> ServedSequence:
 )
 def test_a_stop_string_cuts_a_delta(stop, tokens, accepted, finish):
     text, logprobs = sequence(stop), [(-1.0, {}), (-2.0, {}), (-3.0, {})]
+    text.written = 1
     delta = text.append(SequenceDelta([7, 8, 9], 2, logprobs, "length", drafted=11))
     assert delta == SequenceDelta(tokens, accepted, logprobs[: len(tokens)], finish, drafted=11)
     assert text.ended
-    assert text.written == len(tokens)
+    assert text.written == 1 + len(tokens)
     assert text.stats == Stats(1, 11, accepted, len(tokens), [1] * accepted + [0] * (4 - accepted))
 
 
@@ -42,3 +43,11 @@ def test_a_text_goes_on_until_its_last_delta():
     text.append(SequenceDelta([], finish="cancelled"))
     assert text.ended
     assert text.stats.steps == 0
+
+
+@pytest.mark.parametrize(("drafted", "draft_steps"), [(5, 1), (0, 1), (None, 0)])
+def test_a_step_counts_with_drafts_where_others_left_it_none_too(drafted, draft_steps):
+    text = sequence(None)
+    text.append(SequenceDelta([7]))
+    text.append(SequenceDelta([8], drafted=drafted))
+    assert (text.stats.steps, text.stats.draft_steps) == (1, draft_steps)

@@ -56,15 +56,16 @@ def count_usage(choices: Iterable[Choice], prompts: Collection[ServedSequence]) 
 def speculation_metrics(stats: Sequence[Stats]) -> dict[str, Any]:
     """Return how speculation went, under vLLM's names (vllm-project/vllm#48915).
 
-    Steps without drafts do not count. `mean_acceptance_length` counts the token that follows the accepted drafts too;
-    entry j of `acceptance_histogram` counts the steps that accepted exactly j drafts; entry d of `acceptance_by_depth`,
-    which vLLM lacks, is the share of the steps with d accepted drafts or more that accepted one more.
+    Plain steps do not count; a step in which the other rows left a row no draft does. `mean_acceptance_length` counts
+    the token that follows the accepted drafts too; entry j of `acceptance_histogram` counts the steps that accepted
+    exactly j drafts; entry d of `acceptance_by_depth`, which vLLM lacks, is the share of the steps with d accepted
+    drafts or more that accepted one more.
 
     Args:
         stats: Counts of each sequence.
     """
     steps, drafted, accepted = (
-        sum(getattr(entry, name) for entry in stats) for name in ("steps", "drafted", "accepted")
+        sum(getattr(entry, name) for entry in stats) for name in ("draft_steps", "drafted", "accepted")
     )
     depth = max((len(entry.accepted_by_depth) for entry in stats), default=0)
     reached = [steps, *(sum(entry.accepted_by_depth[d] for entry in stats) for d in range(depth))]
