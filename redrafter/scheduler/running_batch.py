@@ -14,6 +14,7 @@ from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.draft_gain import DraftGain
 from redrafter.drafting.proposer import Proposer, State
+from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.chunk_buffers import ChunkBuffers
 from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket, new_state
@@ -109,9 +110,14 @@ class RunningBatch:
         return sorted(self._proposers)
 
     @property
-    def nodes(self) -> int:
-        """Number of tree nodes that a step with drafts verifies in each row now."""
-        return self._proposers[self._size(max(len(self.rows), 1))].nodes
+    def step_nodes(self) -> int:
+        """Number of tree nodes that a step with drafts verifies now, in all rows together."""
+        rows = len(self.rows)
+        proposer = self._proposers[self._size(max(rows, 1))]
+        nodes = rows * proposer.nodes
+        if isinstance(proposer, RecurrentProposer) and proposer.shared_nodes is not None:
+            return min(nodes, max(rows, proposer.shared_nodes))
+        return nodes
 
     @property
     def sequences(self) -> list[TokenSequence]:

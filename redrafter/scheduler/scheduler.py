@@ -229,7 +229,7 @@ class Scheduler:
         alone = [sequence for sequence in self._places.prefilling if sequence not in beside]
         if not alone:
             return
-        for chunks in self.prefiller.choose(alone, self._step_tokens):
+        for chunks in self.prefiller.choose(alone, self.batch.step_nodes):
             timer = Timer(self.engine.target.device)
             rows = self.prefiller.forward(chunks, self.batch.caches)
             self._publish(rows)
@@ -242,11 +242,6 @@ class Scheduler:
         if self._blocks is not None:
             for sequence in rows.sequences:
                 self._blocks.publish(sequence, sequence.prefill_length)
-
-    @property
-    def _step_tokens(self) -> int:
-        """Tokens of the trees of the next step."""
-        return len(self.batch.rows) * self.batch.nodes
 
     def _read_beside_rows(self) -> list[TokenSequence]:
         """Return the sequences whose prompts are read in the forwards of steps."""
@@ -306,7 +301,7 @@ class Scheduler:
 
     def _launch_step(self) -> None:
         """Launch a step of all rows, which reads chunks of prompts beside them."""
-        chunks = self.prefiller.choose_beside(self._read_beside_rows(), self._step_tokens)
+        chunks = self.prefiller.choose_beside(self._read_beside_rows(), self.batch.step_nodes)
         with nullcontext() if self._graphs is None else self._graphs.lock:
             step, output = self.batch.step(chunks)
             self._launch(step)

@@ -60,3 +60,33 @@ def test_a_step_that_leaves_a_row_no_draft_is_a_step_of_it():
     for each in sequences:
         assert each.stats.draft_steps == len(each.sink.deltas) - 1
         assert each.stats.emitted == each.written - 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (TreeShape(4, 4, 17), 4 * 17),
+        (TreeShape(4, 4, 17, 16), 16),
+        (TreeShape(4, 4, 17, 2), 4),
+        (TreeShape(4, 4, 17, 100), 4 * 17),
+    ],
+    ids=str,
+)
+def test_the_budget_of_a_step_counts_its_nodes(shape, expected):
+    served = scheduler(sharing(shape), max_batch_size=4)
+    assert served.batch.step_nodes == 0
+    served.submit(*(make_sequence([5 + row, 3], 30, SamplingParams(temperature=0)) for row in range(4)))
+    while len(served.batch.rows) < 4:
+        served.round()
+    assert served.batch.step_nodes == expected
+
+
+def test_what_rows_that_share_nodes_leave_of_the_budget_reads_prompts():
+    served = scheduler(sharing(TreeShape(4, 4, 17, 8)), max_batch_size=4, max_num_tokens=40)
+    served.submit(*(make_sequence([5 + row, 3], 60, SamplingParams(temperature=0)) for row in range(2)))
+    while len(served.batch.rows) < 2:
+        served.round()
+    late = make_sequence([*range(3, 35)], 4, SamplingParams(temperature=0))
+    served.submit(late)
+    served.round()
+    assert late.prefilled == 32  # beside 8 nodes, not 34
