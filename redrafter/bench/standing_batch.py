@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from redrafter.drafting.proposer import Proposer
-from redrafter.engine.call import Row, queued
+from redrafter.engine.call import Outcome, Row, queued
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request, read_request
 from redrafter.errors import first_line
@@ -169,7 +169,7 @@ def open_standing_batch(
     work.engine.forget_prefixes()
     request = _request(work, texts, proposer)
     with work.engine.scheduler_for(request, models=OneProposer.of(work.engine, proposer)) as scheduler:
-        rows = [Row(index, request, list(text), None) for index, text in enumerate(texts)]
+        rows = [Row(index, request, list(text), Outcome(), None) for index, text in enumerate(texts)]
         scheduler.overlap = False
         with queued(scheduler, rows):
             scheduler.read()

@@ -17,7 +17,7 @@ from redrafter.bench.tree_choice import Timing
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
-from redrafter.engine.call import Row, queued
+from redrafter.engine.call import Outcome, Row, queued
 from redrafter.engine.decoding import decode
 from redrafter.engine.outputs import GenerateOutput
 from redrafter.engine.recurrent import ReDrafter
@@ -197,14 +197,15 @@ class Tuner:
         request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1, frozenset())
         times: list[float] = []
         with self.engine.scheduler_for(request, models=OneProposer.of(self.engine, proposer)) as scheduler:
-            texts = [Row(index, request, list(prompt), None) for index, prompt in enumerate(rows)]
+            outcome = Outcome()
+            texts = [Row(index, request, list(prompt), outcome, None) for index, prompt in enumerate(rows)]
             scheduler.overlap = False
             with queued(scheduler, texts):
                 scheduler.read()
                 if scheduler.waiting:
                     raise CacheFullError(f"there is no memory for {size} rows at once")
                 # All rows take part in all steps: a context of few tokens has room for fewer.
-                while len(times) < WARM_UP_STEPS + TIMED_STEPS and not any(text.sequence.ended for text in texts):
+                while len(times) < WARM_UP_STEPS + TIMED_STEPS and not outcome.ended:
                     with Stopwatch(self.engine.target.device) as watch:
                         scheduler.step()
                     times.append(watch.seconds)

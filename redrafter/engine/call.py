@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor
 from tqdm import tqdm
@@ -13,7 +14,25 @@ from redrafter.engine.streaming import StepStreamer
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
 
-__all__ = ["Row", "queued", "run_call"]
+__all__ = ["Outcome", "Row", "queued", "run_call"]
+
+
+@dataclass
+class Outcome:
+    """What has become of the rows of a call so far, so that nobody has to look at all of them after each step.
+
+    Attributes:
+        ended: Number of rows that have ended.
+        error: What ended a row that did not end by itself; None where there is no such row.
+    """
+
+    ended: int = 0
+    error: BaseException | None = None
+
+    def note(self, delta: SequenceDelta) -> None:
+        """Take note of what a step added to a row."""
+        self.ended += delta.finish is not None
+        self.error = self.error or delta.error
 
 
 class Row:
@@ -24,21 +43,20 @@ class Row:
         text: New tokens so far.
         scores: Processed scores of its tokens, `[count, V]` float32 per step; empty where nobody asked.
         logits: Logits of its tokens, likewise.
-        error: What ended it, where it did not end by itself.
     """
 
-    def __init__(self, index: int, request: Request, prompt: list[int], stream: StepStreamer | None):
+    def __init__(self, index: int, request: Request, prompt: list[int], outcome: Outcome, stream: StepStreamer | None):
         """Make a row that has not begun.
 
         Args:
             index: Its index in the call.
             request: The call.
             prompt: Its prompt as it came, padding included.
+            outcome: Takes note of its end.
             stream: Takes its tokens as they are made, or None.
         """
         self._prompt, self._criteria, self._pad_token = prompt, request.criteria, request.pad_token
-        self._index, self._stream = index, stream
-        self.error: BaseException | None = None
+        self._index, self._outcome, self._stream = index, outcome, stream
         self.text: list[int] = []
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
@@ -63,8 +81,8 @@ class Row:
         return end
 
     def _record(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
+        self._outcome.note(delta)
         if delta.error is not None:
-            self.error = delta.error
             return
         self.text += delta.tokens
         for recorded, new in ((self.scores, delta.scores), (self.logits, delta.logits)):
@@ -96,12 +114,15 @@ def _raise(error: Exception, _: int) -> None:
     raise error
 
 
-def run_call(scheduler: Scheduler, rows: Sequence[Row], deadline: float = float("inf"), progress: bool = False) -> None:
+def run_call(
+    scheduler: Scheduler, rows: Sequence[Row], outcome: Outcome, deadline: float = float("inf"), progress: bool = False
+) -> None:
     """Decode the rows of a call until all have ended.
 
     Args:
         scheduler: A scheduler without sequences.
         rows: The rows, in the order in which they begin.
+        outcome: The outcome that these rows report to.
         deadline: `time.time()` after which no step begins; rows are then as long as they are.
         progress: Whether to show a bar of the rows that have ended.
     """
@@ -113,6 +134,6 @@ def run_call(scheduler: Scheduler, rows: Sequence[Row], deadline: float = float(
                 return
             scheduler.step()
             if progress:
-                bar.update(sum(row.sequence.ended for row in rows) - bar.n)
-            if (error := next((row.error for row in rows if row.error is not None), None)) is not None:
-                raise error
+                bar.update(outcome.ended - bar.n)
+            if outcome.error is not None:
+                raise outcome.error

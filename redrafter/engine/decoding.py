@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from redrafter.engine.call import Row, run_call
+from redrafter.engine.call import Outcome, Row, run_call
 from redrafter.engine.outputs import GenerateOutput, GenerateStats
 from redrafter.engine.request import Request
 from redrafter.engine.streaming import StepStreamer
@@ -32,8 +32,9 @@ def decode(
         Ids `[B, P + new]`, or a `GenerateOutput` where the request asks for one.
     """
     _warn_slow(request)
-    rows = [Row(index, request, prompt, stream) for index, prompt in enumerate(input_ids.tolist())]
-    run_call(scheduler, rows, request.deadline, progress)
+    outcome = Outcome()
+    rows = [Row(index, request, prompt, outcome, stream) for index, prompt in enumerate(input_ids.tolist())]
+    run_call(scheduler, rows, outcome, request.deadline, progress)
     if stream is not None:
         stream.end()
     _warn_cut_short(rows, request)
