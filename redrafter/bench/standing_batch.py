@@ -61,7 +61,6 @@ class OneProposer:
     plain: Proposer
     proposer: Proposer
     rejection_sampling: bool = False
-    draft_step_cost: float | None = None
 
     @classmethod
     def of(cls, engine: Engine, proposer: Proposer) -> "OneProposer":
@@ -71,6 +70,9 @@ class OneProposer:
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer."""
         return self.proposer
+
+    def draft_step_cost(self, rows: int) -> None:
+        """Return None: every step drafts."""
 
 
 class StandingBatch:

@@ -7,7 +7,7 @@ from typing import Any
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.recurrent import RecurrentProposer
 
-__all__ = ["Timing", "candidates", "choose", "table"]
+__all__ = ["Timing", "candidates", "choose", "step_costs", "table"]
 
 NODE_BUDGETS = (4, 8, 16)  # tried beside all nodes of the lattice
 MIN_RATIO = 1.03  # times plain decoding's speed, for a tree to be chosen; less is noise
@@ -80,12 +80,23 @@ def _best(timings: Sequence[Timing], batch: int) -> Timing | None:
     return max(trees, key=lambda timing: timing.tokens_per_second, default=None)
 
 
+def step_costs(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> dict[int, float]:
+    """Return the time of a step with each tree that was chosen, in steps of plain decoding, by batch size."""
+    return {row["batch"]: row["step_cost"] for row in table(timings, shapes) if row["shape"] is not None}
+
+
 def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> list[dict[str, Any]]:
-    """Return a row per batch size: the timing of the tree chosen, plain decoding's speed, and their ratio."""
+    """Return a row per batch size: the timing of the tree chosen, and plain decoding's speed.
+
+    Beside them, `ratio` is the tree's speed over plain decoding's, and `step_cost` its time of a step over plain
+    decoding's.
+    """
     by_key = {(timing.batch, timing.shape): timing for timing in timings}
     rows = []
     for batch, shape in sorted(shapes.items()):
         chosen, plain = by_key[batch, shape], by_key[batch, None]
         speed, plain_speed = chosen.tokens_per_second, plain.tokens_per_second
-        rows.append(chosen.to_dict() | {"plain_tokens_per_second": plain_speed, "ratio": speed / plain_speed})
+        cost = chosen.step_ms / plain.step_ms
+        ratios = {"plain_tokens_per_second": plain_speed, "ratio": speed / plain_speed, "step_cost": cost}
+        rows.append(chosen.to_dict() | ratios)
     return rows

@@ -16,7 +16,7 @@ import transformers
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.bench.tree_choice import candidates, choose, table
+from redrafter.bench.tree_choice import candidates, choose, step_costs, table
 from redrafter.bench.tune_plot import plot
 from redrafter.bench.tuner import Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
@@ -108,6 +108,7 @@ def _tuning(engine: ReDrafter, tuner: Tuner, shapes: dict[int, TreeShape | None]
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
+        step_costs={size: round(cost, 3) for size, cost in step_costs(tuner.timings, shapes).items()},
         prompts=prompts,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         measured=tuple(timing.to_dict() for timing in tuner.timings),
@@ -115,11 +116,11 @@ def _tuning(engine: ReDrafter, tuner: Tuner, shapes: dict[int, TreeShape | None]
 
 
 def _format_table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "batch  shape             tokens/step  step ms  tokens/s  plain tokens/s  ratio"
+    yield "batch  shape             tokens/step  step ms  x plain  tokens/s  plain tokens/s  ratio"
     for row in rows:
         yield (
             f"{row['batch']:5d}  {_format_shape(row['shape']):<16s}{row['tokens_per_step']:13.2f}{row['step_ms']:9.2f}"
-            f"{row['tokens_per_second']:10.1f}{row['plain_tokens_per_second']:16.1f}{row['ratio']:7.2f}"
+            f"{row['step_cost']:9.2f}{row['tokens_per_second']:10.1f}{row['plain_tokens_per_second']:16.1f}{row['ratio']:7.2f}"
         )
 
 

@@ -91,9 +91,11 @@ class Engine:
         """Return the proposer for a batch of `rows` rows."""
         return self.proposer
 
-    @property
-    def draft_step_cost(self) -> float | None:
-        """Time of a step with drafts, in steps without, where drafting pauses if it gains less; None for no pauses."""
+    def draft_step_cost(self, rows: int) -> float | None:
+        """Return the time of a step of `rows` rows with drafts, in steps without; None for no pauses.
+
+        Drafting pauses if it gains less.
+        """
         return None
 
     def make_graphs(self, rows: int = MOST_ROWS) -> CUDAGraphRunner:

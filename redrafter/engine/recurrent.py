@@ -154,10 +154,15 @@ class ReDrafter(Engine):
                 shape = self.shape
         return self.plain if shape is None else self._propose(self.target, shape)
 
-    @property
-    def draft_step_cost(self) -> float | None:
-        """Time of a step with drafts, in steps without, where drafting pauses if it gains less; None for no pauses."""
-        return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"]) if self.pauses else None
+    def draft_step_cost(self, rows: int) -> float | None:
+        """Return the time of a step of `rows` rows with drafts, in steps without; None for no pauses.
+
+        It is what the tuning measured, if there is one that did; else a constant of the device.
+        """
+        if not self.pauses:
+            return None
+        measured = None if self.tuning is None else self.tuning.step_cost_for(rows)
+        return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"]) if measured is None else measured
 
     def _propose(self, target: Target, shape: TreeShape) -> RecurrentProposer:
         """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""

@@ -6,6 +6,7 @@ may edit; what it says changes how fast a text comes, never the text.
 
 import hashlib
 import json
+import math
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -83,6 +84,8 @@ class Tuning:
         target: Fingerprint of the target.
         drafter: Fingerprint of the drafter.
         versions: Versions of packages.
+        step_costs: From a batch size to the time of a step with its shape, in steps of plain decoding. Sizes without a
+            shape have none, and older files none at all.
         prompts: Name of the file of prompts.
         date: When it was measured.
         measured: What was timed, for the record.
@@ -94,6 +97,7 @@ class Tuning:
     target: str
     drafter: str
     versions: Mapping[str, str] = field(default_factory=dict)
+    step_costs: Mapping[int, float] = field(default_factory=dict)
     prompts: str = ""
     date: str = ""
     measured: tuple[Mapping[str, Any], ...] = ()
@@ -104,10 +108,22 @@ class Tuning:
         for rows in self.shapes:
             if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
                 raise ArgumentError(f"a tuning's batch sizes are positive integers, got {rows!r}")
+        for rows, cost in self.step_costs.items():
+            if rows not in self.shapes:
+                raise ArgumentError(f"a tuning has step costs of the batch sizes in its shapes alone, got {rows!r}")
+            if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 < cost < math.inf:
+                raise ArgumentError(f"a tuning's step costs are positive numbers, got {cost!r}")
 
     def shape_for(self, rows: int) -> TreeShape | None:
         """Return the shape of the smallest measured batch size that holds `rows` rows; of the largest, if none does."""
-        return self.shapes[min((size for size in self.shapes if size >= rows), default=max(self.shapes))]
+        return self.shapes[self._size_for(rows)]
+
+    def step_cost_for(self, rows: int) -> float | None:
+        """Return the cost of a step with the shape for `rows` rows, in steps of plain decoding; None if unknown."""
+        return self.step_costs.get(self._size_for(rows))
+
+    def _size_for(self, rows: int) -> int:
+        return min((size for size in self.shapes if size >= rows), default=max(self.shapes))
 
     def check(self, target: Target, drafter: RecurrentDrafter, name: str) -> None:
         """Raise `MismatchError`, with both values, when file `name` was measured on anything else."""
@@ -126,12 +142,14 @@ class Tuning:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the tuning file: a dict of nothing but what JSON can express.
 
-        Its keys are the names of the attributes. In `shapes`, batch sizes are strings, and each shape is a dict of its
-        fields or None.
+        Its keys are the names of the attributes. In `shapes` and `step_costs`, batch sizes are strings; each shape is a
+        dict of its fields or None.
         """
         shapes = {str(rows): shape and shape.to_dict() for rows, shape in sorted(self.shapes.items())}
         rest = {item.name: getattr(self, item.name) for item in fields(self)}
-        return rest | {"shapes": shapes, "versions": dict(self.versions), "measured": [*map(dict, self.measured)]}
+        costs = {str(rows): cost for rows, cost in sorted(self.step_costs.items())}
+        lists = {"measured": [*map(dict, self.measured)]}
+        return rest | {"shapes": shapes, "step_costs": costs, "versions": dict(self.versions)} | lists
 
     def write(self, path: str | Path) -> None:
         """Write the JSON document; a reader finds the old one or the new one, never a half."""
@@ -156,7 +174,7 @@ def _from_dict(document: Any) -> Tuning:
     if not isinstance(document, dict) or not isinstance(document.get("shapes"), dict):
         raise TypeError('it must be a JSON object with "shapes" by batch size')
     shapes = {int(rows): None if shape is None else TreeShape(**shape) for rows, shape in document["shapes"].items()}
-    kinds = {"versions": dict, "measured": list}
+    kinds = {"versions": dict, "step_costs": dict, "measured": list}
     for name, value in document.items():
         kind = kinds.get(name, str)
         if name != "shapes" and not isinstance(value, kind):
@@ -167,7 +185,9 @@ def _from_dict(document: Any) -> Tuning:
     unknown = sorted(set(document) - {item.name for item in fields(Tuning)})
     if missing or unknown:
         raise TypeError(f"it lacks {', '.join(missing)}" if missing else f"it has unknown keys: {', '.join(unknown)}")
-    return Tuning(**(document | {"shapes": shapes, "measured": tuple(document.get("measured", ()))}))
+    costs = {int(rows): cost for rows, cost in document.get("step_costs", {}).items()}
+    measured = tuple(document.get("measured", ()))
+    return Tuning(**(document | {"shapes": shapes, "step_costs": costs, "measured": measured}))
 
 
 def find_tuning(tuning: str | Path | None, target: Target, drafter: RecurrentDrafter) -> Tuning | None:

@@ -31,9 +31,11 @@ class Models(Protocol):
     def rejection_sampling(self) -> bool:
         """Whether sampled drafts are kept by rejection sampling."""
 
-    @property
-    def draft_step_cost(self) -> float | None:
-        """Time of a step with drafts, in steps without, where drafting pauses if it gains less; None for no pauses."""
+    def draft_step_cost(self, rows: int) -> float | None:
+        """Return the time of a step of `rows` rows with drafts, in steps without; None for no pauses.
+
+        Drafting pauses if it gains less.
+        """
 
 
 def check_paged(models: Models) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
-from redrafter.drafting.draft_gain import DraftGain
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.chunk_buffers import ChunkBuffers
 from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket, new_state
+from redrafter.scheduler.draft_pauses import DraftPauses
 from redrafter.scheduler.launched import LaunchedStep
 from redrafter.scheduler.models import Models
 from redrafter.scheduler.prefill import PrefilledRows
@@ -55,7 +55,7 @@ class RunningBatch:
         depth: Greatest number of successive drafts of any of the proposers.
         overshoot: Positions behind the last token of a sequence that a step may write to.
         draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
-        draft_gain: Decides which steps draft nothing, as drafts gain too little; None where all of them draft.
+        draft_pauses: Decides which steps draft nothing, as drafts gain too little; None where all of them draft.
         captured_steps: The steps so far, by number of rows, what their sampling depends on, id of the proposer, and
             chunks of prompts that there is room for.
     """
@@ -76,7 +76,7 @@ class RunningBatch:
         self._graphs = graphs
         self.rows: list[TokenSequence] = []
         self.draft_lengths: AdaptiveDraftLength | None = None
-        self.draft_gain: DraftGain | None = None
+        self.draft_pauses: DraftPauses | None = None
         self.captured_steps: dict[tuple[int, Hashable, int, int], CapturedStep] = {}
         self._positions = 0  # of a row's buffers
         self._state: State | None = None
@@ -97,8 +97,7 @@ class RunningBatch:
         proposers = self._proposers.values()
         self.depth = max(proposer.depth for proposer in proposers)
         self.overshoot = max(overshoot(proposer) + proposer.scratch_slots for proposer in proposers)
-        cost = models.draft_step_cost
-        self.draft_gain = None if cost is None else DraftGain(cost)
+        self.draft_pauses = DraftPauses(lambda count: models.draft_step_cost(self._size(count)))
 
     def _size(self, rows: int) -> int:
         """Return how many rows a step for so many sequences has."""
@@ -247,7 +246,8 @@ class RunningBatch:
         if self.draft_lengths is not None:
             return self.draft_lengths.choose([sequence.index for sequence in sequences])
         proposer = self._proposers[self._size(len(self.rows))]
-        if proposer.depth and self.draft_gain is not None and not self.draft_gain.should_draft():
+        pauses = self.draft_pauses
+        if proposer.depth and pauses is not None and not pauses.should_draft(len(self.rows)):
             return self._plain
         return proposer
 

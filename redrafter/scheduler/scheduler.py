@@ -358,8 +358,8 @@ class Scheduler:
                 if self.batch.draft_lengths is not None:
                     self.batch.draft_lengths.observe(sequence.index, len(drawn.tokens) - 1, step.levels)
             self._append(sequence, drawn)
-        if rows and self.batch.draft_gain is not None:
-            self.batch.draft_gain.observe(rows, tokens)
+        if rows and self.batch.draft_pauses is not None:
+            self.batch.draft_pauses.observe(len(step.sequences), rows, tokens)
 
     def _append(self, sequence: TokenSequence, drawn: NewTokens) -> None:
         """Append tokens as `TokenSequence.append` does, and report them; a sequence that ends gives its place back."""

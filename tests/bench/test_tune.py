@@ -5,7 +5,7 @@ import json
 import pytest
 
 from redrafter import ReDrafter, boxed_pair
-from redrafter.bench.tree_choice import Timing, candidates, choose, table
+from redrafter.bench.tree_choice import Timing, candidates, choose, step_costs, table
 from redrafter.bench.tuner import HOPELESS_RATIO, Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
@@ -50,6 +50,7 @@ def test_what_tune_writes_is_what_from_pretrained_picks_up(home, capsys):
     assert tuning.prompts == "prompts.txt"
     assert tuning.versions["torch"]
     assert tuning.date
+    assert {row["batch"] for row in found["table"] if row["shape"] is not None} == set(tuning.step_costs)
     assert {(row["batch"], row["shape"] is None) for row in tuning.measured} >= {(1, True), (2, True), (1, False)}
 
     engine = ReDrafter.from_pretrained(boxed_pair())
@@ -116,6 +117,7 @@ def test_the_fastest_is_chosen_and_off_where_none_is_worth_it():
     assert [round(row["ratio"], 2) for row in rows] == [2.0, 1.67, 1.0, 1.0]
     assert rows[0]["tokens_per_second"] == pytest.approx(200)
     assert rows[2]["tokens_per_second"] == 400
+    assert step_costs(timings, shapes) == {1: 1.5, 2: 1.2}
 
 
 def test_a_tree_is_not_followed_to_larger_batches_once_a_smaller_one_beats_it(pair, monkeypatch):

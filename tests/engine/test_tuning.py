@@ -11,6 +11,7 @@ from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.drafting.draft_gain import STEP_COSTS
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.tuning import (
     Tuning,
@@ -50,14 +51,29 @@ def home(monkeypatch, tmp_path):
 
 
 def test_a_tuning_is_read_as_it_was_written(target, tmp_path):
-    tuning = tuned(
-        target, tiny_drafter(), versions={"torch": "2"}, prompts="p.txt", date="today", measured=({"batch": 1},)
-    )
+    facts = {"versions": {"torch": "2"}, "prompts": "p.txt", "date": "today", "measured": ({"batch": 1},)}
+    tuning = tuned(target, tiny_drafter(), step_costs={1: 1.2, 4: 1.5}, **facts)
     path = tmp_path / "some" / "where.json"
     tuning.write(path)
     assert Tuning.read(path) == tuning
     assert [file.name for file in path.parent.iterdir()] == ["where.json"]
     assert json.loads(path.read_text())["shapes"]["2"] is None
+
+
+def test_a_tuning_without_step_costs_is_read(target, tmp_path):
+    document = tuned(target, tiny_drafter()).to_dict()
+    del document["step_costs"]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    assert Tuning.read(tmp_path / "old.json") == tuned(target, tiny_drafter())
+
+
+@pytest.mark.parametrize(
+    ("rows", "cost"), [(1, 1.2), (2, STEP_COSTS["cpu"]), (3, 2.5), (4, 2.5), (8, STEP_COSTS["cpu"])]
+)
+def test_drafting_pauses_by_the_measured_cost_of_a_step(target, rows, cost, monkeypatch):
+    monkeypatch.setattr(ReDrafter, "pauses", True)
+    tuning = tuned(target, tiny_drafter(), step_costs={1: 1.2, 4: 2.5})
+    assert ReDrafter(target, tiny_drafter(), tuning=tuning).draft_step_cost(rows) == cost
 
 
 def test_the_entry_of_the_smallest_size_that_holds_the_rows(target):
@@ -171,6 +187,11 @@ def test_a_tuning_of_anything_else_is_refused_with_both_values(llama, target, tm
         '{"shapes": {"1": null}, "colour": "blue", ...}',
         '{"shapes": {"1": null}, "measured": 5, ...}',
         '{"shapes": {"1": null}, "measured": [5], ...}',
+        '{"shapes": {"1": null}, "step_costs": [], ...}',
+        '{"shapes": {"1": null}, "step_costs": {"one": 1.2}, ...}',
+        '{"shapes": {"1": null}, "step_costs": {"2": 1.2}, ...}',
+        '{"shapes": {"1": null}, "step_costs": {"1": "1.2"}, ...}',
+        '{"shapes": {"1": null}, "step_costs": {"1": 0}, ...}',
     ],
 )
 @pytest.mark.parametrize("named", [False, True])
@@ -178,8 +199,9 @@ def test_a_broken_tuning_is_an_error_that_names_it(llama, target, home, named, t
     drafter = tiny_drafter()
     rest = tuned(target, drafter).to_dict()
     del rest["shapes"]
-    if '"measured"' in text:
-        del rest["measured"]
+    for name in ("measured", "step_costs"):
+        if f'"{name}"' in text:
+            del rest[name]
     path = tuning_path(target, drafter)
     path.parent.mkdir()
     path.write_text(text.replace("...", json.dumps(rest)[1:-1]))

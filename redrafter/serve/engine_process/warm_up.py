@@ -28,7 +28,7 @@ def warm_up(scheduler: Scheduler) -> None:
     """
     began = time.monotonic()
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
-    gain, scheduler.batch.draft_gain = scheduler.batch.draft_gain, None  # steps shall draft, whatever it gains
+    pauses, scheduler.batch.draft_pauses = scheduler.batch.draft_pauses, None  # steps shall draft, whatever it gains
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     lengths = [length for length in PROMPT_TOKENS if length < longest]
     fillings = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS[:-1])]  # tokens that need each room at least
@@ -41,7 +41,7 @@ def warm_up(scheduler: Scheduler) -> None:
         _write(scheduler, 1, length, GREEDY)
         _write(scheduler, min(2, limits.max_batch_size), length, GREEDY)
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
-    scheduler.limits, scheduler.batch.draft_gain = limits, gain
+    scheduler.limits, scheduler.batch.draft_pauses = limits, pauses
     scheduler.graphs.blocks = BlockManager(scheduler.graphs.store.num_blocks)  # forget these prompts
     scheduler.prefiller.restart_pace()  # so that these first durations slow no later forward
 
