@@ -1,15 +1,28 @@
 """The trees that `redrafter tune` tries, and the choice among what it measured."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 
-__all__ = ["Timing", "candidates", "choose", "step_costs", "table"]
+__all__ = [
+    "SHARING_ROWS",
+    "Timing",
+    "at_size",
+    "candidates",
+    "choose",
+    "nodes_per_row",
+    "shape_of",
+    "step_costs",
+    "table",
+]
 
 NODE_BUDGETS = (4, 8, 16)  # tried beside all nodes of the lattice
+SHARED_NODES_PER_ROW = (2, 4, 8)  # of trees whose rows share nodes, on average
+SHARING_ROWS = 16  # rows from which on sharing nodes is tried; with fewer, each has nodes enough for what is likely
 MIN_RATIO = 1.03  # times plain decoding's speed, for a tree to be chosen; less is noise
 
 
@@ -36,16 +49,22 @@ class Timing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the timing as JSON holds it, with its tokens per second."""
-        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        shape = None if self.shape is None else self.shape.to_dict()
+        return asdict(self) | {"shape": shape, "tokens_per_second": self.tokens_per_second}
 
 
-def candidates(own: RecurrentProposer, beams: Sequence[int], lengths: Sequence[int]) -> list[RecurrentProposer]:
+def candidates(
+    own: RecurrentProposer, beams: Sequence[int], lengths: Sequence[int], *, share: bool = False
+) -> list[RecurrentProposer]:
     """Return the trees to try: every lattice at several node budgets, the pair's own first, then from small to large.
+
+    Where rows may share nodes, there are also trees of which `SHARING_ROWS` rows do; `at_size` makes them for others.
 
     Args:
         own: The proposer that the pair uses now.
         beams: Numbers of beams to try; those above the drafter's vocabulary are left out.
         lengths: Draft lengths per beam to try.
+        share: Whether rows may share nodes.
     """
     vocabulary = own.drafter.config.draft_vocab_size or own.drafter.config.vocab_size
     ordered = []
@@ -55,7 +74,43 @@ def candidates(own: RecurrentProposer, beams: Sequence[int], lengths: Sequence[i
             budgets = {*NODE_BUDGETS, lattice} | ({own.nodes} if is_own else set())
             nodes = [n for n in sorted(budgets) if n <= lattice]
             ordered += [(not is_own, n, replace(own, beams=width, depth=depth, nodes=n)) for n in nodes]
+    if share:
+        usable = [width for width in beams if width <= vocabulary]
+        ordered += [
+            (True, mean, tree) for mean in SHARED_NODES_PER_ROW for tree in _sharing(own, usable, lengths, mean)
+        ]
     return [proposer for *_, proposer in sorted(ordered, key=lambda candidate: candidate[:2])]
+
+
+def _sharing(
+    own: RecurrentProposer, beams: Sequence[int], lengths: Sequence[int], mean: int
+) -> Iterator[RecurrentProposer]:
+    """Yield trees whose rows share `mean` nodes for each: no wider than that, and as deep as doubling reaches."""
+    for width in sorted({min(width, mean) for width in beams}):
+        depth = min(max(lengths), mean.bit_length())
+        yield replace(own, beams=width, depth=depth, nodes=1 + width * depth, shared_nodes=mean * SHARING_ROWS)
+
+
+def at_size(proposer: Proposer, rows: int) -> Proposer:
+    """Return a proposer for a batch of `rows` rows: where these share nodes, as many for each as in other batches."""
+    if not isinstance(proposer, RecurrentProposer) or proposer.shared_nodes is None:
+        return proposer
+    return replace(proposer, shared_nodes=proposer.shared_nodes * rows // SHARING_ROWS)
+
+
+def shape_of(proposer: Proposer) -> TreeShape | None:
+    """Return the shape of a proposer's tree; None for plain decoding."""
+    if not isinstance(proposer, RecurrentProposer):
+        return None
+    return TreeShape(proposer.beams, proposer.depth, proposer.nodes, proposer.shared_nodes)
+
+
+def nodes_per_row(shape: TreeShape | None, batch: int) -> int:
+    """Return how many nodes a step verifies for each row of a batch, on average."""
+    if shape is None:
+        return 1
+    assert shape.node_budget
+    return shape.node_budget if shape.shared_nodes is None else shape.shared_nodes // batch
 
 
 def choose(timings: Sequence[Timing], open_sizes: set[int]) -> dict[int, TreeShape | None]:

@@ -1,6 +1,7 @@
 """The picture of `redrafter tune`: how much faster than plain decoding each tree is, by batch size."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ def plot(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: 
     ratio = {(timing.shape, timing.batch): timing.tokens_per_second / plain[timing.batch] for timing in timings}
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes: Any = figure.add_subplot()
-    for shape in dict.fromkeys(timing.shape for timing in timings if timing.shape is not None):
-        points = sorted((batch, value) for (other, batch), value in ratio.items() if other == shape)
+    lines: dict[TreeShape, list[tuple[int, float]]] = {}
+    for (shape, batch), value in sorted(ratio.items(), key=lambda item: item[0][1]):
+        if shape is not None:
+            lines.setdefault(_of_a_row(shape, batch), []).append((batch, value))
+    for points in lines.values():
         axes.plot(*zip(*points, strict=True), color=OTHER_COLOR, linewidth=0.8, marker=".", zorder=1)
     sizes = sorted(shapes)
     axes.plot(sizes, [ratio[shapes[n], n] for n in sizes], color=CHOSEN_COLOR, marker="o", linewidth=2, label="chosen")
@@ -48,7 +52,13 @@ def plot(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: 
     write_figure(Path(path), figure)
 
 
+def _of_a_row(shape: TreeShape, batch: int) -> TreeShape:
+    """Return the shape with the nodes that are shared counted for each row, which are equally many at all sizes."""
+    return shape if shape.shared_nodes is None else replace(shape, shared_nodes=shape.shared_nodes // batch)
+
+
 def _label(shape: TreeShape | None) -> str:
     if shape is None:
         return "off"
-    return f"{shape.num_beams} x {shape.draft_len_per_beam}\n{shape.node_budget} nodes"
+    nodes = f"{shape.node_budget} nodes" if shape.shared_nodes is None else f"{shape.shared_nodes} shared"
+    return f"{shape.num_beams} x {shape.draft_len_per_beam}\n{nodes}"

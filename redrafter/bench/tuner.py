@@ -1,20 +1,21 @@
 """The measurements of `redrafter tune`: tokens per step of each tree, and its step times by batch size.
 
 Tokens per step do not depend on the batch size, and the time of a step does not depend on which tokens it writes. So
-each tree continues the prompts once, and a few of its steps are timed at each batch size.
+each tree continues the prompts once, and a few of its steps are timed at each batch size. Where rows share nodes,
+tokens per step depend on how many there are for each row, so such a tree has as many for each at every size.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.bench.standing_batch import OneProposer
-from redrafter.bench.tree_choice import Timing
-from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.bench.tree_choice import SHARING_ROWS, Timing, at_size, nodes_per_row, shape_of
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.call import Outcome, Row, queued
@@ -90,20 +91,19 @@ class Tuner:
         self.step_ms(plain_proposer, 1)  # pays for what only a first request pays for: compiling may take minutes
         began = time.monotonic()
         self._deadline = began + self.seconds
-        for plain in self._timed(plain_proposer, None, 1.0, self.sizes, first=True):
+        for plain in self._timed(plain_proposer, 1.0, self.sizes, first=True):
             self.report(f"batch {plain.batch}: plain decoding takes {plain.step_ms:.2f} ms a step")
         self.sizes = [timing.batch for timing in self.timings]
         if not self.sizes:
             raise ArgumentError("not even the smallest batch fits into memory: give shorter --prompts")
         self._forget()
         for index, tree in enumerate(trees):
-            shape = TreeShape(tree.beams, tree.depth, tree.nodes)
-            name = f"{index + 1}/{len(trees)}, {tree.beams} x {tree.depth}, {tree.nodes} nodes"
+            name = f"{index + 1}/{len(trees)}, {_describe(tree)}"
             if index and self._late():
-                self.open_sizes |= {size for size in self.sizes if size * tree.nodes <= MAX_BATCH_NODES}
+                self.open_sizes |= {size for size in self.sizes if _fits(tree, size)}
                 continue
             tokens_per_step = self.tokens_per_step(tree)
-            timed = self._timed(tree, shape, tokens_per_step, self._sizes_of(tree), first=not index)
+            timed = self._timed(tree, tokens_per_step, self._sizes_of(tree), first=not index)
             times = ", ".join(f"{timing.step_ms:.2f} at {timing.batch}" for timing in timed)
             done = time.monotonic() - began
             self.report(
@@ -115,16 +115,14 @@ class Tuner:
 
     def _sizes_of(self, tree: RecurrentProposer) -> Iterator[int]:
         """Yield batch sizes to time a tree at, from small to large, until a smaller tree is far ahead."""
-        for size in self.sizes:
-            if size * tree.nodes > MAX_BATCH_NODES:
-                return
+        for size in (size for size in self.sizes if _fits(tree, size)):
             yield size
             if any(self._left_behind(self.timings[-1], other) for other in self.timings):
                 return
 
     @staticmethod
     def _left_behind(timing: Timing, other: Timing) -> bool:
-        extents, other_extents = _extents(timing.shape), _extents(other.shape)
+        extents, other_extents = _extents(timing), _extents(other)
         smaller = all(a <= b for a, b in zip(other_extents, extents, strict=True))
         faster = other.tokens_per_second > HOPELESS_RATIO * timing.tokens_per_second
         return timing.batch == other.batch and smaller and faster
@@ -132,7 +130,6 @@ class Tuner:
     def _timed(
         self,
         proposer: Proposer,
-        shape: TreeShape | None,
         tokens_per_step: float,
         sizes: Sequence[int] | Iterator[int],
         *,
@@ -142,7 +139,6 @@ class Tuner:
 
         Args:
             proposer: The proposer.
-            shape: Its tree; None for plain decoding.
             tokens_per_step: What `tokens_per_step` returned for it.
             sizes: Batch sizes, from small to large.
             first: Whether to time it at the first size even when the time is over.
@@ -152,12 +148,13 @@ class Tuner:
             if self._late() and (timed or not first):
                 self.open_sizes |= {later for later in self.sizes if later >= size}
                 break
+            sized = at_size(proposer, size)
             try:
-                step_ms = self.step_ms(proposer, size)
+                step_ms = self.step_ms(sized, size)
             except NO_MEMORY:
                 self.report(f"a batch of {size} does not fit into memory")
                 break
-            timed.append(Timing(size, shape, tokens_per_step, step_ms))
+            timed.append(Timing(size, shape_of(sized), tokens_per_step, step_ms))
             self.timings.append(timed[-1])
         return timed
 
@@ -177,9 +174,10 @@ class Tuner:
         eos = self.engine.model.generation_config.eos_token_id
         ends = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
         prompts = self.prompts[:MAX_WRITING_PROMPTS]
+        models = _SizedProposer.of(self.engine, proposer)
         for start in range(0, len(prompts), self._rows):
             request = self.request(prompts[start : start + self._rows], self.max_new_tokens, ends)
-            with self.engine.scheduler_for(request, models=OneProposer.of(self.engine, proposer)) as scheduler:
+            with self.engine.scheduler_for(request, models=models) as scheduler:
                 out = decode(scheduler, request, request.prompts, None)
             assert isinstance(out, GenerateOutput)
             assert out.stats is not None
@@ -274,6 +272,21 @@ class Tuner:
             torch.cuda.empty_cache()
 
 
+@dataclass(frozen=True)
+class _SizedProposer(OneProposer):
+    """The models of an engine with one proposer, made for the rows that there are.
+
+    Attributes:
+        made: What it was made into, by rows; the same object each time, as captured steps are kept by it.
+    """
+
+    made: dict[int, Proposer] = field(default_factory=dict)
+
+    def proposer_for(self, rows: int) -> Proposer:
+        """Return the proposer for a batch of `rows` rows."""
+        return self.made.setdefault(rows, at_size(self.proposer, rows))
+
+
 @contextmanager
 def _many_shapes(device: torch.device) -> Iterator[None]:
     """Let torch.compile compile for more than its eight shapes, after which steps would be timed uncompiled."""
@@ -286,11 +299,22 @@ def _many_shapes(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _extents(shape: TreeShape | None) -> tuple[int, int, int]:
-    """Return beams, draft length and nodes of a tree, with which the work of a step grows."""
+def _fits(tree: RecurrentProposer, size: int) -> bool:
+    """Tell whether a tree is to be timed at a batch size."""
+    nodes = size * nodes_per_row(shape_of(tree), SHARING_ROWS)
+    return nodes <= MAX_BATCH_NODES and (tree.shared_nodes is None or size >= SHARING_ROWS)
+
+
+def _describe(tree: RecurrentProposer) -> str:
+    nodes = nodes_per_row(shape_of(tree), SHARING_ROWS)
+    return f"{tree.beams} x {tree.depth}, {nodes} nodes" + ("" if tree.shared_nodes is None else " a row, shared")
+
+
+def _extents(timing: Timing) -> tuple[int, int, int]:
+    """Return beams, draft length and nodes of a row's tree, with which the work of a step grows."""
+    shape = timing.shape
     if shape is None:
         return 0, 0, 1
     assert shape.num_beams
     assert shape.draft_len_per_beam
-    assert shape.node_budget
-    return shape.num_beams, shape.draft_len_per_beam, shape.node_budget
+    return shape.num_beams, shape.draft_len_per_beam, nodes_per_row(shape, timing.batch)

@@ -16,7 +16,7 @@ import transformers
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.bench.tree_choice import candidates, choose, step_costs, table
+from redrafter.bench.tree_choice import SHARING_ROWS, candidates, choose, step_costs, table
 from redrafter.bench.tune_plot import plot
 from redrafter.bench.tuner import Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
@@ -40,10 +40,10 @@ GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 def run(args: argparse.Namespace) -> int:
     """Run `redrafter tune`: find the fastest draft tree for each batch size, and write the tuning file.
 
-    The time of a step and the tokens per step are measured with trees of many shapes (beams, steps, nodes) and with
-    plain decoding. For each batch size, the shape with the most tokens per second is chosen, or none where no tree is
-    much faster than plain decoding. The choices are written to the file of `--out`, by default the one that
-    `ReDrafter.from_pretrained` looks for, and printed as a table.
+    The time of a step and the tokens per step are measured with trees of many shapes (beams, steps, nodes; from 16 rows
+    on also nodes that rows share) and with plain decoding. For each batch size, the shape with the most tokens per
+    second is chosen, or none where no tree is much faster than plain decoding. The choices are written to the file of
+    `--out`, by default the one that `ReDrafter.from_pretrained` looks for, and printed as a table.
 
     Args:
         args: The parsed command line.
@@ -64,13 +64,15 @@ def run(args: argparse.Namespace) -> int:
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
     assert isinstance(proposer, RecurrentProposer)
-    trees = candidates(proposer, options.beams, options.lengths)
+    sizes = options.batch_sizes or (CPU_BATCH_SIZES if engine.target.device.type == "cpu" else GPU_BATCH_SIZES)
+    share = engine.target.varlen.ok and max(sizes) >= SHARING_ROWS
+    trees = candidates(proposer, options.beams, options.lengths, share=share)
     if not trees:
         raise ArgumentError(f"the drafter's vocabulary is smaller than --beams {min(options.beams)}")
     tuner = Tuner(
         engine,
         encode(prompts, pair.tokenizer, **options.cut),
-        batch_sizes=options.batch_sizes or (CPU_BATCH_SIZES if engine.target.device.type == "cpu" else GPU_BATCH_SIZES),
+        batch_sizes=sizes,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         seed=options.seed,
@@ -127,4 +129,5 @@ def _format_table(rows: list[dict[str, Any]]) -> Iterator[str]:
 def _format_shape(shape: dict[str, int] | None) -> str:
     if shape is None:
         return "off"
-    return f"{shape['num_beams']} x {shape['draft_len_per_beam']}, {shape['node_budget']} nodes"
+    nodes = f"{shape['shared_nodes']} shared" if "shared_nodes" in shape else f"{shape['node_budget']} nodes"
+    return f"{shape['num_beams']} x {shape['draft_len_per_beam']}, {nodes}"

@@ -1,16 +1,22 @@
 """`redrafter tune`, in process, on the boxed pair; and its arithmetic."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from helpers.models import paged, tiny_drafter, tiny_model
 from redrafter import ReDrafter, boxed_pair
-from redrafter.bench.tree_choice import Timing, candidates, choose, step_costs, table
+from redrafter.app.loading import Pair
+from redrafter.bench.tree_choice import Timing, at_size, candidates, choose, step_costs, table
 from redrafter.bench.tuner import HOPELESS_RATIO, Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
 from redrafter.drafting.proposer import PlainProposer
+from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.tuning import Tuning
+from redrafter.target.target import Target
+from redrafter.tree import beam_search
 
 SMALL, LARGE = TreeShape(1, 3, 4), TreeShape(5, 5, 26)
 
@@ -72,6 +78,29 @@ def test_the_table_is_printed_and_drawn(home, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_tree_whose_rows_share_nodes_is_written_printed_and_drawn(home, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    load = Pair.load
+
+    def load_paged(options):
+        pair = load(options)
+        paged(pair.engine)
+        return pair
+
+    def step_ms(self, proposer, size):
+        return 10.0 + (proposer.depth > 0 and proposer.shared_nodes is None)
+
+    monkeypatch.setattr(Pair, "load", load_paged)
+    monkeypatch.setattr(Tuner, "step_ms", step_ms)
+    monkeypatch.setattr(Tuner, "tokens_per_step", lambda self, proposer: 1.0 + proposer.depth / 10)
+    args = ["--batch-sizes", "8,16", "--beams", "4", "--lengths", "3", "--plot", str(home / "tuning.png")]
+    assert main(["tune", *args, "--out", str(home / "tuning.json")]) == 0
+    shape = TreeShape(4, 3, 13, 64)
+    assert Tuning.read(home / "tuning.json").shapes[16] == shape
+    assert "4 x 3, 64 shared" in capsys.readouterr().out
+    assert (home / "tuning.png").is_file()
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -102,6 +131,58 @@ def test_candidates_are_every_lattice_at_several_budgets(pair):
     assert sorted(found[5:]) == [(1, 3, 4), (1, 5, 4), (1, 5, 6), (5, 3, 4), (5, 3, 8), (5, 3, 16)]
     assert [n for *_, n in found[5:]] == sorted(n for *_, n in found[5:])
     assert all(each.drafter is pair.drafter for each in candidates(pair.proposer, (1,), (3,)))
+
+
+def test_rows_may_share_the_nodes_of_candidates(pair):
+    found = candidates(pair.proposer, (1, 3, 5, 10), (3, 5), share=True)
+    assert [each for each in found if each.shared_nodes is None] == candidates(pair.proposer, (1, 3, 5, 10), (3, 5))
+    assert [(each.beams, each.depth, each.nodes, each.shared_nodes) for each in found if each.shared_nodes] == [
+        *((beams, 2, 1 + 2 * beams, 32) for beams in (1, 2)),
+        *((beams, 3, 1 + 3 * beams, 64) for beams in (1, 3, 4)),
+        *((beams, 4, 1 + 4 * beams, 128) for beams in (1, 3, 5, 8)),
+    ]
+
+
+def test_trees_that_rows_share_are_timed_at_large_batches_with_as_many_nodes_a_row(pair, monkeypatch):
+    lines: list[str] = []
+    made = tuner(pair, batch_sizes=(8, 16, 64, 200), report=lines.append)
+    monkeypatch.setattr(made, "step_ms", lambda proposer, size: 10.0 + 5 * (proposer.nodes == 12))
+    monkeypatch.setattr(made, "tokens_per_step", lambda proposer: 1.0 + proposer.depth / 10)
+    made.run([pair.proposer, replace(pair.proposer, beams=4, depth=4, nodes=17, shared_nodes=128)])
+    assert [each.batch for each in made.timings if each.shape is not None and each.shape.shared_nodes] == [16, 64]
+    shapes = choose(made.timings, made.open_sizes)
+    assert shapes == {8: None, 16: TreeShape(4, 4, 17, 128), 64: TreeShape(4, 4, 17, 512), 200: None}
+    assert "2/2, 4 x 4, 8 nodes a row, shared: 1.40 tokens a step; ms a step: 10.00 at 16, 10.00 at 64" in lines[-1]
+
+
+def test_the_steps_of_rows_that_share_nodes_are_measured(monkeypatch):
+    seen, share = set(), beam_search.share_nodes
+
+    def share_nodes(tree, score, total, eligible):
+        seen.add((len(eligible), total))
+        return share(tree, score, total, eligible)
+
+    monkeypatch.setattr(beam_search, "share_nodes", share_nodes)
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    engine = paged(ReDrafter(Target(model), tiny_drafter()), blocks=300)
+    made = tuner(engine, batch_sizes=(16,), max_new_tokens=40)
+    made.prompts = [[1, 3 + row] for row in range(24)]
+    tree = RecurrentProposer(engine.drafter, engine.target, 3, 3, 10, 64)
+    made.run([tree])
+    plain, shared = made.timings
+    assert shared.shape == TreeShape(3, 3, 10, 64)
+    assert 1 < shared.tokens_per_step <= 4
+    assert min(plain.step_ms, shared.step_ms) > 0
+    assert (8, 32) in seen  # of 24 prompts, 8 remain after the first 16
+    assert all(total == 4 * rows for rows, total in seen)
+
+
+def test_a_proposer_for_other_rows_shares_as_many_nodes_for_each(pair):
+    shared = replace(pair.proposer, shared_nodes=64)
+    assert [at_size(shared, rows).shared_nodes for rows in (1, 16, 48)] == [4, 64, 192]
+    assert at_size(pair.proposer, 48) is pair.proposer
+    assert at_size(pair.plain, 48) is pair.plain
 
 
 def test_the_fastest_is_chosen_and_off_where_none_is_worth_it():
