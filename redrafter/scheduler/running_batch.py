@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from redrafter.attention.prompt_chunks import PromptChunks
+from redrafter.cache.to_device import to_device
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.chunk_buffers import ChunkBuffers
-from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, bucket, new_state
+from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, PendingReport, bucket, new_state
 from redrafter.scheduler.draft_pauses import DraftPauses
 from redrafter.scheduler.launched import LaunchedStep
 from redrafter.scheduler.models import Models
@@ -25,7 +26,7 @@ from redrafter.scheduler.prefill_budget import Chunk
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
 from redrafter.scheduler.row_sampling import RowSampling
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.step import StepOutput
+from redrafter.step import StepOutput, draw_first_tokens
 from redrafter.target.target import Target
 
 __all__ = ["RunningBatch", "overshoot"]
@@ -132,6 +133,34 @@ class RunningBatch:
         """
         assert self._state is not None
         return self._state
+
+    def begin(self, read: PrefilledRows) -> LaunchedStep | None:
+        """Draw the first tokens that follow prompts, and add rows for their sequences.
+
+        A preempted sequence has its pending token already.
+
+        Args:
+            read: The sequences, whose committed tokens are in the cache.
+
+        Returns:
+            The draws; None where there are none.
+        """
+        pending = read.lengths.clone()  # [B]
+        new = [row for row, sequence in enumerate(read.sequences) if not sequence.written]
+        if len(new) < len(read.sequences):
+            pending = to_device([sequence.tokens[-1] for sequence in read.sequences], pending.device, pending.dtype)
+        first = None
+        if new:
+            drawn = read.at(new)
+            output = self._draw_first_tokens(drawn)
+            first = LaunchedStep.of(drawn.sequences, output, PendingReport(output.pack_for_host()))
+            pending[to_device(new, pending.device, torch.long)] = output.tokens[:, 0]
+        self.add(read, pending)
+        return first
+
+    def _draw_first_tokens(self, read: PrefilledRows) -> StepOutput:
+        sampler, window = self.sampling.sampler_of(read.sequences), read.caches.target.window
+        return draw_first_tokens(read.tokens, read.lengths, read.logits, read.hidden, window, sampler)[1]
 
     def add(self, read: PrefilledRows, pending: Tensor) -> None:
         """Add rows for sequences whose committed tokens are in the cache.

@@ -25,10 +25,9 @@ from contextlib import nullcontext
 
 import torch
 
-from redrafter.cache.to_device import to_device
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.admission import Admission
-from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, PendingReport, bucket
+from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, bucket
 from redrafter.scheduler.launched import LaunchedPrefill, LaunchedStep, Timer
 from redrafter.scheduler.limits import Limits, check_sequences
 from redrafter.scheduler.models import Models, check_paged
@@ -40,7 +39,7 @@ from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import NewTokens, SequenceDelta, TokenSequence
 from redrafter.scheduler.sequence_blocks import SequenceBlocks
-from redrafter.step import StepOutput, draw_first_tokens
+from redrafter.step import StepOutput
 
 __all__ = ["Scheduler"]
 
@@ -251,35 +250,19 @@ class Scheduler:
         return [sequence for sequence in self._places.prefilling if not sequence.needs_scores]
 
     def _start_decoding(self, rows: PrefilledRows) -> LaunchedStep | None:
-        """Draw the first tokens of prompts that are complete, and add their rows to the running batch.
-
-        A preempted sequence has its pending token already, and where no token is to follow, none is drawn.
+        """Let sequences whose prompts are complete take part in the next step, unless no token is to follow.
 
         Returns:
-            The draws; None where there are none.
+            The draws of their first tokens; None where there are none.
         """
         for sequence in rows.sequences:
             if not sequence.max_new_tokens:
                 self._places.end(sequence, SequenceDelta((), finish="length"))
         rows = rows.at([row for row, sequence in enumerate(rows.sequences) if not sequence.ended])
-        pending = rows.lengths.clone()  # [B]
-        new = [row for row, sequence in enumerate(rows.sequences) if not sequence.written]
-        if len(new) < len(rows.sequences):
-            pending = to_device([sequence.tokens[-1] for sequence in rows.sequences], pending.device, pending.dtype)
-        first = None
-        if new:
-            drawn = rows.at(new)
-            output = self._draw_first_tokens(drawn)
-            first = LaunchedStep.of(drawn.sequences, output, PendingReport(output.pack_for_host()))
-            pending[to_device(new, pending.device, torch.long)] = output.tokens[:, 0]
-        self.batch.add(rows, pending)
+        first = self.batch.begin(rows)
         for sequence in rows.sequences:
             del self._places.prefilling[sequence]
         return first
-
-    def _draw_first_tokens(self, rows: PrefilledRows) -> StepOutput:
-        sampler, window = self.batch.sampling.sampler_of(rows.sequences), rows.caches.target.window
-        return draw_first_tokens(rows.tokens, rows.lengths, rows.logits, rows.hidden, window, sampler)[1]
 
     def _grow_block_tables(self) -> None:
         """Give each row blocks for its next step."""

@@ -220,7 +220,7 @@ def test_what_cannot_be_served_is_refused(engine):
         "running_batch.RunningBatch.add",
         "running_batch.RunningBatch.update_block_tables",
         "running_batch.RunningBatch.step",
-        "scheduler.draw_first_tokens",
+        "running_batch.draw_first_tokens",
         "prefill.Prefiller.forward",
     ],
 )
