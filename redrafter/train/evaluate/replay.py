@@ -10,24 +10,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.proposer import State
-from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.stats import Stats
 from redrafter.target.target import Target
+from redrafter.train.evaluate.positions import group_texts, pending_positions, read_positions
 from redrafter.train.evaluate.shapes import Shape, count_accepted
 from redrafter.train.evaluate.texts import Texts, write_texts
-from redrafter.train.teacher import Teacher
 
-__all__ = ["ReplayStats", "ValidationTexts", "replay"]
-
-MAX_BATCH_TEXTS = 16  # texts in one forward of the base
-MAX_BATCH_POSITIONS = 1024  # positions in one call of the drafter
-MAX_BATCH_BYTES = 1 << 30  # memory of either, about
+__all__ = ["ReplayStats", "ValidationTexts", "replay", "steps_taken"]
 
 
 @dataclass
@@ -120,79 +111,28 @@ def replay(drafter: RecurrentDrafter, target: Target, texts: Texts, shapes: Sequ
         Statistics for each shape, for each text.
     """
     stats = [[ReplayStats.sum(shape) for _ in texts.tokens] for shape in shapes]
-    for group in _groups(texts, target.vocab_size):
-        accepted, drafted = (iter(x.tolist()) for x in _count_group(drafter, target, texts, group, shapes))
+    for group in group_texts(texts, target.vocab_size):
+        counts = [torch.zeros(2, 0, len(shapes), dtype=torch.long)]
+        for part in read_positions(drafter, target, texts, group, shapes):
+            counts.append(count_accepted(drafter, target, part.state, part.sampler, part.noise, shapes).cpu())
+        accepted, drafted = (iter(x.tolist()) for x in torch.cat(counts, dim=1))
         for index in group:
-            pending = range(texts.prompt_lengths[index], len(texts.tokens[index]) - 1)
+            pending = pending_positions(texts, index)
             text_accepted, text_drafted = ([next(rows) for _ in pending] for rows in (accepted, drafted))
             for column, by_text in enumerate(stats):
-                position = 0  # its token is pending: the prefill drew it
-                while position < len(pending):
-                    count = text_accepted[position][column]
-                    by_text[index].add_step(text_drafted[position][column], count, len(pending) - position)
-                    position += count + 1
+                for position in steps_taken([row[column] for row in text_accepted]):
+                    count, left = text_accepted[position][column], len(pending) - position
+                    by_text[index].add_step(text_drafted[position][column], count, left)
     return stats
 
 
-def _groups(texts: Texts, vocabulary: int) -> Iterator[list[int]]:
-    """Group the indices of texts of similar length that go through the base together."""
-    group: list[int] = []
-    for index in sorted(range(len(texts.tokens)), key=lambda index: len(texts.tokens[index])):
-        logit_bytes = (len(group) + 1) * len(texts.tokens[index]) * vocabulary * 4
-        if group and (len(group) == MAX_BATCH_TEXTS or logit_bytes > MAX_BATCH_BYTES):
-            yield group
-            group = []
-        group.append(index)
-    if group:
-        yield group
+def steps_taken(accepted: Sequence[int]) -> Iterator[int]:
+    """Yield the pending positions of a text at which decoding takes a step, counted from the first.
 
-
-def _count_group(
-    drafter: RecurrentDrafter, target: Target, texts: Texts, group: list[int], shapes: Sequence[Shape]
-) -> tuple[Tensor, Tensor]:
-    """Count drafts accepted and drafts verified at every position of a group of texts, `[A, shapes]` int64 each.
-
-    The positions of a text are those where its token n is pending, for n from the prompt's length to the text's length
-    - 2; they follow each other text by text.
+    Args:
+        accepted: Drafts that a step would accept at each pending position of the text.
     """
-    depth, device = max(shape.depth for shape in shapes), target.device
-    tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
-    hidden = _hidden(drafter, target, tokens.clamp(min=0).to(device))  # [B, T, F]
-    anchors = [(b, n) for b, i in enumerate(group) for n in range(texts.prompt_lengths[i], len(texts.tokens[i]) - 1)]
-    row, position = torch.tensor(anchors, dtype=torch.long).reshape(-1, 2).unbind(1)  # [A] each
-    ahead = pad(tokens, (0, depth + 1), value=-1)  # -1: past the end, drawn by nobody
-    text = ahead[row[:, None], position[:, None] + torch.arange(depth + 2)]  # [A, K+2]
-    seeds = None if texts.seeds is None else torch.tensor([texts.seeds[i] for i in group])[row]
-    counts = [torch.zeros(2, 0, len(shapes), dtype=torch.long)]
-    for part in torch.arange(len(row)).split(_batch_positions(target.vocab_size, shapes, texts.temperature > 0)):
-        zero = torch.zeros(len(part), dtype=torch.long, device=device)
-        before = hidden[row[part].to(device), position[part].to(device) - 1]  # [a, F]
-        state = State(text[part].to(device), zero, before, zero == 0)
-        sampler = Sampler(
-            seeds=None if seeds is None else seeds[part].to(device),
-            processors=(),
-            temperature=torch.full_like(zero, texts.temperature or 1.0, dtype=torch.float32),
-            prompt=zero,
-            limit=zero,
-            ids=torch.arange(target.vocab_size, device=device),
-        )
-        noise = sampler.noise(position[part].to(device) + 1, depth)  # [a, K, V]
-        counts.append(count_accepted(drafter, target, state, sampler, noise, shapes).cpu())
-    accepted, drafted = torch.cat(counts, dim=1)
-    return accepted, drafted
-
-
-def _hidden(drafter: RecurrentDrafter, target: Target, tokens: Tensor) -> Tensor:
-    """Compute the hidden states that a drafter reads at every token `[B, T]`: `[B, T, F]`."""
-    with Teacher(target.model, drafter.config.target_layers) as teacher:
-        return teacher.read(tokens).hidden
-
-
-def _batch_positions(vocabulary: int, shapes: Sequence[Shape], sampling: bool) -> int:
-    """Return how many positions go through the drafter in one call.
-
-    A search holds some copies of its beams' scores, and making noise takes several integers a number.
-    """
-    by_position = 16 * max(shape.beams for shape in shapes) + 32 * sampling * max(shape.depth for shape in shapes)
-    compared = 4 * max(shape.lattice for shape in shapes) ** 2  # each node with all others
-    return min(MAX_BATCH_POSITIONS, max(1, MAX_BATCH_BYTES // max(vocabulary * by_position, compared)))
+    position = 0  # its token is pending: the prefill drew it
+    while position < len(accepted):
+        yield position
+        position += accepted[position] + 1
