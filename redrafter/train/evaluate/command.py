@@ -4,6 +4,7 @@
 
 The base continues the prompts once at each temperature, by plain decoding; the steps that speculative decoding would
 take along those texts are then counted for every shape. Without --prompts, the prompts that ship with the package.
+With --explain, why steps ended is counted too, and what to type about it is said.
 """
 
 import json
@@ -15,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, flag, floats, format_value, integers, option, read_options
@@ -28,12 +31,15 @@ from redrafter.engine.stopping import end_tokens
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.picture import check_picture
+from redrafter.train.evaluate.explain import OtherTexts, explain
+from redrafter.train.evaluate.explain_report import describe_explanation, format_explanation
 from redrafter.train.evaluate.plot import plot
 from redrafter.train.evaluate.prompts import prompts_by_category
 from redrafter.train.evaluate.replay import replay
 from redrafter.train.evaluate.report import TemperatureResult, format_report, make_report
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import write_texts
+from redrafter.tree.beam_search import node_count
 
 __all__ = ["EvaluateOptions", "evaluate", "main"]
 
@@ -81,6 +87,10 @@ class EvaluateOptions(PromptOptions):
     plot: str | None = option(
         None, "plot acceptance by depth as a PNG; needs matplotlib", metavar="FILE.png", path=True
     )
+    explain: bool = option(False, "say why drafts were missed, and what to type about it")
+    data: tuple[str, ...] = option(
+        (), "for --explain: data that the drafter was trained on, to compare with the base's own texts", path=True
+    )
     json: str | None = option(None, "write the whole report as one JSON document", metavar="FILE", path=True)
 
     def __post_init__(self) -> None:
@@ -101,6 +111,18 @@ class EvaluateOptions(PromptOptions):
             raise ArgumentError(
                 f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {format_value(self.shapes)}"
             )
+        if self.data and not self.explain:
+            raise ArgumentError("--data is compared by --explain only: give --explain too, or leave --data out")
+        for name in ("shapes", "node_budgets"):
+            if self.explain and len(getattr(self, name)) > 1:
+                raise ArgumentError(
+                    f"--explain explains one tree: give one of {flag(name)}, got {format_value(getattr(self, name))}"
+                )
+
+    @property
+    def written_temperatures(self) -> tuple[float, ...]:
+        """Temperatures of the texts: those asked for, and greedy before them if it is to be compared."""
+        return self.temperatures if not self.explain or 0 in self.temperatures else (0.0, *self.temperatures)
 
     def trees(self, default: Search) -> list[Shape]:
         """Return the shapes to measure: each node budget of each search, and the tree of the published method.
@@ -114,6 +136,17 @@ class EvaluateOptions(PromptOptions):
             trees += [Shape(beams, depth, min(budget, whole)) for budget in self.node_budgets or (whole,)]
             trees += [Shape(beams, depth, None)] if beams > 1 else []  # for one beam it is the chain itself
         return list(dict.fromkeys(trees))
+
+    def explained_tree(self, default: Search, device: torch.device) -> Shape:
+        """Return the tree that `--explain` explains: the one asked for, or the one that `generate` verifies untuned.
+
+        Args:
+            default: Search to explain if none was asked for.
+            device: Where the target runs.
+        """
+        beams, depth = self.shapes[0] if self.shapes else default
+        budget = self.node_budgets[0] if self.node_budgets else None
+        return Shape(beams, depth, node_count(budget, beams, depth, device))
 
 
 def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
@@ -133,7 +166,10 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
     assert isinstance(proposer, RecurrentProposer)
-    trees = options.trees(Search(proposer.beams, proposer.depth))
+    search = Search(proposer.beams, proposer.depth)
+    trees = options.trees(search)
+    if options.explain:
+        trees = list(dict.fromkeys([options.explained_tree(search, engine.target.device), *trees]))
     for tree in trees:
         check_beams(engine.drafter.config, tree.beams)
         if tree.lattice > MAX_NODES:
@@ -150,9 +186,10 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     prompts = prompts_by_category(
         options.prompts, pair.tokenizer, options.num_prompts, max_tokens, options.seed, **options.cut
     )
+    others = OtherTexts.read(pair, options, max_tokens) if options.explain else None
     all_prompts = [prompt for members in prompts.values() for prompt in members]
     results = []
-    for temperature in options.temperatures:
+    for temperature in options.written_temperatures:
         texts = write_texts(
             target,
             all_prompts,
@@ -165,7 +202,13 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
             report=partial(_report_texts, temperature, len(all_prompts)),
         )
         results.append(TemperatureResult(texts, trees, replay(engine.drafter, target, texts, trees)))
-    return make_report(pair, options, {name: len(members) for name, members in prompts.items()}, results)
+    categories = {name: len(members) for name, members in prompts.items()}
+    document = make_report(pair, options, categories, results)
+    if others is not None:
+        written = [result.texts for result in results]
+        explanation = explain(pair, engine.drafter, options, trees[0], categories, written, others)
+        document["explanation"] = describe_explanation(explanation)
+    return document
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "counted along texts that the model writes once. A table on stdout.",
         epilog="examples:\n"
         "  redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20\n"
+        "  redrafter evaluate --model my-base --drafter my-drafter --explain --data trained-on.jsonl\n"
         "  redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.json",
         options=(EvaluateOptions, LoadOptions),
     )
@@ -193,6 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
         document = {"command": shlex.join(["redrafter", "evaluate", *argv])} | evaluate(pair, options)
         print(*format_report(document), sep="\n")
+        if options.explain:
+            print(*format_explanation(document["explanation"]), sep="\n")
         if options.json is not None:
             write_atomically(Path(options.json), json.dumps(document, indent=1) + "\n")
         if options.plot is not None:

@@ -1,0 +1,167 @@
+"""Explain how many drafts of a pair are accepted: why steps ended, and what the acceptance depends on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from redrafter.app.loading import Pair
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.engine.stopping import end_tokens
+from redrafter.target.target import Target
+from redrafter.train.evaluate.explanation import Bucket, Explanation, Form, StepCounts, TemperatureExplanation
+from redrafter.train.evaluate.misses import (
+    MISSES,
+    Outcome,
+    Steps,
+    bucket_drafts,
+    classify,
+    count_misses,
+    describe_drafts,
+    tried_drafts,
+)
+from redrafter.train.evaluate.other_texts import prompts_in_both_forms, read_training_texts
+from redrafter.train.evaluate.replay import ReplayStats, replay
+from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.texts import Texts, write_texts
+from redrafter.train.evaluate.trace import base_probabilities, best_guess_share, trace_steps
+
+if TYPE_CHECKING:
+    from redrafter.train.evaluate.command import EvaluateOptions
+
+__all__ = ["OtherTexts", "explain"]
+
+PROBABILITIES, PROBABILITY_NAMES = (0.5, 0.9), ("below 0.5", "0.5 to 0.9", "0.9 or more")
+CONTEXTS = (256, 512, 1024, 2048, 8192)  # tokens
+CONTEXT_NAMES = (*(f"up to {most}" for most in CONTEXTS), f"above {CONTEXTS[-1]}")
+
+
+@dataclass(frozen=True)
+class OtherTexts:
+    """What is compared with the texts of an evaluation, read before anything is measured.
+
+    Attributes:
+        training: Texts of the drafter's training data; None if none was given.
+        plain: Token ids of some prompts as plain text; none without a chat template.
+        templated: Token ids of the same prompts in the chat template.
+    """
+
+    training: Texts | None
+    plain: list[list[int]]
+    templated: list[list[int]]
+
+    @classmethod
+    def read(cls, pair: Pair, options: "EvaluateOptions", max_tokens: int) -> "OtherTexts":
+        """Read the texts for a pair, with prompts of `max_tokens` tokens at most; raises as the readers do."""
+        target, training = pair.engine.target, None
+        if options.data:
+            context = target.fixed_rope_context
+            training = read_training_texts(options.data, pair.tokenizer, target.vocab_size, context, options.seed)
+        forms = prompts_in_both_forms(options.prompts, pair.tokenizer, max_tokens, options.seed, **options.cut)
+        return cls(training, *forms)
+
+
+def explain(
+    pair: Pair,
+    drafter: RecurrentDrafter,
+    options: "EvaluateOptions",
+    shape: Shape,
+    categories: dict[str, int],
+    texts: Sequence[Texts],
+    others: OtherTexts,
+) -> Explanation:
+    """Explain the acceptance of a pair.
+
+    Args:
+        pair: The pair.
+        drafter: Its drafter.
+        options: How it is measured.
+        shape: Shape of the tree.
+        categories: Number of prompts of each category; the texts stand in the order of the categories.
+        texts: Texts that the base wrote, for each temperature.
+        others: What to compare them with.
+    """
+    target = pair.engine.target
+    assert shape.nodes is not None
+    on_data = None
+    if others.training is not None:
+        on_data = best_guess_share(drafter, target, others.training, shape.depth)
+    plain, template = (
+        _measure_form(pair, drafter, options, shape, prompts) if prompts else None
+        for prompts in (others.plain, others.templated)
+    )
+    return Explanation(
+        str(shape),
+        shape.beams,
+        shape.depth,
+        shape.nodes,
+        shape.lattice,
+        drafter.config.draft_vocab_size or target.vocab_size,
+        target.vocab_size,
+        [_explain_temperature(drafter, target, written, shape, categories) for written in texts],
+        list(options.data),
+        on_data,
+        len(others.plain),
+        plain,
+        template,
+    )
+
+
+def _explain_temperature(
+    drafter: RecurrentDrafter, target: Target, texts: Texts, shape: Shape, categories: dict[str, int]
+) -> TemperatureExplanation:
+    steps = trace_steps(drafter, target, texts, shape)
+    sizes = torch.tensor(list(categories.values()))
+    category = torch.arange(len(sizes)).repeat_interleave(sizes)[steps.text]  # [S]
+    whole = _count_steps(steps, shape, category >= 0)
+    probability, context, accepted = describe_drafts(steps, base_probabilities(target, texts), shape.depth)
+    emitted = int((steps.accepted + 1).minimum(steps.left).sum())
+    return TemperatureExplanation(
+        texts.temperature,
+        emitted / whole.steps if whole.steps else None,
+        whole,
+        {name: _count_steps(steps, shape, category == index) for index, name in enumerate(categories)},
+        _name_buckets(PROBABILITY_NAMES, bucket_drafts(probability, accepted, PROBABILITIES, bound_is_above=True)),
+        _name_buckets(CONTEXT_NAMES, bucket_drafts(context, accepted, CONTEXTS, bound_is_above=False)),
+        best_guess_share(drafter, target, texts, shape.depth),
+    )
+
+
+def _count_steps(steps: Steps, shape: Shape, chosen: Tensor) -> StepCounts:
+    """Count how the steps `chosen` `[S]` bool ended."""
+    outcome, accepted = classify(steps, shape.beams, shape.depth)[chosen], steps.accepted[chosen]
+    misses = count_misses(outcome, accepted, shape.depth)  # [K, classes]
+    step, draft = tried_drafts(steps, shape.depth)
+    tried = draft[chosen[step]].bincount(minlength=shape.depth)  # [K]
+    counts = StepCounts(
+        len(outcome),
+        int((outcome == Outcome.ALL_ACCEPTED).sum()),
+        int((outcome == Outcome.TEXT_ENDED).sum()),
+        [{miss.name.lower(): int(row[miss]) for miss in MISSES} for row in misses],
+        tried.tolist(),
+        [int((accepted > depth).sum()) for depth in range(shape.depth)],
+    )
+    assert counts.steps == sum(counts.missed.values()) + counts.all_accepted + counts.text_ended
+    return counts
+
+
+def _name_buckets(names: Sequence[str], counts: Tensor) -> list[Bucket]:
+    return [Bucket(name, *pair) for name, pair in zip(names, counts.tolist(), strict=True)]
+
+
+def _measure_form(
+    pair: Pair, drafter: RecurrentDrafter, options: "EvaluateOptions", shape: Shape, prompts: list[list[int]]
+) -> Form:
+    engine, ends = pair.engine, end_tokens(pair.engine.model, pair.tokenizer)
+    texts = write_texts(
+        engine.target,
+        prompts,
+        options.new_tokens,
+        end_ids=ends,
+        batch_size=options.batch_size,
+        options=engine.options,
+    )
+    stats = ReplayStats.sum(shape, replay(drafter, engine.target, texts, [shape])[0])
+    return Form(stats.steps, stats.tokens_per_step if stats.steps else None, stats.acceptance)
