@@ -10,16 +10,20 @@ import pytest
 import torch
 
 from helpers.chats import CHAT, tiny_tokenizer, write
+from helpers.models import tiny_drafter, tiny_model
 from redrafter.cli import main
 from redrafter.errors import ArgumentError, MismatchError
+from redrafter.target.target import Target
 from redrafter.train.evaluate import other_texts
 from redrafter.train.evaluate.advice import advise
 from redrafter.train.evaluate.command import EvaluateOptions, Search
+from redrafter.train.evaluate.explain import explain_temperature
 from redrafter.train.evaluate.explain_report import describe_explanation, format_explanation
 from redrafter.train.evaluate.explanation import Bucket, Explanation, Form, StepCounts, TemperatureExplanation
 from redrafter.train.evaluate.misses import MISSES
 from redrafter.train.evaluate.other_texts import prompts_in_both_forms, read_training_texts
 from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.texts import Texts
 
 # Texts to compare with
 
@@ -164,6 +168,15 @@ def test_texts_without_a_step_are_explained():
 
 
 # The command
+
+
+def test_a_context_counts_the_tokens_before_a_draft():
+    """Drafts of a head that lacks the text's tokens, behind 256 tokens and more."""
+    model = tiny_model("llama", max_position_embeddings=600)
+    texts = Texts([[5] * 255 + [60] * 5], [255], [False])
+    found = explain_temperature(tiny_drafter(draft_vocab_size=8), Target(model), texts, Shape(2, 2, 5), {"all": 1})
+    assert [one for one in found.by_context if one.drafts] == [Bucket("up to 256", 1, 0), Bucket("up to 512", 3, 0)]
+    assert found.all_steps.missed["outside_head"] == found.all_steps.steps == 4
 
 
 @pytest.fixture(scope="module")

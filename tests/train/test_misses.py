@@ -75,10 +75,9 @@ def test_a_draft_is_described_by_the_token_at_its_place():
     assert accepted.tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("above, counts", [(True, [[1, 0], [2, 1], [1, 1]]), (False, [[2, 0], [1, 1], [1, 1]])])
-def test_buckets_count_drafts_and_accepted_ones(above, counts):
+def test_buckets_count_drafts_and_accepted_ones():
     value, accepted = torch.tensor([0.4, 0.5, 0.6, 1.0]), torch.tensor([False, False, True, True])
-    assert bucket_drafts(value, accepted, (0.5, 0.9), bound_is_above=above).tolist() == counts
+    assert bucket_drafts(value, accepted, (0.5, 0.9)).tolist() == [[1, 0], [2, 1], [1, 1]]
 
 
 # Steps of constructed drafters
@@ -144,6 +143,29 @@ def test_traced_steps_are_those_of_the_replay(head, shape, temperature):
         assert not (outcome == Outcome.NODE_BUDGET).any()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rank_is_that_of_the_search(temperature):
+    """The search of one beam drafts the token of rank 0 at every depth, and no other."""
+    target, drafter = Target(tiny_model("llama")), tiny_drafter()
+    torch.manual_seed(0)
+    for weight in drafter.parameters():  # so large that the recurrence matters, so small that guesses are often right
+        torch.nn.init.normal_(weight, std=0.15)
+    texts = write_texts(target, [[token] for token in range(5, 25)], 60, temperature, seed=3)
+    steps = trace_steps(drafter, target, texts, Shape(1, 3, 3))
+    missed = steps.accepted < steps.left.clamp(max=3)
+    assert ((steps.rank == 0) == (steps.searched > steps.accepted))[missed].all()
+    if temperature:
+        assert (missed & (steps.rank == 0) & (steps.accepted == 2)).any()
+        assert (missed & (steps.rank > 0) & (steps.accepted > 0)).any()
+
+
+def test_texts_that_ended_at_once_have_no_steps():
+    target, texts = Target(tiny_model("llama")), Texts([[5, 6], [7, 8, 9]], [1, 2], [True, True])
+    steps = trace_steps(tiny_drafter(), target, texts, Shape(2, 2, 5))
+    assert [len(found) for found in describe_drafts(steps, base_probabilities(target, texts), 2)] == [0, 0, 0]
+    assert count_misses(classify(steps, 2, 2), steps.accepted, 2).tolist() == [[0] * 4] * 2
+
+
 def test_best_guesses_are_counted_at_every_position_without_noise(monkeypatch):
     """Of a drafter whose best guess is always 0, along texts that are told to be sampled."""
     texts = Texts([[9, 5, 0, 0, 7, 0], [9, 5, 5, 0]], [1, 2], [False, False], temperature=1.0, seeds=[1, 2])
@@ -151,6 +173,11 @@ def test_best_guesses_are_counted_at_every_position_without_noise(monkeypatch):
     # Behind the pending tokens 5, 0, 0, 7: 0 0 7, 0 7 0, 7 0, 0. Behind the second text's 5: 0.
     assert best_guess_share(fond_drafter(monkeypatch), target, texts, 4) == [4 / 5, 2 / 3, 1 / 2, 1]
     assert best_guess_share(fond_drafter(monkeypatch), target, texts, 5)[4] is None
+
+
+def test_best_guesses_see_no_noise(monkeypatch):
+    texts = Texts([[9] + [0] * 40], [1], [False], temperature=1.0, seeds=[1])
+    assert best_guess_share(fond_drafter(monkeypatch), Target(tiny_model("llama")), texts, 2) == [1, 1]
 
 
 @pytest.mark.parametrize("temperature, divisor", [(0.0, 1.0), (1.0, 1.0), (0.5, 0.5)])

@@ -31,7 +31,7 @@ from redrafter.train.evaluate.trace import base_probabilities, best_guess_share,
 if TYPE_CHECKING:
     from redrafter.train.evaluate.command import EvaluateOptions
 
-__all__ = ["OtherTexts", "explain"]
+__all__ = ["OtherTexts", "explain", "explain_temperature"]
 
 PROBABILITIES, PROBABILITY_NAMES = (0.5, 0.9), ("below 0.5", "0.5 to 0.9", "0.9 or more")
 CONTEXTS = (256, 512, 1024, 2048, 8192)  # tokens
@@ -100,7 +100,7 @@ def explain(
         shape.lattice,
         drafter.config.draft_vocab_size or target.vocab_size,
         target.vocab_size,
-        [_explain_temperature(drafter, target, written, shape, categories) for written in texts],
+        [explain_temperature(drafter, target, written, shape, categories) for written in texts],
         list(options.data),
         on_data,
         len(others.plain),
@@ -109,9 +109,10 @@ def explain(
     )
 
 
-def _explain_temperature(
+def explain_temperature(
     drafter: RecurrentDrafter, target: Target, texts: Texts, shape: Shape, categories: dict[str, int]
 ) -> TemperatureExplanation:
+    """Explain the acceptance along the texts of one temperature; the arguments are those of `explain`."""
     steps = trace_steps(drafter, target, texts, shape)
     sizes = torch.tensor(list(categories.values()))
     category = torch.arange(len(sizes)).repeat_interleave(sizes)[steps.text]  # [S]
@@ -123,8 +124,8 @@ def _explain_temperature(
         emitted / whole.steps if whole.steps else None,
         whole,
         {name: _count_steps(steps, shape, category == index) for index, name in enumerate(categories)},
-        _name_buckets(PROBABILITY_NAMES, bucket_drafts(probability, accepted, PROBABILITIES, bound_is_above=True)),
-        _name_buckets(CONTEXT_NAMES, bucket_drafts(context, accepted, CONTEXTS, bound_is_above=False)),
+        _name_buckets(PROBABILITY_NAMES, bucket_drafts(probability, accepted, PROBABILITIES)),
+        _name_buckets(CONTEXT_NAMES, bucket_drafts(context, accepted, [most + 1 for most in CONTEXTS])),
         best_guess_share(drafter, target, texts, shape.depth),
     )
 

@@ -134,18 +134,17 @@ def describe_drafts(steps: Steps, probabilities: Sequence[Tensor], depth: int) -
     return probability, position, draft < steps.accepted[step]
 
 
-def bucket_drafts(value: Tensor, accepted: Tensor, bounds: Sequence[float], *, bound_is_above: bool) -> Tensor:
+def bucket_drafts(value: Tensor, accepted: Tensor, bounds: Sequence[float]) -> Tensor:
     """Count the drafts by a value of theirs, and those that are accepted.
 
     Args:
         value: Value of each draft, `[D]`.
         accepted: Whether each draft is accepted, `[D]` bool.
-        bounds: Rising bounds between buckets.
-        bound_is_above: Whether a value at a bound is in the bucket above it; else in the one below.
+        bounds: Lowest value of each bucket but the first, rising.
 
     Returns:
         Drafts and accepted drafts, `[len(bounds) + 1, 2]` int64.
     """
     edges, count = torch.tensor(bounds, dtype=torch.float32), len(bounds) + 1
-    bucket = torch.bucketize(value.float(), edges, right=bound_is_above)  # [D]
+    bucket = torch.bucketize(value.float(), edges, right=True)  # [D]
     return torch.stack([bucket.bincount(minlength=count), bucket[accepted].bincount(minlength=count)], dim=1)
