@@ -85,7 +85,7 @@ def step(
     """
     # 1. Draft. The root of the tree is the pending token. The drafter sees the noise that the target will draw with.
     noise = sampler.noise(state.length + 1, proposer.depth + 1)  # [B, K+1, V]
-    tree = proposer.propose(state, sampler, noise, draft_cache)  # [B, N]
+    tree = proposer.propose(state, sampler, noise, cache, draft_cache)  # [B, N]
 
     # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
     chunk_ends: ChunkEnds | None = None

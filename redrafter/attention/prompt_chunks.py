@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 
 __all__ = ["ChunkEnds", "PromptChunks"]
@@ -54,10 +55,22 @@ class PromptChunks:
 
     def positions(self) -> Tensor:
         """Return the position of each token in its prompt, `[P * TOKENS_PER_CHUNK]` int64; padding counts from 0."""
-        index = torch.arange(len(self.tokens), device=self.tokens.device)
-        chunk = torch.searchsorted(self.starts[1:], index, right=True)  # P for padding
+        chunk, index = self._chunk_of_token()
         before = torch.cat([self.lengths, self.lengths.new_zeros(1)]) - self.starts  # [P + 1]
         return before[chunk] + index
+
+    def slots(self) -> Tensor:
+        """Return the slot of each token in the pools, `[P * TOKENS_PER_CHUNK]` int64; padding is in block 0."""
+        chunk, _ = self._chunk_of_token()
+        position = self.positions()
+        table = torch.cat([self.table, torch.zeros_like(self.table[:1])])  # [P + 1, M]
+        block = (position // BLOCK_SIZE).clamp(max=table.shape[1] - 1)
+        return table[chunk, block].long() * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def _chunk_of_token(self) -> tuple[Tensor, Tensor]:
+        """Return the chunk that each token belongs to, P for padding, and the index of each token, `[T]` each."""
+        index = torch.arange(len(self.tokens), device=self.tokens.device)
+        return torch.searchsorted(self.starts[1:], index, right=True), index
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class StandingBatch:
     def propose(self, proposer: Proposer) -> Callable[[], Tree]:
         """Return a function that proposes a tree for the step; its noise is drawn here, outside of what is timed."""
         noise = self.sampler.noise(self.state.length + 1, proposer.depth + 1)
-        return lambda: proposer.propose(self.state, self.sampler, noise, None)
+        return lambda: proposer.propose(self.state, self.sampler, noise, self.cache, None)
 
     def check(self) -> StepChecks | None:
         """Check whether launching the captured step makes the CPU wait for the GPU, and count GPU allocations.

@@ -7,6 +7,7 @@ so that committing a path is one gather and one scatter for the whole model.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -87,18 +88,18 @@ class _Layer(CacheLayerMixin):
     is_initialized = True
 
     def __init__(self, cache: "DenseCache", keys: tuple[_Pool, int], values: tuple[_Pool, int]):
-        self._cache, self._stores = cache, (keys, values)
+        self._cache, self.stores = cache, (keys, values)
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
         """Keys that attention reads, `[B, heads, S, dim]`."""
-        pool, index = self._stores[0]
+        pool, index = self.stores[0]
         return pool.visible[index]
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
         """Values that attention reads, `[B, heads, S, dim]`."""
-        pool, index = self._stores[1]
+        pool, index = self.stores[1]
         return pool.visible[index]
 
     def update(
@@ -116,7 +117,7 @@ class _Layer(CacheLayerMixin):
             Keys and values in the window, `[B, heads, S, dim]` each.
         """
         slots = self._cache.slots(key_states.device)
-        for states, (pool, index) in zip((key_states, value_states), self._stores, strict=True):
+        for states, (pool, index) in zip((key_states, value_states), self.stores, strict=True):
             pool.slots[index].index_copy_(0, slots, states.transpose(1, 2).flatten(0, 1))
         if self._cache.contiguous:
             return self.keys.contiguous(), self.values.contiguous()
@@ -285,6 +286,28 @@ class DenseCache(Cache):
         if device not in self._slots:
             self._slots[device] = next(iter(self._slots.values())).to(device)
         return self._slots[device]
+
+    def write_drafter_layer(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store what a drafter remembers of tokens, which is the last layer.
+
+        Args:
+            slots: Slots of the tokens in the pools, `[T]` int64.
+            key: Their keys, `[T, H, d]`.
+            value: Their values, `[T, H, d]`.
+        """
+        for store, states in zip(self._drafter_stores(), (key, value), strict=True):
+            store.index_copy_(0, slots, states)
+
+    def read_drafter_layer(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a drafter remembers of the tokens at positions `[B, S]`, keys and values `[B, S, H, d]`."""
+        slots = self._flat(torch.zeros_like(positions[:, 0]), positions)  # [B, S]
+        keys, values = (store[slots] for store in self._drafter_stores())
+        return keys, values
+
+    def _drafter_stores(self) -> tuple[Tensor, Tensor]:
+        layer: Any = self.layers[-1]
+        (keys, key_index), (values, value_index) = layer.stores
+        return keys.slots[key_index], values.slots[value_index]
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
         """Move the keys and values of accepted nodes next to those of the committed tokens.

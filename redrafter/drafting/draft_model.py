@@ -56,9 +56,11 @@ class DraftModelProposer:
         """Slots after a row's committed tokens that a step writes to, those of nodes that are cut included."""
         return 1 + self.beams * self.depth
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None) -> Tree:
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
         """Draft a tree by beam search, on the draft model's device; see `Proposer.propose`."""
-        assert cache is not None, "a draft model has a cache"
+        assert draft_cache is not None, "a draft model has a cache"
         home, away = state.length.device, self.model.device
         if home != away:  # only tokens, lengths and flags are moved, no logits
             ids = {name: getattr(state, name).to(away) for name in ("tokens", "length", "active")}
@@ -67,7 +69,7 @@ class DraftModelProposer:
             noise = sampler.stream(DRAFT).noise(state.length + 1, self.depth)  # [B, K, V]
         elif home != away:
             noise = sampler.noise(state.length + 1, self.depth)
-        tree, sampled_from = self._search(state, sampler, noise, cache)
+        tree, sampled_from = self._search(state, sampler, noise, draft_cache)
         if self.sampled and noise is not None and sampled_from:
             tree = replace(tree, sampled_from=torch.cat(sampled_from, dim=1))
         return tree if home == away else tree.to(home)

@@ -7,6 +7,7 @@ Training and drafting call the same `RecurrentDrafter.step`, so that what was tr
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedModel
 
+from redrafter.drafting.context_attention import ContextAttention, ContextWindow
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import check_drafter, load_error
@@ -39,6 +41,7 @@ class RecurrentDrafter(PreTrainedModel):
     """The drafter's recurrence and head; the target's embedding table is shared and not stored.
 
     Attributes:
+        context: What attends to the text's committed tokens; None where nothing does.
         draft_ids: The target's id of each of the head's ids, `[V']` int64; None where the head has all ids.
         rnn_joined: W and U side by side, `[D, 2D]`, after `join_recurrence`; None before.
     """
@@ -71,6 +74,7 @@ class RecurrentDrafter(PreTrainedModel):
         elif config.rnn:
             self.rnn_u = nn.Linear(hidden, hidden)
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
+        self.context = ContextAttention(config) if config.context_window else None
         ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", ids)
@@ -102,7 +106,13 @@ class RecurrentDrafter(PreTrainedModel):
         normed = rms_norm(precise, (size,), eps=self.config.rms_norm_eps).to(hidden)
         return last + self.fuse(torch.cat([last, normed.flatten(-2)], dim=-1))
 
-    def step(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def step(
+        self,
+        embedding: Tensor,
+        state: Tensor | None,
+        hidden: Tensor,
+        read: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Make one step of the recurrence and compute the logits of the next token.
 
         Args:
@@ -110,28 +120,43 @@ class RecurrentDrafter(PreTrainedModel):
             state: The recurrent state, `[..., D]`; None at the first step.
             hidden: The target's hidden state that produced the token before the first draft, as `fuse_hidden` returns
                 it, `[..., D]`.
+            read: Returns what new states `[..., D]` read of the committed tokens, `[..., D]`; None where nothing is
+                read.
 
         Returns:
             Logits `[..., V']` over the drafter's vocabulary and the new state `[..., D]`.
         """
-        x, state = self.advance(embedding, state, hidden)
+        x, state = self.advance(embedding, state, hidden, read)
         return self.lm_head(x), state
 
     forward = step
 
-    def advance(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def advance(
+        self,
+        embedding: Tensor,
+        state: Tensor | None,
+        hidden: Tensor,
+        read: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Make one step without its last product, for the same arguments as `step`.
 
         Returns:
             The input of `lm_head`, `[..., R]`, and the new state `[..., D]`.
         """
         state = self._recur(embedding, state, hidden)
-        x = torch.cat([hidden.expand_as(state), state], dim=-1)  # [..., 2D]
+        informed = state if read is None else state + read(state)
+        x = torch.cat([hidden.expand_as(state), informed], dim=-1)  # [..., 2D]
         if self.input_proj is not None:
             x = self.input_proj(x)
         for layer in self.layers:
             x = layer(x)
         return x if self.head_proj is None else self.head_proj(x), state
+
+    def read_context(self, step: int, window: ContextWindow, state: Tensor) -> Tensor:
+        """Return what the states of a step read of the committed tokens, `[B, w, D]`; see `ContextAttention`."""
+        assert self.context is not None
+        read: Tensor = self.context(state, step, window)
+        return read
 
     def join_recurrence(self) -> None:
         """Compute `W e + U s` as one product from now on, from a copy of both weights.

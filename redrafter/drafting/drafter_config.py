@@ -33,6 +33,11 @@ class DrafterConfig(PretrainedConfig):
         target_layers: Decoder layers of the target, ascending from 0, whose outputs the drafter reads beside the last
             hidden state.
         rms_norm_eps: Epsilon of the RMS norm that is applied to the outputs of `target_layers`.
+        context_window: Pairs of a committed token and the one after it that the recurrent state attends to at each
+            step, the nearest ones; None for a drafter that reads nothing of the text but h.
+        context_heads: Query heads of that attention.
+        context_kv_heads: Its key and value heads, which divide the query heads.
+        context_head_dim: Width of a head.
         head_rank: Rank of the head's weight, which makes it smaller by E / head_rank; None for full rank.
         draft_vocab_size: V', ids that the head can draft, with a map to the target's ids in the weights; None for all.
         draft_beams: Default number of beams (transformers reserves the name `num_beams` in a saved config).
@@ -56,6 +61,10 @@ class DrafterConfig(PretrainedConfig):
         recurrence: str = "apple",
         target_layers: Sequence[int] = (),
         rms_norm_eps: float = 1e-6,
+        context_window: int | None = None,
+        context_heads: int = 4,
+        context_kv_heads: int = 1,
+        context_head_dim: int = 64,
         head_rank: int | None = None,
         draft_vocab_size: int | None = None,
         draft_beams: int = 5,
@@ -73,6 +82,10 @@ class DrafterConfig(PretrainedConfig):
         self.recurrence = recurrence
         self.target_layers = list(target_layers) if isinstance(target_layers, Sequence) else [target_layers]
         self.rms_norm_eps = rms_norm_eps
+        self.context_window = context_window
+        self.context_heads = context_heads
+        self.context_kv_heads = context_kv_heads
+        self.context_head_dim = context_head_dim
         self.head_rank = head_rank
         self.draft_vocab_size = draft_vocab_size
         self.draft_beams = draft_beams
@@ -84,9 +97,17 @@ class DrafterConfig(PretrainedConfig):
 
     def check(self) -> None:
         """Raise `ArgumentError` for values that no drafter can have."""
-        for name in ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam"):
+        context = ("context_heads", "context_kv_heads", "context_head_dim")
+        for name in ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam", *context):
             self._check_size(name)
-        for name in ("head_rank", "trained_draft_len", "draft_vocab_size"):
+        if self.context_heads % self.context_kv_heads:
+            raise ArgumentError(
+                f"DrafterConfig.context_heads must be a multiple of context_kv_heads={self.context_kv_heads}, got "
+                f"{self.context_heads}"
+            )
+        if self.context_head_dim % 2:
+            raise ArgumentError(f"DrafterConfig.context_head_dim must be even, got {self.context_head_dim}")
+        for name in ("context_window", "head_rank", "trained_draft_len", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 self._check_size(name)
         self._check_size("num_draft_layers", 0, MAX_LAYERS)

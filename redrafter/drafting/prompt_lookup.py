@@ -48,7 +48,14 @@ class PromptLookupProposer:
         """Slots after a row's committed tokens that a step writes to."""
         return self.nodes
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None = None) -> Tree:
+    def propose(
+        self,
+        state: State,
+        sampler: Sampler,
+        noise: Tensor | None,
+        cache: KVCache | None = None,
+        draft_cache: KVCache | None = None,
+    ) -> Tree:
         """Copy drafts from each row's own text; see `Proposer.propose`."""
         last = state.length[:, None]  # [B, 1], position of the pending token
         start = torch.zeros_like(last)  # [B, 1], position of the drafts; 0 without a match

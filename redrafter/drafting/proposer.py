@@ -68,14 +68,17 @@ class Proposer(Protocol):
     def model(self) -> Target | None:
         """The LM that drafts and has a KV cache of its own; None for a proposer without one."""
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None) -> Tree:
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
         """Draft a tree whose root is each row's pending token.
 
         Args:
             state: The rows' texts, pending tokens and hidden states.
             sampler: How the target will draw.
             noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
-            cache: The keys and values of `model`; None without a model.
+            cache: The target's keys and values, and what its drafter stores beside them.
+            draft_cache: The keys and values of `model`; None without a model.
         """
 
 
@@ -84,6 +87,8 @@ class PlainProposer:
 
     nodes, depth, scratch_slots, model = 1, 0, 1, None
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None) -> Tree:
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
         """Return the pending token alone."""
         return chain(state.pending)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from redrafter.cache.paged import KVCache
+from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
@@ -16,7 +17,7 @@ from redrafter.target.target import Target
 from redrafter.tree.beam_search import beam_search
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["RecurrentProposer"]
+__all__ = ["RecurrentProposer", "remember"]
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,35 @@ class RecurrentProposer:
         """Slots after a row's committed tokens that a step writes to."""
         return self.nodes
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None = None) -> Tree:
+    def propose(
+        self,
+        state: State,
+        sampler: Sampler,
+        noise: Tensor | None,
+        cache: KVCache | None = None,
+        draft_cache: KVCache | None = None,
+    ) -> Tree:
         """Draft a tree by beam search; see `Proposer.propose`."""
-        return self.search(state, sampler, noise)
+        if self.drafter.context is None:
+            return self.search(state, sampler, noise)
+        assert cache is not None, "what the drafter remembers of the texts is in the target's cache"
+        return self.search(state, sampler, noise, window=self.read_window(state.length, cache))
+
+    def read_window(self, length: Tensor, cache: KVCache) -> ContextWindow:
+        """Return what the drafter remembers of the last committed tokens of rows with `length` `[B]` of them."""
+        size = self.drafter.config.context_window
+        assert size is not None
+        positions = (length[:, None] - 1 - size) + torch.arange(size + 1, device=length.device)  # [B, S+1]
+        keys, values = cache.read_drafter_layer(positions.clamp(min=0))
+        return ContextWindow(keys[:, :-1], values[:, 1:], positions[:, :-1] >= 0, length)
 
     def search(
-        self, state: State, sampler: Sampler, noise: Tensor | None, should_stop: Callable[[Tensor], bool] | None = None
+        self,
+        state: State,
+        sampler: Sampler,
+        noise: Tensor | None,
+        should_stop: Callable[[Tensor], bool] | None = None,
+        window: ContextWindow | None = None,
     ) -> Tree:
         """Draft a tree whose root is each row's pending token.
 
@@ -62,6 +86,7 @@ class RecurrentProposer:
             sampler: How the target will draw.
             noise: The noise that the target will draw with, by depth, `[B, K+1, V]`; None if greedy.
             should_stop: Ends the search early, as `beam_search` describes; None to search all steps.
+            window: What the drafter reads of the committed tokens; None where it reads nothing.
         """
         carried: Tensor | None = None  # [B, w, D], the recurrent state of each beam
         hidden, ids = self.drafter.fuse_hidden(state.hidden)[:, None], self.drafter.draft_ids
@@ -69,7 +94,7 @@ class RecurrentProposer:
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried
-            logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, hidden)
+            logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, hidden, k, window)
             return sampler.draft_scores(logits, noise, k, ids)
 
         shared = None
@@ -95,6 +120,8 @@ def _advance(
     sources: Tensor,
     carried: Tensor | None,
     hidden: Tensor,
+    step: int,
+    window: ContextWindow | None,
 ) -> tuple[Tensor, Tensor]:
     """Make one drafter step for every beam, from the recurrent state of the beam that it continues.
 
@@ -105,16 +132,43 @@ def _advance(
         sources: Beam of the previous step that each beam continues, `[B, w]` int64.
         carried: Recurrent states after the previous step, `[B, w', D]`; None at the first step.
         hidden: The target's hidden state as the drafter reads it, `[B, 1, D]`.
+        step: Number of the step, from 0.
+        window: What the drafter reads of the committed tokens; None where it reads nothing.
 
     Returns:
         Logits `[B, w, V']` and the new recurrent states `[B, w, D]`.
     """
     if carried is not None:
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
-    return drafter.step(embedding(tokens), carried, hidden)
+    read = None if window is None else partial(drafter.read_context, step, window)
+    return drafter.step(embedding(tokens), carried, hidden, read)
 
 
 @cache
 def _compiled_advance() -> Any:
     """Return `_advance` compiled, once for all proposers."""
     return torch.compile(_advance, dynamic=True)
+
+
+def remember(drafter: RecurrentDrafter, embedding: nn.Module, compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the function that computes what a drafter stores of tokens; see `DrafterLayer.remember`.
+
+    Args:
+        drafter: A drafter that attends to committed tokens.
+        embedding: The target's embedding table.
+        compiled: Whether to run it through torch.compile.
+    """
+    return partial(_compiled_remember() if compiled else _remember, drafter, embedding)
+
+
+def _remember(
+    drafter: RecurrentDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    assert drafter.context is not None
+    return drafter.context.remember(drafter.fuse_hidden(hidden), embedding(ids), positions)
+
+
+@cache
+def _compiled_remember() -> Any:
+    """Return `_remember` compiled, once for all proposers."""
+    return torch.compile(_remember, dynamic=True)

@@ -7,17 +7,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from redrafter.cache.dense import LayerShape
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.draft_gain import STEP_COSTS
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.proposer import Proposer
-from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.recurrent import RecurrentProposer, remember
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning
 from redrafter.files.checkpoint_kind import check_drafter
+from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.target import Target
 from redrafter.tree.beam_search import node_count
 
@@ -66,9 +68,15 @@ class ReDrafter(Engine):
         if message := draft_length_warning(config, depth):
             warnings.warn(message, stacklevel=3)
         target.read_aux_hidden(config.target_layers)
+        compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
+        if config.context_window is not None:
+            stored = LayerShape(
+                config.context_kv_heads, config.context_head_dim, config.context_head_dim, target.dtype, target.device
+            )
+            target.store_drafter_layer(DrafterLayer(drafter, stored, remember(drafter, target.embedding, compiled)))
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._proposers: dict[tuple[int, int, int, int | None], RecurrentProposer] = {}
-        self._compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
+        self._compiled = compiled
         if target.device.type == "cuda":
             drafter.join_recurrence()
         super().__init__(target, self._propose(target, shape), options)

@@ -61,16 +61,16 @@ class CacheSupport:
         reader.use_masks_on_dense_cache(not (probe.kinds and on_cpu))
         self._settle_dense(reader)
 
-    def new_dense(self, rows: int) -> DenseCache:
-        """Return an empty dense cache for `rows` rows."""
-        return DenseCache(self.shapes, rows, self._contiguous)
+    def new_dense(self, rows: int, shapes: Sequence[LayerShape]) -> DenseCache:
+        """Return an empty dense cache for `rows` rows, of layers with these shapes."""
+        return DenseCache(shapes, rows, self._contiguous)
 
     def _settle_dense(self, reader: PromptReader) -> None:
         """Find the fastest way on a dense cache: without masks for prompts, then with them, then with copied keys."""
         try:
             self._self_test.run(self.shapes, self._reserved_dense)
         except UnsupportedError as error:
-            if reader.reads_without_masks(self.new_dense(1)):
+            if reader.reads_without_masks(self.new_dense(1, self.shapes)):
                 reader.use_masks_on_dense_cache(True)  # its attention cannot be replaced
             elif isinstance(error.__cause__, RuntimeError) and not self._contiguous:
                 self._contiguous = True

@@ -60,14 +60,16 @@ class PaddedForward(TreeForward):
                 past_key_values=cache,
                 use_cache=True,
             )
-            hidden = self._recorded_hidden()
-        return out.logits.to(self._device), hidden.to(self._device)
+            hidden = self._recorded_hidden().to(self._device)  # [B, M, F]
+        if self._drafter_layer is not None:
+            flat = tree.tokens[:, -new:].flatten(), positions.flatten(), hidden.flatten(0, 1)
+            self._drafter_layer.write(cache, cache.slots(self._device), *flat)
+        if logits_index is not None:
+            hidden = _take(hidden, logits_index)
+        return out.logits.to(self._device), hidden
 
     def _select(self, hidden: Tensor) -> Tensor:
-        if self._index is None:
-            return hidden
-        index = self._index.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        return hidden.gather(1, index)  # [B, 1, D]
+        return hidden if self._index is None else _take(hidden, self._index.to(hidden.device))
 
     def _choosing_rope(self, long: Tensor | None, new: int) -> AbstractContextManager[None]:
         if self._rope is None or long is None:
@@ -82,3 +84,8 @@ class PaddedForward(TreeForward):
             for name, kind in self._kinds.by_name.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _take(hidden: Tensor, index: Tensor) -> Tensor:
+    """Return the hidden states `[B, 1, D]` of one node of each row, `index` `[B]`."""
+    return hidden.gather(1, index[:, None, None].expand(-1, 1, hidden.shape[-1]))

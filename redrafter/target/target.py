@@ -20,6 +20,7 @@ from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.aux_hidden import decoder_layers
 from redrafter.target.cache_support import CacheSupport
+from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.mode_checks import check_autocast
 from redrafter.target.padded_forward import PaddedForward
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
@@ -50,6 +51,7 @@ class Target:
         context: Positions that the model can tell apart; None when it names no limit.
         rope: Its rope, where the frequencies switch at some length of text; else None.
         aux_layers: Decoder layers whose outputs stand behind the last hidden states; None before `read_aux_hidden`.
+        drafter_layer: What a drafter stores of every token beside the model's keys and values; None for nothing.
         varlen_forward: The forward over a paged cache.
         prompt_reader: What reads prompts.
     """
@@ -84,6 +86,7 @@ class Target:
         self.hidden_size, self.vocab_size = head_width(self.head, self.config), self.config.vocab_size
         self.aux_layers: tuple[int, ...] | None = None
         self.rope: SwitchingRope | None = None
+        self.drafter_layer: DrafterLayer | None = None
         warn_of_shared_scales(model.config, self.name)
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
@@ -116,12 +119,12 @@ class Target:
     @property
     def shapes(self) -> list[LayerShape]:
         """What each layer stores on a dense cache."""
-        return self._caches.shapes
+        return self._with_drafter_layer(self._caches.shapes)
 
     @property
     def paged_shapes(self) -> list[LayerShape]:
         """What each layer stores on a paged cache."""
-        return self._caches.paged_shapes
+        return self._with_drafter_layer(self._caches.paged_shapes)
 
     @property
     def paged(self) -> Support:
@@ -152,7 +155,7 @@ class Target:
 
     def new_cache(self, rows: int) -> DenseCache:
         """Return an empty dense cache for `rows` rows."""
-        return self._caches.new_dense(rows)
+        return self._caches.new_dense(rows, self.shapes)
 
     @property
     def feature_size(self) -> int:
@@ -195,6 +198,27 @@ class Target:
         cache.reserve(1)
         with torch.no_grad():
             self.verify(chain(token), token[0], cache)
+
+    def store_drafter_layer(self, layer: DrafterLayer) -> None:
+        """Store a drafter's keys and values of every token that is read later, in caches that are made from now on.
+
+        Args:
+            layer: What is stored.
+
+        Raises:
+            MismatchError: Another drafter stores some already.
+        """
+        if self.drafter_layer is not None and self.drafter_layer.owner is layer.owner:
+            return
+        if self.drafter_layer is not None:
+            raise MismatchError("another drafter stores keys and values beside this target's; load the target anew")
+        _ = self.paged  # its self-test is of caches without that layer
+        self.drafter_layer = layer
+        for forward in self._forwards:
+            forward.store_drafter_layer(layer)
+
+    def _with_drafter_layer(self, shapes: list[LayerShape]) -> list[LayerShape]:
+        return shapes if self.drafter_layer is None else [*shapes, self.drafter_layer.shape]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Look up ids `[...]` in the model's embedding table, `[..., D]`: what a drafter's recurrence reads."""

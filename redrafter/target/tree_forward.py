@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.errors import UnsupportedError
 from redrafter.target.aux_hidden import join_hidden, only_in_this_thread, watch_outputs
+from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.rope import SwitchingRope
 from redrafter.tree.token_tree import Tree
 
@@ -51,6 +52,7 @@ class TreeForward(ABC):
         self._rope: SwitchingRope | None = None
         self._aux_layers: Sequence[nn.Module] = ()
         self._aux_layer_ids: tuple[int, ...] = ()
+        self._drafter_layer: DrafterLayer | None = None
         self._lock: Any = _LOCKS.setdefault(parts.model, threading.RLock())
         self._index: Tensor | None = None  # this and the next two hold something only during a call
         self._head_inputs: tuple[Tensor, ...] = ()
@@ -87,6 +89,10 @@ class TreeForward(ABC):
         """
         self._aux_layers, self._aux_layer_ids = layers, layer_ids
 
+    def store_drafter_layer(self, layer: DrafterLayer | None) -> None:
+        """Store a drafter's keys and values of all tokens of later calls, in caches that have a layer for them."""
+        self._drafter_layer = layer
+
     def switch_rope(self, rope: SwitchingRope | None) -> None:
         """Let `long` of all later calls choose between the two ropes of the model."""
         self._rope = rope
@@ -99,7 +105,7 @@ class TreeForward(ABC):
         self._index, self._head_inputs, self._aux_outputs = index, (), ()
 
     def _recorded_hidden(self) -> Tensor:
-        """Return what was recorded of a forward, joined to `[..., F]`, and forget it."""
+        """Return the hidden states of all tokens of a forward, joined to `[..., F]`, and forget them."""
         if len(self._head_inputs) != 1:
             raise UnsupportedError(
                 f"{type(self._model).__name__} calls its head {len(self._head_inputs)} times a forward; it must be once"
@@ -127,7 +133,7 @@ class TreeForward(ABC):
             self._start_recording(None)
 
     def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Pass only the hidden states of selected tokens on to the LM head, and record them.
+        """Record the hidden states of all tokens, and pass only those of selected ones on to the LM head.
 
         This is a forward pre-hook of the head, so logits are computed for these tokens alone.
 
@@ -138,9 +144,8 @@ class TreeForward(ABC):
         Returns:
             The arguments, with the hidden states that `_select` picks in place of all.
         """
-        hidden = self._select(args[0])
-        self._head_inputs = (*self._head_inputs, hidden)
-        return (hidden, *args[1:])
+        self._head_inputs = (*self._head_inputs, args[0])
+        return (self._select(args[0]), *args[1:])
 
     def _record_aux_output(self, output: Tensor) -> None:
-        self._aux_outputs = (*self._aux_outputs, self._select(output))
+        self._aux_outputs = (*self._aux_outputs, output)

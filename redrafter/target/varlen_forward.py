@@ -65,8 +65,8 @@ class VarlenForward(TreeForward):
             index = (tree.row_starts()[:-1] + logits_index).clamp(max=tree.size - 1)
         logits, hidden = self._run_tree(tree, length, cache, index, long, None)
         if logits_index is not None:
-            return logits[:, None], hidden[:, None]
-        return _by_row(tree, logits, hidden)
+            return logits[:, None], hidden[index][:, None]
+        return _by_row(tree, logits, hidden[: tree.size])
 
     def verify_and_read(
         self, tree: Tree, length: Tensor, cache: PagedCache, chunks: PromptChunks
@@ -75,7 +75,7 @@ class VarlenForward(TreeForward):
         count = tree.size
         index = torch.cat([torch.arange(count, device=length.device), count + chunks.last])
         logits, hidden = self._run_tree(tree, length, cache, index, None, chunks)
-        ends = ChunkEnds(logits[count:], hidden[count:])
+        ends = ChunkEnds(logits[count:], hidden[index[count:]])
         return *_by_row(tree, logits[:count], hidden[:count]), ends
 
     def _run_tree(
@@ -98,7 +98,7 @@ class VarlenForward(TreeForward):
             chunks: What is read of prompts; None for nothing.
 
         Returns:
-            Logits `[R, V]` and hidden states `[R, F]`.
+            Logits `[R, V]` and the hidden states of all tokens, `[T, F]`.
         """
         wanted, nodes = len(index), _flat_nodes(tree)
         ids = tree.tokens[:, -tree.new :].flatten()[nodes]
@@ -107,6 +107,7 @@ class VarlenForward(TreeForward):
             ids, positions = torch.cat([ids, chunks.tokens]), torch.cat([positions, chunks.positions()])
         if self._context is not None:
             positions = positions.clamp(max=self._context - 1)  # what is past the end is never kept
+        tokens = ids, positions
         ids, positions, index = _aligned(ids), _aligned(positions), _aligned(index)
         plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
         if long is not None:
@@ -116,7 +117,13 @@ class VarlenForward(TreeForward):
             torch._dynamo.maybe_mark_dynamic(x, 0)
         with self._lock, self._attending(ATTENTION_NAME, plan, threads_apart=False), self._fused or nullcontext():
             logits, hidden = self._run(ids, positions, index, plan, long)
-        return logits[:wanted], hidden[:wanted]
+        hidden = hidden[: len(tokens[0])]
+        if self._drafter_layer is not None:
+            above = tree.tokens.shape[1] - tree.new
+            slots = cache.slots(length[:, None] + torch.arange(above, above + tree.new, device=length.device))[nodes]
+            slots = slots if chunks is None else torch.cat([slots, chunks.slots()])
+            self._drafter_layer.write(cache, slots, *tokens, hidden)
+        return logits[:wanted], hidden
 
     def read_pieces(
         self, pieces: Sequence[Piece], prompts: Tensor, cache: KVCache, long: Tensor | None, *, all_tokens: bool
@@ -148,7 +155,15 @@ class VarlenForward(TreeForward):
             answer_by_position(self._slot_readers, positions[None]),
             self._fused or nullcontext(),
         ):
-            return self._plain(tokens, positions, index, plan, long, cache if isinstance(cache, DenseCache) else None)
+            dense = cache if isinstance(cache, DenseCache) else None
+            logits, hidden = self._plain(tokens, positions, index, plan, long, dense)
+        if self._drafter_layer is not None:
+            if isinstance(cache, DenseCache):
+                slots = cache.slots(tokens.device)
+            else:
+                slots = cache.plan_prefill(pieces).new
+            self._drafter_layer.write(cache, slots, tokens, positions, hidden)
+        return logits, hidden[index]
 
     @property
     def linears_fused(self) -> bool:
@@ -189,7 +204,7 @@ class VarlenForward(TreeForward):
             cache: The model's own kind of cache, where the plan names no pages.
 
         Returns:
-            Logits `[R, V]` and hidden states `[R, F]`.
+            Logits `[R, V]` and the hidden states of all tokens, `[T, F]`.
         """
         self._start_recording(index)
         self._long = long

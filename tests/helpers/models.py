@@ -129,7 +129,9 @@ class Scripted:
         """N, the nodes of the tree."""
         return 1 + self.beams * self.depth
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: None = None) -> Tree:
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: None = None, draft_cache: None = None
+    ) -> Tree:
         """Return a tree whose first beam follows the script."""
         rows, script = len(state.length), self._script_of_rows(state)
         index = state.length[:, None] + 1 + torch.arange(self.depth)

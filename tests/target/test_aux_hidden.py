@@ -314,20 +314,18 @@ def test_drafts_are_made_from_what_the_trainer_reads(monkeypatch, architecture, 
     """Compare the hidden state of every row at every step, and the tree that follows from it."""
     model, propose, changed = tiny_model(architecture), RecurrentProposer.propose, []
 
-    def checked(
-        self: RecurrentProposer, state: State, sampler: Sampler, noise: Tensor | None, cache: object = None
-    ) -> Tree:
-        tree = propose(self, state, sampler, noise, cache)
+    def checked(self: RecurrentProposer, state: State, sampler: Sampler, noise: Tensor | None, *caches: object) -> Tree:
+        tree = propose(self, state, sampler, noise, *caches)
         offline = state.hidden.clone()
         for row in state.active.nonzero().flatten().tolist():
             with Teacher(model, self.drafter.config.target_layers) as teacher:
                 offline[row] = teacher.read(state.tokens[row : row + 1, : state.length[row] + 1]).hidden[0, -2]
         torch.testing.assert_close(state.hidden[state.active], offline[state.active], atol=1e-4, rtol=1e-3)
-        expected = propose(self, replace(state, hidden=offline), sampler, noise, cache)
+        expected = propose(self, replace(state, hidden=offline), sampler, noise, *caches)
         assert torch.equal(tree.tokens[state.active], expected.tokens[state.active])
         assert torch.equal(tree.parents[state.active], expected.parents[state.active])
         offline[:, HIDDEN:] = 0
-        blind = propose(self, replace(state, hidden=offline), sampler, noise, cache)
+        blind = propose(self, replace(state, hidden=offline), sampler, noise, *caches)
         changed.append(not torch.equal(tree.tokens[state.active], blind.tokens[state.active]))
         return tree
 

@@ -1,0 +1,144 @@
+"""Attention of a drafter over a text's committed tokens, so that each draft can look up what followed its like.
+
+A key says what stood at a token, a value what stood at the token after it: a drafted token that occurred before finds
+what came next there. Both are made of one token alone, as in a decoder layer, and are cached beside the target's own.
+"""
+
+from typing import NamedTuple
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
+
+from redrafter.drafting.drafter_config import DrafterConfig
+
+__all__ = ["ContextAttention", "ContextWindow", "packed_mask"]
+
+ROPE_THETA = 10_000.0
+
+
+class ContextWindow(NamedTuple):
+    """The last S pairs of a token and the one after it, in each of B rows.
+
+    Attributes:
+        keys: Keys of the first token of each pair, `[B, S, H, d]`.
+        values: Values of the second one, `[B, S, H, d]`.
+        visible: Which pairs there are, `[B, S]` bool.
+        length: Committed tokens of each row, `[B]` int64.
+    """
+
+    keys: Tensor
+    values: Tensor
+    visible: Tensor
+    length: Tensor
+
+
+class ContextAttention(nn.Module):
+    """Attention with grouped heads, rotary positions, RMS-normalised queries and keys, and nothing as one more choice.
+
+    Args:
+        config: The architecture of the drafter.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        width, self.size, self.eps = config.hidden_size, config.context_head_dim, config.rms_norm_eps
+        self.query = nn.Linear(width, config.context_heads * self.size, bias=False)
+        self.key = nn.Linear(2 * width, config.context_kv_heads * self.size, bias=False)
+        self.value = nn.Linear(2 * width, config.context_kv_heads * self.size, bias=False)
+        self.scale = nn.Parameter(torch.ones(self.size))
+        self.out = nn.Linear(config.context_heads * self.size, width, bias=False)
+
+    def remember(self, hidden: Tensor, embedding: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the key and the value of tokens, `[..., H, d]` each.
+
+        Args:
+            hidden: Hidden states of the tokens as `RecurrentDrafter.fuse_hidden` returns them, `[..., D]`.
+            embedding: The target's embeddings of the tokens, `[..., D]`.
+            position: Their positions, `[...]` int64.
+        """
+        joined = torch.cat([_norm(hidden, self.eps), _norm(embedding, self.eps)], dim=-1)  # [..., 2D]
+        key, value = (x.unflatten(-1, (-1, self.size)) for x in (self.key(joined), self.value(joined)))
+        return _rotate(_norm(key, self.eps), position), value
+
+    def forward(self, state: Tensor, step: int, window: ContextWindow) -> Tensor:
+        """Return what recurrent states read of the committed tokens, `[B, w, D]`.
+
+        Args:
+            state: The states of w beams in each row, `[B, w, D]`.
+            step: Draft step that made them, from 0.
+            window: What they see.
+        """
+        query = self._queries(state, (window.length + step)[:, None])  # [B, w, h, d]
+        groups = window.keys.shape[2]
+        query = rearrange(query, "b w (h g) d -> b h (w g) d", h=groups)
+        scores = query @ rearrange(window.keys, "b s h d -> b h d s").to(query.dtype)  # [B, H, w g, S]
+        scores = scores.float().masked_fill(~window.visible[:, None, None], -torch.inf) * self.size**-0.5
+        weights = pad(scores, (1, 0)).softmax(dim=-1)[..., 1:]  # the first choice is nothing
+        attended = weights.to(window.values.dtype) @ rearrange(window.values, "b s h d -> b h s d")
+        return self.out(rearrange(attended, "b h (w g) d -> b w (h g d)", w=state.shape[1]))
+
+    def read_packed(self, state: Tensor, step: int, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return what the states of all positions of packed texts read, `[B, T, D]`, as `forward` would for each.
+
+        Args:
+            state: The state of each anchor, at the anchor's position, `[B, T, D]`.
+            step: Draft step that made them, from 0.
+            keys: Keys of the tokens, `[B, T, H, d]`.
+            values: Their values, `[B, T, H, d]`.
+            mask: Which tokens each anchor sees the pair of, `[B, T, T]` bool; see `packed_mask`.
+        """
+        position = torch.arange(state.shape[1], device=state.device) + 1 + step
+        query, dtype = self._queries(state, position), values.dtype  # [B, T, h, d]
+        copies = query.shape[2] // keys.shape[2]
+        # In front stands the choice of nothing. The value of a pair is that of its second token.
+        keys, values = pad(keys[:, :-1], (0, 0, 0, 0, 1, 0)), pad(values[:, 1:], (0, 0, 0, 0, 1, 0))  # [B, T, H, d]
+        attended = scaled_dot_product_attention(
+            rearrange(query.to(dtype), "b t h d -> b h t d"),
+            repeat(keys.to(dtype), "b s h d -> b (h copies) s d", copies=copies),
+            repeat(values, "b s h d -> b (h copies) s d", copies=copies),
+            attn_mask=pad(mask[:, :, :-1], (1, 0), value=True)[:, None],
+        )
+        return self.out(rearrange(attended, "b h t d -> b t (h d)"))
+
+    def _queries(self, state: Tensor, position: Tensor) -> Tensor:
+        """Return the queries of states `[..., D]` at positions that broadcast to `[...]`, `[..., h, d]`."""
+        query = self.query(_norm(state, self.eps)).unflatten(-1, (-1, self.size))
+        return _rotate(_norm(query, self.eps) * self.scale, position)
+
+
+def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, device: torch.device) -> Tensor:
+    """Return which tokens each anchor of packed texts sees the pair of.
+
+    A pair ends at the anchor at the latest, which is the last committed token.
+
+    Args:
+        segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
+        rows: B, rows.
+        length: T, tokens of a row.
+        window: Most pairs that an anchor sees.
+        device: Where the mask goes.
+
+    Returns:
+        `[B, T, T]` bool.
+    """
+    index = torch.arange(length, device=device)
+    distance = index[:, None] - index
+    visible = ((distance >= 1) & (distance <= window)).expand(rows, -1, -1)
+    return visible if segment is None else visible & (segment[:, :, None] == segment[:, None])
+
+
+def _norm(x: Tensor, eps: float) -> Tensor:
+    """RMS-normalise the last dimension; a weight would be one with that of the product that follows."""
+    return rms_norm(x, x.shape[-1:], eps=eps)
+
+
+def _rotate(x: Tensor, position: Tensor) -> Tensor:
+    """Rotate heads `[..., h, d]` by positions that broadcast to `[...]`, and return them in their dtype."""
+    size = x.shape[-1]
+    frequency = ROPE_THETA ** (-torch.arange(0, size, 2, device=x.device) / size)  # [d / 2]
+    angle = (position[..., None] * frequency)[..., None, :]  # [..., 1, d / 2]
+    cosine, sine = angle.cos(), angle.sin()
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
