@@ -158,10 +158,7 @@ class VarlenForward(TreeForward):
             dense = cache if isinstance(cache, DenseCache) else None
             logits, hidden = self._plain(tokens, positions, index, plan, long, dense)
         if self._drafter_layer is not None:
-            if isinstance(cache, DenseCache):
-                slots = cache.slots(tokens.device)
-            else:
-                slots = cache.plan_prefill(pieces).new
+            slots = cache.slots(tokens.device) if isinstance(cache, DenseCache) else cache.plan_prefill(pieces).new
             self._drafter_layer.write(cache, slots, tokens, positions, hidden)
         return logits, hidden[index]
 
