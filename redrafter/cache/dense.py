@@ -33,6 +33,7 @@ class LayerShape:
         device: Where the layer runs.
         source: For a layer that stores nothing, the layer whose keys and values it attends to; None where it attends to
             no tokens before it.
+        of_drafter: Whether it is what a drafter stores, which stands behind the model's own layers.
     """
 
     heads: int
@@ -41,6 +42,7 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     source: int | None = None
+    of_drafter: bool = False
 
     def storing_nothing(self, source: int | None = None) -> "LayerShape":
         """Return the shape of a layer beside this one that stores nothing of its own."""
@@ -171,6 +173,7 @@ class DenseCache(Cache):
             positions and masks are passed to the model; after `reserve_one_token`, the number of committed tokens.
         contiguous: Whether attention is given contiguous copies, as by transformers' own cache.
         pools: The tensors of all layers, one pool for all keys or values of one shape.
+        has_drafter_layer: Whether the last layer is what a drafter stores.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], rows: int, contiguous: bool = False):
@@ -195,6 +198,7 @@ class DenseCache(Cache):
             ]
         )
         self.rows, self.window, self.committed, self._capacity = rows, 0, 0, 0
+        self.has_drafter_layer = shapes[-1].of_drafter
         self._shapes, self._all_rows = shapes, rows
 
     def use_rows(self, rows: int) -> None:

@@ -30,6 +30,7 @@ class KVCachePool:
 
     Attributes:
         num_blocks: Number of blocks, block 0 included.
+        has_drafter_layer: Whether the last layer is what a drafter stores.
         pools: The tensors, `[G, num_blocks * BLOCK_SIZE, heads, dim]` each.
         layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
             None for a layer that attends to no tokens before it.
@@ -42,7 +43,7 @@ class KVCachePool:
             shapes: What each layer stores.
             num_blocks: Number of blocks, block 0 included.
         """
-        self.num_blocks = num_blocks
+        self.num_blocks, self.has_drafter_layer = num_blocks, shapes[-1].of_drafter
         self.pools: list[Tensor] = []
         stores: dict[tuple[int, str], tuple[Tensor, int]] = {}
         for (heads, dim, dtype, device), members in group_by_shape(shapes).items():
@@ -91,11 +92,12 @@ class PagedCache:
         pool: The memory that the blocks are in.
         table: Blocks of each row in order of position, `[B, M]` int32; 0 where a row has fewer.
         window: Slots per row, `M * BLOCK_SIZE`.
+        has_drafter_layer: Whether the last layer is what a drafter stores.
     """
 
     def __init__(self, pool: KVCachePool, table: Tensor):
         """Make a cache of the pool's blocks that `table` lists; `[B, M]` int32."""
-        self.pool, self.table = pool, table
+        self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
         self.window = table.shape[1] * BLOCK_SIZE
 
     def plan(

@@ -70,9 +70,8 @@ class ReDrafter(Engine):
         target.read_aux_hidden(config.target_layers)
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
         if config.context_window is not None:
-            stored = LayerShape(
-                config.context_kv_heads, config.context_head_dim, config.context_head_dim, target.dtype, target.device
-            )
+            heads, width = config.context_kv_heads, config.context_head_dim
+            stored = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True)
             target.store_drafter_layer(DrafterLayer(drafter, stored, remember(drafter, target.embedding, compiled)))
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
         self._proposers: dict[tuple[int, int, int, int | None], RecurrentProposer] = {}

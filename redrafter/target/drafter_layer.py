@@ -31,7 +31,7 @@ class DrafterLayer:
     remember: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
     def write(self, cache: KVCache, slots: Tensor, ids: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        """Store the keys and values of T tokens.
+        """Store the keys and values of T tokens, in a cache that has a layer for them.
 
         Args:
             cache: The cache of the tokens' texts.
@@ -40,5 +40,5 @@ class DrafterLayer:
             positions: Their positions, `[T]` int64.
             hidden: Hidden states that the drafter reads, `[T, F]`.
         """
-        key, value = self.remember(ids, positions, hidden)
-        cache.write_drafter_layer(slots, key, value)
+        if cache.has_drafter_layer:  # one that was made before the drafter was loaded has none
+            cache.write_drafter_layer(slots, *self.remember(ids, positions, hidden))

@@ -14,6 +14,7 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
+from redrafter.target.target import Target
 from redrafter.train.teacher import Teacher
 from redrafter.tree.token_tree import Tree
 
@@ -133,3 +134,19 @@ def test_a_second_drafter_on_one_target_is_refused():
     ReDrafter(engine.target, engine.drafter)
     with pytest.raises(MismatchError, match="load the target anew"):
         ReDrafter(engine.target, context_drafter())
+
+
+@torch.inference_mode()
+def test_a_cache_that_is_older_than_the_drafter_is_left_alone():
+    target = Target(tiny_model("llama"))
+    cache, ids = target.new_cache(1), torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(2))
+    cache.reserve(20)
+    ReDrafter(target, context_drafter())
+    target.prefill(ids, torch.tensor([20]), cache)
+    fresh = target.new_cache(1)
+    fresh.reserve(20)
+    target.prefill(ids, torch.tensor([20]), fresh)
+    assert len(fresh.layers) == len(cache.layers) + 1
+    for mine, other in zip(cache.layers, fresh.layers, strict=False):
+        assert torch.equal(mine.keys, other.keys)
+        assert torch.equal(mine.values, other.values)
