@@ -21,6 +21,7 @@ NEW = 20
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
 PROCESSED = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
 READS_LAYERS = {"recurrence": "gated", "target_layers": (0, 1), "head_rank": 16}
+READS_TEXT = READS_LAYERS | {"context_window": 12, "context_head_dim": 8}
 NOT_CAPTURED = {"deepseek_v3", "gpt_oss", "qwen3_moe"}  # each with a warning that says why
 
 
@@ -63,17 +64,19 @@ def test_compiled_steps_write_what_model_generate_writes(architecture):
 
 @pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
-def test_a_drafter_that_reads_other_layers_changes_no_token(architecture, compile):
-    engine = on_gpu(architecture, tiny_drafter(**READS_LAYERS), compile=compile)
+@pytest.mark.parametrize("form", [READS_LAYERS, READS_TEXT], ids=["layers", "text"])
+def test_a_drafter_that_reads_other_layers_or_the_text_changes_no_token(form, architecture, compile):
+    engine = on_gpu(architecture, tiny_drafter(**form), compile=compile)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gpt_oss is not captured, and says so
         check(engine)
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
-def test_a_captured_step_tells_the_drafter_what_a_plain_forward_does(compile):
+@pytest.mark.parametrize("form", [READS_LAYERS, READS_TEXT], ids=["layers", "text"])
+def test_a_captured_step_tells_the_drafter_what_a_plain_forward_does(form, compile):
     """The same drafts are accepted as on the CPU, by a drafter that goes by what it reads."""
-    model, drafter = tiny_model("llama"), tiny_drafter(**READS_LAYERS)
+    model, drafter = tiny_model("llama"), tiny_drafter(**form)
     ids, mask = uneven_batch()
     text = with_tree(model, drafter, 5, 5).generate(ids, mask, max_new_tokens=NEW, do_sample=False, speculate=False)
     how = TrainConfig(steps=60, draft_len=5, lr=0.01, compile=False, cpu=True, log_every=60, mixed_precision="no")
@@ -107,8 +110,9 @@ def neither_waits_nor_allocates(step: CapturedStep) -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def test_a_step_neither_waits_nor_allocates():
-    engine = on_gpu("llama", compile=False)
+@pytest.mark.parametrize("form", [{}, READS_TEXT], ids=["published", "text"])
+def test_a_step_neither_waits_nor_allocates(form):
+    engine = on_gpu("llama", tiny_drafter(**form), compile=False)
     ids, mask = batch()
     engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
     neither_waits_nor_allocates(step_of_rows(engine, 4))
