@@ -4,6 +4,7 @@ A key says what stood at a token, a value what stood at the token after it: a dr
 what came next there. Both are made of one token alone, as in a decoder layer, and are cached beside the target's own.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,19 @@ class ContextWindow(NamedTuple):
     values: Tensor
     visible: Tensor
     length: Tensor
+
+    @classmethod
+    def read(cls, length: Tensor, size: int, read_tokens: Callable[[Tensor], tuple[Tensor, Tensor]]) -> "ContextWindow":
+        """Return the last `size` pairs of rows with `length` `[B]` committed tokens.
+
+        Args:
+            length: Committed tokens of each row, `[B]` int64.
+            size: S, pairs that are read.
+            read_tokens: Returns the keys and the values of the tokens at positions `[B, S + 1]`, `[B, S + 1, H, d]`.
+        """
+        position = (length[:, None] - 1 - size) + torch.arange(size + 1, device=length.device)  # [B, S + 1]
+        keys, values = read_tokens(position.clamp(min=0))
+        return cls(keys[:, :-1], values[:, 1:], position[:, :-1] >= 0, length)
 
 
 class ContextAttention(nn.Module):

@@ -88,7 +88,8 @@ class TrainingIdentity:
         if saved["base"] != self.base:
             raise MismatchError(f"{path} was made for the base {saved['base']}, not {self.base}; pass --overwrite")
         for name in sorted(self.options.keys() | saved["options"].keys()):
-            old, new = saved["options"].get(name), self.options.get(name)
+            default = getattr(TrainConfig, name, None)  # of an option that was not there yet
+            old, new = saved["options"].get(name, default), self.options.get(name)
             if old != new:
                 raise ArgumentError(
                     f"{path} was made with {flag(name)} {old}, now it is {new}; to go on, give it as it was"

@@ -16,7 +16,7 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 DEFAULT_LENGTH = 512  # tokens
 # Highest values of options: more would fill any memory, or does not fit into the machine's integers and float32.
 MAX_VALUES: dict[str, float] = dict.fromkeys(
-    ("num_layers", "exit_dim", "head_rank", "draft_len", "batch_size"), 1 << 16
+    ("num_layers", "exit_dim", "head_rank", "context_heads", "context_head_dim", "draft_len", "batch_size"), 1 << 16
 )
 MAX_VALUES |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
 MAX_VALUES |= {"length": 1 << 24, "seed": 1 << 62}
@@ -58,6 +58,12 @@ class TrainConfig:
         type=integers,
         metavar="N,...",
     )
+    context_window: int | None = option(
+        None, "tokens of the text that a new drafter attends to at each draft step, the nearest ones (default: none)"
+    )
+    context_heads: int = option(4, "query heads of that attention")
+    context_kv_heads: int = option(1, "its key and value heads, which divide the query heads")
+    context_head_dim: int = option(64, "width of its heads")
     head_rank: int | None = option(None, "rank of a new drafter's head, which makes it smaller (default: full rank)")
     draft_vocab_size: int | None = option(
         None, "token ids that a new drafter knows, the most frequent of the data (default: all)"
@@ -112,9 +118,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         optional = ("length", "steps", "epochs", "minutes", "exit_dim", "head_rank", "draft_vocab_size", "chunk")
+        context = ("context_window", "context_heads", "context_kv_heads", "context_head_dim")
         intervals = ("log_every", "validate_every", "save_every", "keep")
         sizes = ("batch_size", "accumulate", "draft_len", "validate_tokens")
-        for name in (*sizes, *intervals, "decay", "lr", "max_grad_norm", *optional):
+        for name in (*sizes, *intervals, *context, "decay", "lr", "max_grad_norm", *optional):
             if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
         for name in ("num_layers", "weight_decay", "validate_prompts", "seed"):
@@ -127,6 +134,16 @@ class TrainConfig:
             value, highest = getattr(self, item.name), MAX_VALUES.get(item.name, 1 << 31)
             if type(value) in (int, float) and value > highest and item.name not in ("epochs", "minutes"):
                 raise ArgumentError(f"{flag(item.name)} must be at most {highest}, got {value}")
+        for name in ("context_heads", "context_kv_heads", "context_head_dim"):
+            if self.context_window is None and getattr(self, name) != getattr(TrainConfig, name):
+                raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
+        if self.context_heads % self.context_kv_heads:
+            raise ArgumentError(
+                f"--context-heads must be a multiple of --context-kv-heads={self.context_kv_heads}, got "
+                f"{self.context_heads}"
+            )
+        if self.context_head_dim % 2:
+            raise ArgumentError(f"--context-head-dim must be even, got {self.context_head_dim}")
         if self.length is not None and self.length < 3:
             raise ArgumentError(f"--length must be at least 3 (a text, a pending token, a draft), got {self.length}")
         for name in self.report_to:

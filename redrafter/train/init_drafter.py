@@ -29,6 +29,10 @@ def new_config(base: PretrainedConfig, config: TrainConfig, draft_vocab_size: in
         rnn=config.rnn,
         recurrence=config.recurrence,
         target_layers=config.target_layers,
+        context_window=config.context_window,
+        context_heads=config.context_heads,
+        context_kv_heads=config.context_kv_heads,
+        context_head_dim=config.context_head_dim,
         head_rank=config.head_rank,
         draft_vocab_size=draft_vocab_size,
         draft_len_per_beam=config.draft_len,
@@ -54,6 +58,8 @@ def new_drafter(model: PreTrainedModel, config: TrainConfig, draft_ids: Tensor |
             _set_to_zero(layer.linear)
         if drafter.fuse is not None:  # at first only the last hidden state counts
             _set_to_zero(drafter.fuse)
+        if drafter.context is not None:  # at first nothing is read of the text
+            nn.init.zeros_(drafter.context.out.weight)
         if config.rnn:
             _scale_embedding_input(drafter, drafter_config.hidden_size, 1 / _embedding_rms(model))
     if draft_ids is not None:

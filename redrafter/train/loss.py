@@ -7,6 +7,7 @@ the loss over the vocabulary, in chunks (see `head_loss`).
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.train.config import TrainConfig
 from redrafter.train.head_loss import Objective, chunk_anchors, chunk_loss, head_loss
+from redrafter.train.packed_context import PackedContext
 from redrafter.train.teacher import TeacherOutput
 
 __all__ = ["BatchLoss", "Unroll", "find_anchors", "target_mask", "total_weight"]
@@ -104,13 +106,16 @@ class Unroll(nn.Module):
         self.register_buffer("drafter_ids", drafter_ids, persistent=False)
         self._compute = torch.compile(chunk_loss) if config.compile else chunk_loss
 
-    def forward(self, tokens: Tensor, mask: Tensor, teacher_output: TeacherOutput) -> BatchLoss:
+    def forward(
+        self, tokens: Tensor, mask: Tensor, teacher_output: TeacherOutput, segment: Tensor | None = None
+    ) -> BatchLoss:
         """Compute the loss of a batch.
 
         Args:
             tokens: Token ids on the drafter's device, `[B, T]` int64.
             mask: Tokens that the base itself is to write, `[B, T]` bool; better on the CPU (see `find_anchors`).
             teacher_output: What the base computed for `tokens`.
+            segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
         """
         config, drafter, device = self.config, self.drafter, tokens.device
         chunk = self._chunk(device)
@@ -125,14 +130,9 @@ class Unroll(nn.Module):
         if isinstance(drafter.draft_ids, Tensor):
             teacher = teacher.index_select(-1, drafter.draft_ids)
 
-        embedding = teacher_output.embedding.flatten(0, 1).to(drafter.dtype)
-        hidden = drafter.fuse_hidden(teacher_output.hidden.flatten(0, 1)[anchors].to(drafter.dtype))  # [A, D]
-        state, head_inputs = None, []
-        for k in range(config.draft_len):
-            x, state = drafter.advance(embedding[position[:, k]], state, hidden)
-            head_inputs.append(x)
+        head_inputs = self.head_inputs(teacher_output, segment, anchors, position)
         loss, attempted, correct = head_loss(
-            torch.stack(head_inputs, dim=1),  # [A, K, R]
+            head_inputs,
             drafter.lm_head.weight,
             teacher.flatten(0, 1),
             position,
@@ -143,6 +143,35 @@ class Unroll(nn.Module):
             self._compute,
         )
         return BatchLoss(loss, attempted, correct)
+
+    def head_inputs(
+        self, teacher_output: TeacherOutput, segment: Tensor | None, anchors: Tensor, position: Tensor
+    ) -> Tensor:
+        """Unroll the recurrence from all anchors.
+
+        Args:
+            teacher_output: What the base computed for the batch.
+            segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
+            anchors: Flat positions of the anchors, `[A]` int64.
+            position: Flat position of the token that each step reads, `[A, K]` int64.
+
+        Returns:
+            The input of the head at each step, `[A, K, R]`.
+        """
+        drafter, features, context = self.drafter, teacher_output.hidden, None
+        embedding = teacher_output.embedding.to(drafter.dtype)  # [B, T, D]
+        if drafter.context is None:
+            hidden = drafter.fuse_hidden(features.flatten(0, 1)[anchors].to(drafter.dtype))  # [A, D]
+        else:
+            fused = drafter.fuse_hidden(features.to(drafter.dtype))  # [B, T, D]: all tokens have keys, not only anchors
+            hidden = fused.flatten(0, 1).index_select(0, anchors)
+            context = PackedContext(drafter, fused, embedding, segment, anchors)
+        tokens, state, head_inputs = embedding.flatten(0, 1), None, []
+        for k in range(self.config.draft_len):
+            read = None if context is None else partial(context.read, k)
+            x, state = drafter.advance(tokens[position[:, k]], state, hidden, read)
+            head_inputs.append(x)
+        return torch.stack(head_inputs, dim=1)
 
     def _chunk(self, device: torch.device) -> int:
         """Return how many anchors a chunk holds."""

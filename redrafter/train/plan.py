@@ -139,8 +139,24 @@ def _memory(
         "the drafter's states": states,
         "a chunk's logits": LOGIT_COPIES * chunk,
     }
+    if drafter_config.context_window is not None:
+        parts["its attention to the texts"] = _context_memory(drafter_config, positions, row, config.draft_len)
     shown = ", ".join(f"{name} {_format_bytes(count)}" for name, count in parts.items())
     return [f"memory on each device, about: {_format_bytes(sum(parts.values()))} ({shown})"]
+
+
+def _context_memory(config: DrafterConfig, positions: int, row: int, steps: int) -> int:
+    """Estimate the memory of a drafter's attention to the texts of a batch.
+
+    Args:
+        config: A drafter that attends to committed tokens.
+        positions: Tokens of the batch.
+        row: Tokens of a row.
+        steps: Draft steps.
+    """
+    by_step = 3 * config.hidden_size + 4 * config.context_heads * config.context_head_dim  # states and queries
+    keys = 5 * config.hidden_size + 4 * config.context_kv_heads * config.context_head_dim  # and what they are made of
+    return positions * (4 * (steps * by_step + keys) + (1 + steps) * row)  # a mask, and its copy at each step
 
 
 def _format_bytes(count: float) -> str:

@@ -48,7 +48,10 @@ from redrafter.train.training_data import load_windows, show_first_document, val
 __all__ = ["TrainConfig", "TrainingResult", "TrainingSession", "main", "new_drafter", "train"]
 
 # Options that set the form of a new drafter; a drafter to train further has its own.
-FORM_OPTIONS = ("num_layers", "exit_dim", "rnn", "recurrence", "target_layers", "head_rank", "draft_vocab_size")
+FORM_OPTIONS = (
+    *("num_layers", "exit_dim", "rnn", "recurrence", "target_layers", "head_rank", "draft_vocab_size"),
+    *("context_window", "context_heads", "context_kv_heads", "context_head_dim"),
+)
 
 
 def run(config: TrainConfig, log: Callable[[str], object]) -> None:

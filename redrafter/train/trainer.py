@@ -103,11 +103,11 @@ class Trainer:
         # Gradients are averaged over the processes.
         mean_weight = self.accelerator.reduce(weight.clone(), "mean").clamp(min=1e-9)
         for index, (tokens, mask, *segment) in enumerate(group):
-            tokens = self._to_device(tokens)
-            teacher_output = self.teacher.read(tokens, *map(self._to_device, segment))
+            tokens, *segment = map(self._to_device, (tokens, *segment))
+            teacher_output = self.teacher.read(tokens, *segment)
             last = index == len(group) - 1  # where the gradients are averaged over the processes
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.unroll):
-                batch_loss = self.unroll(tokens, mask, teacher_output)
+                batch_loss = self.unroll(tokens, mask, teacher_output, *segment)
                 self.accelerator.backward(batch_loss.loss / mean_weight)
             self.meter.add(self.clock.step, batch_loss)
         self.meter.add_weight(weight, sum(tokens.numel() for tokens, *_ in group))

@@ -14,12 +14,17 @@ FORMS: dict[str, dict] = {
     "aux_hidden": {"target_layers": (0, 2)},
     "low_rank": {"head_rank": 8},
     "reduced": {"draft_vocab_size": 40},
+    "context": {"context_window": 4, "context_heads": 2, "context_head_dim": 8},
     "all": {
         "recurrence": "gated",
         "target_layers": (0, 2),
         "head_rank": 8,
         "exit_dim": 24,
         "draft_vocab_size": 40,
+        "context_window": 3,
+        "context_heads": 4,
+        "context_kv_heads": 2,
+        "context_head_dim": 8,
     },
 }
 

@@ -92,14 +92,17 @@ def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreT
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
-@pytest.mark.parametrize("pair", ["patterned", "random", "reduced", "layered"])
+@pytest.mark.parametrize("pair", ["patterned", "random", "reduced", "layered", "context"])
 def test_a_replay_counts_what_generate_reports(request, pair, temperature, monkeypatch):
     """Compare text by text, on unequal prompts decoded as one batch, some of which end early."""
     monkeypatch.setattr(positions_module, "MAX_BATCH_TEXTS", 2)
     monkeypatch.setattr(positions_module, "MAX_BATCH_POSITIONS", 7)
     layered = {"target_layers": [0, 1], "recurrence": "gated", "head_rank": 16}
-    changes = {"reduced": {"draft_vocab": 40}, "layered": layered}.get(pair, {})
+    context = {"context_window": 6, "context_head_dim": 8}
+    changes = {"reduced": {"draft_vocab": 40}, "layered": layered, "context": layered | context}.get(pair, {})
     model, drafter = request.getfixturevalue("patterned") if pair == "patterned" else random_pair(**changes)
+    if drafter.context is not None:
+        torch.nn.init.normal_(drafter.context.out.weight, std=3)  # or nothing that is read would show
     target, prompts = Target(model), random_prompts()
     texts = write_texts(target, prompts, 23, temperature, seed=5, batch_size=2)
     assert 0 < sum(texts.ended) < len(prompts) or temperature == 0
@@ -133,7 +136,7 @@ def test_a_replay_ends_with_the_text(monkeypatch):
     """
     model, drafter = tiny_model("llama"), tiny_drafter()
     zero = torch.zeros(VOCAB).index_fill(0, torch.tensor(0), 1.0)
-    monkeypatch.setattr(drafter, "step", lambda e, s, h: (zero.expand(*e.shape[:-1], VOCAB), e))
+    monkeypatch.setattr(drafter, "step", lambda e, s, h, _: (zero.expand(*e.shape[:-1], VOCAB), e))
     found = replay_chain(drafter, model, [5] + [0] * 7, [5, 0, 0], [5, 0])
     # The first: three drafts and one more, then the two that are left. The second: the one that is left.
     assert (found.steps, found.emitted, found.accepted_by_depth) == (3, 7, [3, 2, 1])
@@ -240,7 +243,7 @@ def test_a_chain_is_cut_at_its_end_even_where_rounding_scores_a_child_above_its_
     model, drafter = random_pair()
     rows, depth = 50, []
 
-    def step(embedding, state, hidden):
+    def step(embedding, state, hidden, read):
         depth.append(7 if state is None else 8)
         peak = torch.linspace(5, 40, rows)[:, None, None].expand(rows, 1, VOCAB)
         sure = one_hot(torch.tensor(depth[-1]), VOCAB) * (peak + 8.1)

@@ -1,5 +1,6 @@
 """What the trainer minimises: its value and its gradient are those of the chain that drafting runs."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.drafters import FORMS, random_drafter
 from helpers.models import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model
 from redrafter import MismatchError
+from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.target.target import Target
 from redrafter.train.config import TrainConfig
@@ -56,6 +58,24 @@ def counts_of(logits: Tensor, label: Tensor, weights: Tensor) -> tuple[list[int]
 def reading_of(model: torch.nn.Module, drafter: RecurrentDrafter, tokens: Tensor) -> TeacherOutput:
     with Teacher(model, drafter.config.target_layers) as teacher:
         return teacher.read(tokens)
+
+
+def reader(
+    drafter: RecurrentDrafter, hidden: Tensor, embedding: Tensor
+) -> Callable[[int], Callable[[Tensor], Tensor] | None]:
+    """Return what gives, for a draft step, what a state `[D]` reads of T committed tokens, as the search reads it.
+
+    Args:
+        drafter: The drafter; for one that attends to no tokens, what is returned gives None.
+        hidden: Hidden states of the tokens, `[T, F]`.
+        embedding: Embeddings of the tokens, `[T, D]`.
+    """
+    if drafter.context is None:
+        return lambda step: None
+    keys, values = drafter.context.remember(drafter.fuse_hidden(hidden), embedding, torch.arange(len(hidden)))
+    length, size = torch.tensor([len(hidden)]), drafter.config.context_window
+    window = ContextWindow.read(length, size, lambda at: (keys[at], values[at]))
+    return lambda step: lambda state: drafter.read_context(step, window, state[None, None])[0, 0]
 
 
 def grads(drafter: RecurrentDrafter) -> dict[str, Tensor]:
@@ -124,8 +144,9 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
     total, objective = torch.zeros(()), Objective(0.7, 0.6, 30)
     for i in range(7):
         state, said, own, taken = None, [], [], drafter.fuse_hidden(hidden[i])
+        read = reader(drafter, torch.stack(hidden[: i + 1]), target.embed(text[0, : i + 1]).detach())
         for k in range(1, min(3, 7 - i) + 1):
-            guess, state = drafter.step(target.embed(text[0, i + k]).detach(), state, taken)
+            guess, state = drafter.step(target.embed(text[0, i + k]).detach(), state, taken, read(k - 1))
             said.append(guess)
             token = int(text[0, i + k + 1])
             own.append(ids.index(token) if token in ids else -1)
@@ -218,7 +239,7 @@ def test_accuracy_is_conditional_on_the_steps_before():
     tokens = torch.randint(3, VOCAB, (1, 30))
     right = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]] * 7).bool()  # by anchor 0..27 and step
 
-    def advance(embedding: Tensor, state: Tensor | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def advance(embedding: Tensor, state: Tensor | None, hidden: Tensor, read: None) -> tuple[Tensor, Tensor]:
         k = 0 if state is None else int(state[0, 0])
         rows = torch.arange(len(embedding))
         said = tokens[0, (rows + k + 2).clamp(max=29)] + ~right[rows, k]
@@ -367,7 +388,10 @@ def test_a_new_drafter_has_the_form_that_was_asked_for(form):
     read = reading_of(model, drafter, tokens)
     found = Unroll(drafter, TrainConfig(draft_len=3))(tokens, torch.ones(2, 12, dtype=torch.bool), read)
     found.loss.backward()
-    assert all(gradient.isfinite().all() and gradient.any() for gradient in grads(drafter).values())
+    silent = {name for name, _ in drafter.named_parameters() if name.startswith("context.")} - {"context.out.weight"}
+    for name, gradient in grads(drafter).items():
+        assert gradient.isfinite().all()
+        assert gradient.any() == (name not in silent), name  # what is read is nothing until `out` is not zero
 
 
 def test_a_layer_that_the_base_has_not_is_refused_by_the_teacher():

@@ -69,6 +69,11 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
     assert "in all: 5 steps, at most 1,280 tokens" in said
     assert f"drafter's weights {4 * own / 1e6:.2f} MB" in said
     assert "AdamW's state" in said
+    assert main([*arguments, "--dry-run", "--context-window", "8"]) == 0
+    more = sum(weight.numel() for weight in random_drafter(tiny_model(), exit_dim=16, context_window=8).parameters())
+    said = capsys.readouterr().out
+    assert f"{more:,} trainable parameters" in said
+    assert "its attention to the texts" in said
     assert main([*arguments, "--dry-run", "--draft-vocab-size", "9999"]) == 2
     assert main([*arguments, "--dry-run", "--drafter", str(tmp_path / "gone")]) == 2
 

@@ -71,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize("more", [[], ["--recurrence", "gated", "--steps", "9"]])
+@pytest.mark.parametrize("more", [[], ["--recurrence", "gated", "--steps", "9", "--context-window", "8"]])
 @pytest.mark.parametrize("saves", [0, 1, 3])
 def test_a_training_that_goes_on_ends_bit_for_bit_where_it_would_have(
     tmp_path, monkeypatch, capsys, whole, more, saves
@@ -231,6 +231,20 @@ def test_checkpoints_of_before_are_in_nobodys_way_unseen(tmp_path, capsys, monke
     (tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").write_text("{}")
     assert main([*arguments, "--overwrite", "--resume"]) == 2
     assert "step-0000004 is no checkpoint of a training" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_before_there_was_an_option_goes_on_with_its_default(tmp_path, capsys):
+    arguments = command(tmp_path, "--steps", "2", "--save-every", "2", "--validate-prompts", "0", "--resume")
+    assert main(arguments) == 0
+    shutil.rmtree(tmp_path / "out")
+    written = tmp_path / "out.checkpoints" / "step-0000002" / "trainer.json"
+    trainer = json.loads(written.read_text())
+    del trainer["identity"]["options"]["context_heads"]
+    written.write_text(json.dumps(trainer))
+    assert main(arguments) == 0
+    shutil.rmtree(tmp_path / "out")
+    assert main([*arguments, "--context-window", "8", "--context-heads", "2"]) == 2
+    assert "--context-heads 4, now it is 2" in capsys.readouterr().err
 
 
 # Kills

@@ -323,6 +323,10 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     RecurrentDrafter(DrafterConfig(vocab_size=VOCAB, hidden_size=8)).save_pretrained(tmp_path / "other")
     fails("hidden size of 8", "--drafter", str(tmp_path / "other"))
     fails("--exit-dim is the drafter's own", "--drafter", str(tmp_path / "other"), "--exit-dim", "8")
+    fails("--context-heads is for drafters that attend to the text: give --context-window", "--context-heads", "8")
+    window = ["--context-window", "8"]
+    fails("multiple of --context-kv-heads=3, got 4", *window, "--context-kv-heads", "3")
+    fails("--context-head-dim must be even, got 7", *window, "--context-head-dim", "7")
     fails("--keep must be positive, got 0", "--keep", "0")
     fails("--reach must be from 0 to 1, got nan", "--reach", "nan")
     fails("--lr must be positive, got inf", "--lr", "inf")
@@ -352,9 +356,18 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
 
 def test_a_drafter_of_another_form_is_trained_measured_and_trained_on(tmp_path, capsys):
     form = ["--recurrence", "gated", "--head-rank", "8", "--target-layers", "0"]
+    form += ["--context-window", "6", "--context-heads", "2", "--context-kv-heads", "2", "--context-head-dim", "8"]
     assert main(command(tmp_path, "--steps", "2", *form, "--no-pack")) == 0
     config = RecurrentDrafter.from_pretrained(tmp_path / "out").config
     assert (config.recurrence, config.head_rank, list(config.target_layers)) == ("gated", 8, [0])
+    assert (config.context_window, config.context_heads, config.context_kv_heads, config.context_head_dim) == (
+        6,
+        2,
+        2,
+        8,
+    )
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["config"]["context_window"] == 6
+    assert "--context-window 6" in (tmp_path / "out" / "README.md").read_text()
     more = command(tmp_path, "--steps", "2", "--drafter", str(tmp_path / "out"), "--output", str(tmp_path / "more"))
     assert main(more) == 0
     assert main([*more, *form, "--overwrite"]) == 2

@@ -114,7 +114,8 @@ def replay(drafter: RecurrentDrafter, target: Target, texts: Texts, shapes: Sequ
     for group in group_texts(texts, target.vocab_size):
         counts = [torch.zeros(2, 0, len(shapes), dtype=torch.long)]
         for part in read_positions(drafter, target, texts, group, shapes):
-            counts.append(count_accepted(drafter, target, part.state, part.sampler, part.noise, shapes).cpu())
+            counted = count_accepted(drafter, target, part.state, part.sampler, part.noise, shapes, part.window)
+            counts.append(counted.cpu())
         accepted, drafted = (iter(x.tolist()) for x in torch.cat(counts, dim=1))
         for index in group:
             pending = pending_positions(texts, index)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
@@ -54,6 +55,7 @@ def count_accepted(
     sampler: Sampler,
     noise: Tensor | None,
     shapes: Sequence[Shape],
+    window: ContextWindow | None = None,
 ) -> Tensor:
     """Count the drafts that are accepted and those that are verified at A positions.
 
@@ -65,6 +67,7 @@ def count_accepted(
         sampler: How the base samples.
         noise: Noise of the tokens after the pending one, `[A, K, V]`; None when greedy.
         shapes: Shapes of the tree.
+        window: What the drafter reads of the texts at the positions; None where it reads nothing.
 
     Returns:
         Drafts accepted and drafts verified, `[2, A, shapes]` int64.
@@ -73,7 +76,7 @@ def count_accepted(
     for beams in {shape.beams for shape in shapes}:
         columns = [column for column, shape in enumerate(shapes) if shape.beams == beams]
         depth = max(shapes[column].depth for column in columns)
-        lattice, score = _search(drafter, target, state, sampler, noise, beams, depth)
+        lattice, score = _search(drafter, target, state, sampler, noise, beams, depth, window)
         path = accept(lattice, state.tokens.gather(1, lattice.depth + 1), depth)  # [A, K+1]
         drawn = torch.arange(depth, device=score.device) < path.accepted[:, None]  # [A, K]
         for column in columns:
@@ -92,6 +95,7 @@ def _search(
     noise: Tensor | None,
     beams: int,
     depth: int,
+    window: ContextWindow | None,
 ) -> tuple[Tree, Tensor]:
     """Run the beam search of decoding at A positions, and keep every node that it finds.
 
@@ -103,6 +107,7 @@ def _search(
         noise: Noise of the tokens after the pending one, `[A, K, V]`; None when greedy.
         beams: Beams W of the search.
         depth: Depth K of the search.
+        window: What the drafter reads of the texts at the positions; None where it reads nothing.
 
     Returns:
         The tree of `N = 1 + W * K` nodes, and the score that the search ranks each node by, `[A, N]` float32: the sum
@@ -115,7 +120,7 @@ def _search(
         return False
 
     proposer = RecurrentProposer(drafter, target, beams, depth, 1 + beams * depth)
-    tree = proposer.search(state, sampler, noise, should_stop=record)
+    tree = proposer.search(state, sampler, noise, should_stop=record, window=window)
     return tree, torch.cat(scores, dim=1)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,9 +34,8 @@ def trace_steps(drafter: RecurrentDrafter, target: Target, texts: Texts, shape: 
     for group in group_texts(texts, target.vocab_size):
         found = []
         for part in read_positions(drafter, target, texts, group, [shape]):
-            accepted = count_accepted(drafter, target, part.state, part.sampler, part.noise, [shape, whole])[
-                0
-            ]  # [A, 2]
+            where = part.state, part.sampler, part.noise, [shape, whole], part.window
+            accepted = count_accepted(drafter, target, *where)[0]  # [A, 2]
             missed = accepted[:, :1].clamp(max=shape.depth - 1)
             found.append(torch.cat([accepted, _ranks(drafter, target, part).gather(1, missed)], dim=1).cpu())  # [A, 3]
         columns = torch.cat(found)
@@ -113,5 +113,6 @@ def _ranks_by_depth(drafter: RecurrentDrafter, target: Target, part: Positions) 
     hidden, carried = drafter.fuse_hidden(part.state.hidden)[:, None], None
     for k in range(tokens.shape[1] - 1):
         embedding = target.embedding(tokens[:, k : k + 1].clamp(min=0))
-        logits, carried = drafter.step(embedding, carried, hidden)
+        read = None if part.window is None else partial(drafter.read_context, k, part.window)
+        logits, carried = drafter.step(embedding, carried, hidden, read)
         yield rank_of(part.sampler.draft_scores(logits, part.noise, k, ids)[:, 0], label[:, k + 1])

@@ -1,0 +1,171 @@
+"""Drafters that attend to committed tokens: training and search agree, and neither sees what is not known yet."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from helpers.drafters import FORMS, random_drafter
+from helpers.models import VOCAB, assert_close_by_scale, tiny_model
+from redrafter.drafting.context_attention import ContextWindow
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.proposer import State
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.target.target import Target
+from redrafter.train.config import TrainConfig
+from redrafter.train.evaluate.replay import replay
+from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.texts import Texts
+from redrafter.train.init_drafter import new_drafter
+from redrafter.train.loop import train
+from redrafter.train.loss import Unroll
+from redrafter.train.teacher import Teacher
+
+DEPTH, LENGTH = 3, 14
+READING = ["context", "all"]  # forms that attend to committed tokens
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama"))
+
+
+def some_text(drafter: RecurrentDrafter, length: int = LENGTH, seed: int = 0) -> Tensor:
+    """Return a random text `[1, length]` of tokens that the drafter knows."""
+    known = torch.arange(3, VOCAB) if drafter.draft_ids is None else drafter.draft_ids
+    return known[torch.randint(len(known), (1, length), generator=torch.Generator().manual_seed(seed))]
+
+
+def trained_logits(drafter: RecurrentDrafter, target: Target, tokens: Tensor, segment: Tensor | None = None) -> Tensor:
+    """Return the logits of the training's unroll at all positions of a row of tokens, `[T, K, V']`."""
+    with Teacher(target.model, drafter.config.target_layers) as teacher:
+        output = teacher.read(tokens, segment)
+    anchors = torch.arange(tokens.shape[1])
+    position = (anchors[:, None] + torch.arange(1, DEPTH + 1)).clamp(max=tokens.shape[1] - 1)
+    unroll = Unroll(drafter, TrainConfig(draft_len=DEPTH))
+    with torch.no_grad():
+        return drafter.lm_head(unroll.head_inputs(output, segment, anchors, position))
+
+
+@torch.no_grad()
+def committed_state(drafter: RecurrentDrafter, target: Target, text: Tensor) -> tuple[Tensor, ContextWindow | None]:
+    """Return the last hidden state of committed tokens `[1, T]`, `[1, F]`, and what a search reads of them."""
+    with Teacher(target.model, drafter.config.target_layers) as teacher:
+        output = teacher.read(text)
+    if drafter.context is None:
+        return output.hidden[:, -1], None
+    position, length = torch.arange(text.shape[1]), torch.tensor([text.shape[1]])
+    keys, values = drafter.context.remember(drafter.fuse_hidden(output.hidden), output.embedding, position)
+    window = ContextWindow.read(length, drafter.config.context_window, lambda at: (keys[0, at], values[0, at]))
+    return output.hidden[:, -1], window
+
+
+@torch.no_grad()
+def drafted_logits(drafter: RecurrentDrafter, target: Target, text: Tensor, pending: int) -> Tensor:
+    """Return the logits of a search that drafts a text's own tokens after the token at `pending`, `[K, V']`."""
+    hidden, window = committed_state(drafter, target, text[:, :pending])
+    ahead, ids, logits = text[0, pending:], drafter.draft_ids, []
+
+    def draft_scores(step_logits: Tensor, _: object, k: int, __: object) -> Tensor:
+        logits.append(step_logits[0, 0])
+        token = ahead[k + 1] if ids is None else (ids == ahead[k + 1]).long().argmax()
+        return one_hot(token, step_logits.shape[-1])[None, None].float() * 100
+
+    zero = torch.zeros(1, dtype=torch.long)
+    proposer = RecurrentProposer(drafter, target, 1, DEPTH, 1 + DEPTH)
+    sampler = SimpleNamespace(draft_scores=draft_scores, plain=None)
+    proposer.search(State(ahead[None], zero, hidden, zero == 0), sampler, None, window=window)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pending", [1, 5, LENGTH - DEPTH - 1])
+def test_the_search_computes_the_logits_that_were_trained(target, form, pending):
+    drafter = random_drafter(**FORMS[form])
+    text = some_text(drafter)
+    trained = trained_logits(drafter, target, text)[pending - 1]
+    assert_close_by_scale(drafted_logits(drafter, target, text, pending), trained, 1e-5)
+
+
+@pytest.mark.parametrize("form", READING)
+def test_what_is_read_ends_with_the_window(target, form):
+    drafter, text = random_drafter(**FORMS[form]), some_text(random_drafter(**FORMS[form]))
+    logits = trained_logits(drafter, target, text)
+    drafter.config.context_window += 1
+    changed = (trained_logits(drafter, target, text) - logits).abs().amax(dim=(1, 2)) > 1e-4
+    # A text of n committed tokens has n - 1 pairs.
+    assert changed.nonzero().flatten().tolist() == list(range(drafter.config.context_window, LENGTH))
+
+
+@pytest.mark.parametrize("form", READING)
+def test_texts_packed_into_a_row_are_apart(target, form):
+    drafter = random_drafter(**FORMS[form])
+    first, second = some_text(drafter, 8), some_text(drafter, 9, seed=1)
+    segment = torch.tensor([[0] * 8 + [1] * 9])
+    packed = trained_logits(drafter, target, torch.cat([first, second], dim=1), segment)
+    assert_close_by_scale(packed[8:14], trained_logits(drafter, target, second)[:6], 1e-5)
+
+
+@pytest.mark.parametrize("form", READING)
+def test_anchors_that_fill_a_compiled_chunk_add_no_gradient(target, form, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    found = []
+    for compiled in (False, True):
+        drafter = random_drafter(**FORMS[form])
+        tokens, mask = some_text(drafter), torch.ones(1, LENGTH, dtype=torch.bool)
+        with Teacher(target.model, drafter.config.target_layers) as teacher:
+            output = teacher.read(tokens)
+        config = TrainConfig(draft_len=DEPTH, compile=compiled, chunk=40 * DEPTH)
+        Unroll(drafter, config)(tokens, mask, output).loss.backward()
+        found.append(torch.cat([weight.grad.flatten() for weight in drafter.parameters() if weight.grad is not None]))
+    assert_close_by_scale(found[1], found[0], 1e-5)
+
+
+def test_a_training_on_packed_rows_keeps_texts_apart(target):
+    """Compare the losses of a text behind either of two others."""
+    losses, config = [], TrainConfig(draft_len=DEPTH, cpu=True)
+    for seed in (0, 1):
+        drafter = random_drafter(**FORMS["context"])
+        tokens = torch.cat([some_text(drafter, 8, seed), some_text(drafter, 9, seed=2)], dim=1)
+        segment = torch.tensor([[0] * 8 + [1] * 9])
+        batch = tokens, torch.arange(17)[None] > 8, segment  # nobody writes a text's first token
+        losses.append(train(target.model, drafter, [batch], config, log=lambda _: None).loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_new_drafter_begins_as_one_that_reads_nothing(target):
+    plain = TrainConfig(recurrence="gated", target_layers=(0, 2), head_rank=8)
+    reading = TrainConfig(recurrence="gated", target_layers=(0, 2), head_rank=8, context_window=6, context_head_dim=8)
+    drafter, other = new_drafter(target.model, reading).eval(), new_drafter(target.model, plain).eval()
+    missing, unexpected = drafter.load_state_dict(other.state_dict(), strict=False)
+    assert not unexpected
+    assert all(name.startswith("context.") for name in missing)
+    text = some_text(drafter)
+    torch.testing.assert_close(trained_logits(drafter, target, text), trained_logits(other, target, text))
+
+
+@torch.no_grad()
+def draft_chain(drafter: RecurrentDrafter, target: Target, text: list[int]) -> list[int]:
+    """Return the K tokens that are drafted after a text whose last token is pending, with nothing else known."""
+    hidden, window = committed_state(drafter, target, torch.tensor([text[:-1]]))
+    zero = torch.zeros(1, dtype=torch.long)
+    sampler = SimpleNamespace(draft_scores=lambda logits, *_: logits, plain=None)
+    proposer = RecurrentProposer(drafter, target, 1, DEPTH, 1 + DEPTH)
+    state = State(torch.tensor([text[-1:]]), zero, hidden, zero == 0)
+    return proposer.search(state, sampler, None, window=window).tokens[0, 1:].tolist()
+
+
+@pytest.mark.parametrize("form", READING)
+def test_a_replay_accepts_what_is_drafted_from_the_tokens_before_alone(target, form):
+    drafter, accepts = random_drafter(**FORMS[form]), [2, 0, 3, 1, 3, 0, 2]
+    texts = [[5, 6, 7, 8], [9, 8, 7]]
+    for text in texts:
+        for count in accepts:
+            drafts = draft_chain(drafter, target, text)
+            text += [*drafts[:count], (drafts[count % DEPTH] + 1) % VOCAB if count < DEPTH else 4]
+    stats = replay(drafter, target, Texts(texts, [3, 2], [False, False]), [Shape(1, DEPTH, 1 + DEPTH)])[0]
+    expected = [sum(count > depth for count in accepts) for depth in range(DEPTH)]
+    assert [found.accepted_by_depth for found in stats] == [expected, expected]
+    assert [found.steps for found in stats] == [len(accepts)] * 2
