@@ -65,11 +65,7 @@ class RecurrentProposer:
 
     def read_window(self, length: Tensor, cache: KVCache) -> ContextWindow:
         """Return what the drafter remembers of the last committed tokens of rows with `length` `[B]` of them."""
-        size = self.drafter.config.context_window
-        assert size is not None
-        positions = (length[:, None] - 1 - size) + torch.arange(size + 1, device=length.device)  # [B, S+1]
-        keys, values = cache.read_drafter_layer(positions.clamp(min=0))
-        return ContextWindow(keys[:, :-1], values[:, 1:], positions[:, :-1] >= 0, length)
+        return ContextWindow.read(length, self.drafter.config.context_window or 0, cache.read_drafter_layer)
 
     def search(
         self,

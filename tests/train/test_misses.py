@@ -93,7 +93,7 @@ def fond_drafter(monkeypatch, head: int | None = None) -> RecurrentDrafter:
     drafter = tiny_drafter(draft_vocab_size=head)
     falling = -torch.arange(head or VOCAB, dtype=torch.float)
 
-    def step(embedding, state, hidden):
+    def step(embedding, state, hidden, read):
         logits = falling if state is None else 2 * falling
         return logits.expand(*embedding.shape[:-1], -1), embedding
 
@@ -144,12 +144,15 @@ def test_traced_steps_are_those_of_the_replay(head, shape, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_rank_is_that_of_the_search(temperature):
+@pytest.mark.parametrize("form", [{}, {"context_window": 9, "context_head_dim": 8}], ids=["published", "context"])
+def test_a_rank_is_that_of_the_search(form, temperature):
     """The search of one beam drafts the token of rank 0 at every depth, and no other."""
-    target, drafter = Target(tiny_model("llama")), tiny_drafter()
+    target, drafter = Target(tiny_model("llama")), tiny_drafter(**form)
     torch.manual_seed(0)
     for weight in drafter.parameters():  # so large that the recurrence matters, so small that guesses are often right
         torch.nn.init.normal_(weight, std=0.15)
+    if drafter.context is not None:
+        torch.nn.init.normal_(drafter.context.out.weight)  # or nothing that is read would show
     texts = write_texts(target, [[token] for token in range(5, 25)], 60, temperature, seed=3)
     steps = trace_steps(drafter, target, texts, Shape(1, 3, 3))
     missed = steps.accepted < steps.left.clamp(max=3)
