@@ -20,18 +20,18 @@ ROPE_THETA = 10_000.0
 
 
 class ContextWindow(NamedTuple):
-    """The last S pairs of a token and the one after it, in each of B rows.
+    """The last S pairs of a token and the one after it, in each of B rows, behind the choice of nothing.
 
     Attributes:
-        keys: Keys of the first token of each pair, `[B, S, H, d]`.
-        values: Values of the second one, `[B, S, H, d]`.
-        visible: Which pairs there are, `[B, S]` bool.
+        keys: Keys of the first token of each pair, `[B, H, d, 1 + S]`; zeros for nothing.
+        values: Values of the second one, `[B, H, 1 + S, d]`; zeros for nothing.
+        bias: Added to scores, `[B, 1, 1, 1 + S]` float32: 0 for what there is, else -inf.
         length: Committed tokens of each row, `[B]` int64.
     """
 
     keys: Tensor
     values: Tensor
-    visible: Tensor
+    bias: Tensor
     length: Tensor
 
     @classmethod
@@ -45,7 +45,13 @@ class ContextWindow(NamedTuple):
         """
         position = (length[:, None] - 1 - size) + torch.arange(size + 1, device=length.device)  # [B, S + 1]
         keys, values = read_tokens(position.clamp(min=0))
-        return cls(keys[:, :-1], values[:, 1:], position[:, :-1] >= 0, length)
+        missing = pad(position[:, :-1] < 0, (1, 0))  # [B, 1 + S]
+        return cls(
+            rearrange(_behind_nothing(keys[:, :-1]), "b s h d -> b h d s"),
+            rearrange(_behind_nothing(values[:, 1:]), "b s h d -> b h s d"),
+            torch.zeros_like(missing, dtype=torch.float32).masked_fill(missing, -torch.inf)[:, None, None],
+            length,
+        )
 
 
 class ContextAttention(nn.Module):
@@ -85,13 +91,10 @@ class ContextAttention(nn.Module):
             window: What they see.
         """
         query = self._queries(state, (window.length + step)[:, None])  # [B, w, h, d]
-        groups = window.keys.shape[2]
-        query = rearrange(query, "b w (h g) d -> b h (w g) d", h=groups)
-        scores = query @ rearrange(window.keys, "b s h d -> b h d s").to(query.dtype)  # [B, H, w g, S]
-        scores = scores.float().masked_fill(~window.visible[:, None, None], -torch.inf) * self.size**-0.5
-        weights = pad(scores, (1, 0)).softmax(dim=-1)[..., 1:]  # the first choice is nothing
-        attended = weights.to(window.values.dtype) @ rearrange(window.values, "b s h d -> b h s d")
-        return self.out(rearrange(attended, "b h (w g) d -> b w (h g d)", w=state.shape[1]))
+        query = rearrange(query, "b w (h g) d -> b h (w g) d", h=window.keys.shape[1])
+        scores = (query * self.size**-0.5) @ window.keys.to(query.dtype)  # [B, H, w g, 1 + S]
+        weights = (scores + window.bias).softmax(dim=-1).to(window.values.dtype)
+        return self.out(rearrange(weights @ window.values, "b h (w g) d -> b w (h g d)", w=state.shape[1]))
 
     def read_packed(self, state: Tensor, step: int, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Return what the states of all positions of packed texts read, `[B, T, D]`, as `forward` would for each.
@@ -106,8 +109,7 @@ class ContextAttention(nn.Module):
         position = torch.arange(state.shape[1], device=state.device) + 1 + step
         query, dtype = self._queries(state, position), values.dtype  # [B, T, h, d]
         copies = query.shape[2] // keys.shape[2]
-        # In front stands the choice of nothing. The value of a pair is that of its second token.
-        keys, values = pad(keys[:, :-1], (0, 0, 0, 0, 1, 0)), pad(values[:, 1:], (0, 0, 0, 0, 1, 0))  # [B, T, H, d]
+        keys, values = _behind_nothing(keys[:, :-1]), _behind_nothing(values[:, 1:])  # [B, T, H, d]
         attended = scaled_dot_product_attention(
             rearrange(query.to(dtype), "b t h d -> b h t d"),
             repeat(keys.to(dtype), "b s h d -> b (h copies) s d", copies=copies),
@@ -143,6 +145,11 @@ def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, dev
     return visible if segment is None else visible & (segment[:, :, None] == segment[:, None])
 
 
+def _behind_nothing(x: Tensor) -> Tensor:
+    """Return keys or values `[B, S, H, d]` with zeros in front, which stand for nothing."""
+    return pad(x, (0, 0, 0, 0, 1, 0))
+
+
 def _norm(x: Tensor, eps: float) -> Tensor:
     """RMS-normalise the last dimension; a weight would be one with that of the product that follows."""
     return rms_norm(x, x.shape[-1:], eps=eps)
@@ -151,7 +158,7 @@ def _norm(x: Tensor, eps: float) -> Tensor:
 def _rotate(x: Tensor, position: Tensor) -> Tensor:
     """Rotate heads `[..., h, d]` by positions that broadcast to `[...]`, and return them in their dtype."""
     size = x.shape[-1]
-    frequency = ROPE_THETA ** (-torch.arange(0, size, 2, device=x.device) / size)  # [d / 2]
+    frequency = ROPE_THETA ** (torch.arange(0, size, 2, device=x.device) / -size)  # [d / 2]
     angle = (position[..., None] * frequency)[..., None, :]  # [..., 1, d / 2]
     cosine, sine = angle.cos(), angle.sin()
     first, second = x.float().chunk(2, dim=-1)

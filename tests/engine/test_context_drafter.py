@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
@@ -49,10 +50,13 @@ def checks(monkeypatch) -> Iterator[list[int]]:
             text = state.tokens[row : row + 1, : state.length[row]]
             keys, values = remembered(self.drafter, self.target.model, text)
             keys, values = keys[:-1][-WINDOW:], values[1:][-WINDOW:]
-            seen = window.visible[row]
-            assert int(seen.sum()) == len(keys)
-            torch.testing.assert_close(window.keys[row, seen], keys, atol=1e-4, rtol=1e-3)
-            torch.testing.assert_close(window.values[row, seen], values, atol=1e-4, rtol=1e-3)
+            seen = window.bias[row, 0, 0] == 0
+            assert seen[0], "nothing is a choice"
+            assert int(seen.sum()) == 1 + len(keys)
+            found = rearrange(window.keys[row], "h d s -> s h d")[seen], window.values[row].transpose(0, 1)[seen]
+            for part, expected in zip(found, (keys, values), strict=True):
+                torch.testing.assert_close(part[1:], expected, atol=1e-4, rtol=1e-3)
+                assert not part[0].any()
             checked.append(text.shape[1])
         return propose(self, state, sampler, noise, *caches)
 
