@@ -10,7 +10,8 @@ by the root of d/D and its epsilon by d/D, and so are the drafter's weights that
 brings to a root mean square of 1.
 
 Added weights are random, so that nothing is timed on zeros, except where a zero is what makes it exact: the added
-columns of the embedding, and all of `o_proj` and `down_proj` (and of the drafter's head) but the real block.
+columns of the embedding, and all of `o_proj` and `down_proj` (and of the drafter's head) but the real block; and the
+added outputs of the drafter's recurrence and fused hidden state, where an attention to the text normalises them.
 """
 
 from __future__ import annotations
@@ -168,6 +169,7 @@ def pad_drafter(
 
     The exit dim, the gate and the layer that fuses the target's hidden states grow with the hidden size; the target's
     layers that are read keep their numbers. The head keeps its rows, as a drafter learns the ids that a target writes.
+    An attention to the text keeps its heads and its window.
 
     Args:
         drafter: The small model's drafter.
@@ -211,6 +213,8 @@ def pad_drafter(
     elif config.rnn:
         _connect(padded.rnn_w, drafter.rnn_w, (1, d), (1, d), silent=(0,))
         _connect(padded.rnn_u, drafter.rnn_u, (1, d), (1, d))
+    if drafter.context is not None:
+        _connect_context(padded, drafter)
     exit_parts = (2, d) if drafter.input_proj is None else (1, e)  # [h; s] itself, or a projection of it
     if drafter.input_proj is not None:
         assert padded.input_proj is not None
@@ -227,6 +231,37 @@ def pad_drafter(
         _connect(padded.head_proj, drafter.head_proj, head_parts, exit_parts)
     _connect(padded.lm_head, drafter.lm_head, (1, drafter.lm_head.out_features), head_parts)
     return padded
+
+
+def _connect_context(padded: Any, drafter: Any) -> None:
+    """Write a drafter's attention to the text into a padded one.
+
+    It normalises states and hidden states, so what is added to these must be zero, as it is in an embedding. Then they
+    come out as the root of D/d of what they were. Queries and keys are normalised again, unpadded, with an epsilon that
+    is d/D of what it was; so their weights are scaled by that root twice.
+    """
+    d, wide = drafter.config.hidden_size, padded.config.hidden_size
+    if drafter.fuse is not None:
+        _silence(padded.fuse, d)
+    if drafter.config.rnn and drafter.config.recurrence == "gated":
+        _silence(padded.rnn_gate, wide + d)  # the gate of what is zero may be anything
+    elif drafter.config.rnn:
+        _silence(padded.rnn_w, d)
+        _silence(padded.rnn_u, d)
+    big, small = padded.context, drafter.context
+    for name, inputs, scale in (("query", 1, d / wide), ("key", 2, d / wide), ("value", 2, (d / wide) ** 0.5)):
+        large, layer = getattr(big, name), getattr(small, name)
+        _connect(large, layer, (1, layer.out_features), (inputs, d), silent=range(inputs))
+        large.weight.unflatten(1, (inputs, wide))[..., :d] *= scale
+    big.scale.copy_(small.scale)
+    _connect(big.out, small.out, (1, d), (1, small.out.in_features))
+
+
+def _silence(layer: nn.Linear, first: int) -> None:
+    """Set the outputs of a layer from `first` on to zero."""
+    layer.weight[first:] = 0
+    if layer.bias is not None:
+        layer.bias[first:] = 0
 
 
 def _check_fits(config: Any, shape: PadShape) -> None:

@@ -106,12 +106,16 @@ def check_published_form(config: DrafterConfig, format_name: str, recurrences: S
     extensions = {
         "recurrence": config.rnn and config.recurrence not in recurrences,
         "target_layers": bool(config.target_layers),
+        "context_window": config.context_window is not None,
         "head_rank": config.head_rank is not None,
         "draft_vocab_size": config.draft_vocab_size is not None,
     }
     for name, present in extensions.items():
         if present:
-            raise UnsupportedError(f"{format_name} cannot hold {name}={getattr(config, name)!r}")
+            value = getattr(config, name)
+            raise UnsupportedError(
+                f"{format_name} cannot hold {name}={value!r}; --to redrafter or --to drafter keeps it"
+            )
 
 
 def to_apple_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:

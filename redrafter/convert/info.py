@@ -130,6 +130,7 @@ def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:
         "layers": config.num_draft_layers,
         "recurrence": config.recurrence if config.rnn else "none: a running sum of embeddings",
         "target_layers": config.target_layers or None,
+        "context_window": config.context_window,
         "head_rank": config.head_rank,
         "vocabulary": config.vocab_size,
         "draft_vocabulary": config.draft_vocab_size or config.vocab_size,

@@ -227,7 +227,9 @@ def target_fingerprint(target: Target) -> str:
 def drafter_fingerprint(drafter: RecurrentDrafter) -> str:
     """Return a digest of a drafter, which one that was trained anew does not share: it needs a tuning of its own."""
     config = drafter.config
-    names = ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size")
+    names = ["hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size"]
+    if config.context_window is not None:
+        names += ["context_window", "context_heads", "context_kv_heads", "context_head_dim"]
     return _digest([*(getattr(config, name) for name in names), *_rounded(drafter.lm_head)])
 
 

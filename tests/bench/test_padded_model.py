@@ -1,6 +1,7 @@
 """A padded pair computes what the small one does, and reads no zeros but those that make it so."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from helpers.models import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, ReDrafter, UnsupportedError
 from redrafter.bench.padded_model import SHAPES, PaddedHead, PadShape, describe, pad_drafter, pad_model, unmasked
+from redrafter.drafting.context_attention import ContextWindow
 
 SHAPE = PadShape(4 * HIDDEN, 160, 5, 16, 4, 8, 160)  # four times the hidden size: a norm's scale is then a power of 2
 IDS, MASK = uneven_batch()
@@ -196,6 +198,47 @@ def test_a_drafters_added_weights_are_zero_only_where_a_real_output_would_read_t
         assert (hidden != 0).all() == (small.fuse is None)
 
 
+READING = [
+    {"context_window": 6, "context_head_dim": 8} | form
+    for form in (
+        {},
+        {"recurrence": "trtllm", "context_heads": 2, "context_kv_heads": 2},
+        {"recurrence": "gated", "target_layers": [0, 2], "head_rank": 12},
+        {"rnn": False, "target_layers": [1], "exit_dim": 24},
+    )
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("changes", READING)
+def test_a_padded_drafter_reads_the_same_of_the_text(changes, dtype):
+    drafter = small_drafter(rms_norm_eps=0.05, **changes).to(dtype)
+    padded = pad_drafter(drafter, wide := 3 * HIDDEN, 160, device="cpu")  # the scale is irrational
+    text, drafts = torch.randn(3, 7, HIDDEN, dtype=dtype), torch.randn(4, 3, 1, HIDDEN, dtype=dtype)
+    features = 0.1 * torch.randn(3, 7, 1 + len(drafter.config.target_layers), HIDDEN, dtype=dtype)
+    added, logits = (0, wide - HIDDEN), []
+    for each, pads in ((drafter, (0, 0)), (padded, added)):
+        embedding, ahead, seen = (torch.nn.functional.pad(x, pads) for x in (text, drafts, features))
+        hidden, state = each.fuse_hidden(seen.flatten(2)), None
+        keys, values = each.context.remember(hidden, embedding, torch.arange(7))
+        visible = torch.ones(3, 6, dtype=torch.bool)
+        window = ContextWindow(keys[:, :-1], values[:, 1:], visible, torch.full((3,), 7))
+        for k in range(4):
+            out, state = each.step(ahead[k], state, hidden[:, -1:], partial(each.read_context, k, window))
+            logits.append(out)
+    torch.testing.assert_close(torch.stack(logits[4:]), torch.stack(logits[:4]))
+
+
+@pytest.mark.parametrize("changes", READING)
+def test_of_a_drafter_that_reads_the_text_only_what_it_normalises_is_silent(changes):
+    small = small_drafter(**changes)
+    padded = pad_drafter(small, 4 * HIDDEN, 160, device="cpu")
+    for name in ("query", "key", "value", "out"):
+        assert (padded.context.get_submodule(name).weight != 0).all(), name
+    silent = {name for name, weight in padded.named_parameters() if weight.dim() == 1 and not weight.all()}
+    assert silent == {name for name in ("fuse.bias", "rnn_gate.bias", "rnn_u.bias") if name in padded.state_dict()}
+
+
 def test_a_head_can_be_padded_to_a_rank_of_its_own():
     small = small_drafter(head_rank=12, recurrence="gated")
     padded = pad_drafter(small, 4 * HIDDEN, 160, head_rank=20, device="cpu")
@@ -227,6 +270,7 @@ def test_a_rank_that_cannot_be_padded_to_is_refused(drafter, rank, message):
             for layers in ([], [0, 1])
             for rank in (None, 12)
         ),
+        *READING,
     ],
 )
 def test_a_padded_pair_writes_and_speculates_the_same(pair, changes, arguments):

@@ -13,6 +13,7 @@ from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert.convert_checkpoint import main, merge
+from redrafter.convert.info import describe
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,15 @@ def test_merged_pair_generates_as_its_parts(saved, tmp_path, capsys):
     assert torch.equal(pair.generate(prompt, max_new_tokens=20), parts.generate(prompt, max_new_tokens=20))
     for mine, theirs in zip(pair.drafter.parameters(), parts.drafter.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_merged_drafter_reads_the_text_as_it_did(saved, tmp_path):
+    drafter = tiny_drafter(context_window=7, context_head_dim=8)
+    drafter.save_pretrained(tmp_path / "drafter")
+    output = merge(saved / "base", tmp_path / "drafter", tmp_path / "merged", TreeShape(num_beams=4))
+    found = ReDrafter.from_pretrained(output).drafter
+    assert found.config.context_window == describe(str(output))["drafter"]["context_window"] == 7
+    assert all(torch.equal(weight, drafter.get_parameter(name)) for name, weight in found.named_parameters())
 
 
 def test_base_files_are_as_they_were(saved, tmp_path):

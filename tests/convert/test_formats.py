@@ -393,6 +393,7 @@ def test_the_base_of_a_drafter_is_remembered(bases, tmp_path, capsys):
     [
         ({"recurrence": "gated"}, "recurrence='gated'"),
         ({"target_layers": (0,)}, "target_layers=[0]"),
+        ({"context_window": 8}, "context_window=8; --to redrafter or --to drafter keeps it"),
         ({"head_rank": 8}, "head_rank=8"),
         ({"draft_vocab_size": 40}, "draft_vocab_size=40"),
     ],

@@ -158,6 +158,15 @@ def test_a_drafter_trained_anew_has_a_tuning_of_its_own(target):
     assert drafter_fingerprint(drafter) != before
 
 
+def test_drafters_that_read_more_or_less_of_the_text_have_tunings_of_their_own():
+    drafter = tiny_drafter()
+    found = {drafter_fingerprint(drafter)}
+    for changes in ({"context_window": 8}, {"context_window": 9}, {"context_window": 9, "context_heads": 8}):
+        drafter.config.update(changes)
+        found.add(drafter_fingerprint(drafter))
+    assert len(found) == 4
+
+
 @pytest.mark.parametrize(
     ("what", "other"),
     [("device", "NVIDIA H200"), ("dtype", "bfloat16"), ("target", "00000000"), ("drafter", "00000000")],
