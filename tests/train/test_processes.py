@@ -83,13 +83,14 @@ def close(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path):
+@pytest.mark.parametrize("form", [[], ["--context-window", "8"]], ids=["published", "context"])
+def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path, form):
     places = {name: tmp_path / name for name in ("one", "two", "shared")}
     for place in places.values():
         place.mkdir()
-    assert main(command(places["one"], *STEPS, "--accumulate", "2")) == 0
-    assert together(places["two"]).count("saved ") == 1
-    together(places["shared"], "--shard-base")
+    assert main(command(places["one"], *STEPS, *form, "--accumulate", "2")) == 0
+    assert together(places["two"], *form).count("saved ") == 1
+    together(places["shared"], *form, "--shard-base")
     assert found(places["two"])[1]["processes"] == 2
     close(places["one"], places["two"])
     close(places["two"], places["shared"])
