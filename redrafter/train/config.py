@@ -19,7 +19,7 @@ MAX_VALUES: dict[str, float] = dict.fromkeys(
     ("num_layers", "exit_dim", "head_rank", "context_heads", "context_head_dim", "draft_len", "batch_size"), 1 << 16
 )
 MAX_VALUES |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
-MAX_VALUES |= {"length": 1 << 24, "seed": 1 << 62}
+MAX_VALUES |= {"length": 1 << 24, "context_window": 1 << 24, "seed": 1 << 62}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.target.target import Target
 from redrafter.train.config import TrainConfig
-from redrafter.train.evaluate.replay import replay
+from redrafter.train.evaluate.replay import ReplayStats, replay
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts
 from redrafter.train.init_drafter import new_drafter
@@ -169,3 +169,18 @@ def test_a_replay_accepts_what_is_drafted_from_the_tokens_before_alone(target, f
     expected = [sum(count > depth for count in accepts) for depth in range(DEPTH)]
     assert [found.accepted_by_depth for found in stats] == [expected, expected]
     assert [found.steps for found in stats] == [len(accepts)] * 2
+
+
+@pytest.mark.parametrize(("window", "least", "most"), [(None, 1, 1.2), (48, 3.5, 4)], ids=["without", "with"])
+def test_what_it_learns_is_to_find_what_came_next_before(target, window, least, most):
+    """Train on random texts that are written twice, of which nothing else tells the second half, and replay others."""
+    form = {} if window is None else {"context_window": window, "context_heads": 2, "context_head_dim": 16}
+    config = TrainConfig(draft_len=DEPTH, distill=0, lr=1e-2, steps=200, cpu=True, recurrence="gated", **form)
+    random, drafter = torch.Generator().manual_seed(0), new_drafter(target.model, config)
+    halves = torch.randint(3, VOCAB, (config.steps + 1, 16, 24), generator=random)
+    *batches, others = torch.cat([halves, halves], dim=2)
+    mask = (torch.arange(48) > 24).expand(16, -1)
+    train(target.model, drafter, [(tokens, mask) for tokens in batches], config, log=lambda _: None)
+    texts, shape = Texts(others.tolist(), [25] * 16, [False] * 16), Shape(1, DEPTH, 1 + DEPTH)
+    found = ReplayStats.sum(shape, replay(drafter.eval(), target, texts, [shape])[0])
+    assert least <= found.tokens_per_step <= most
