@@ -186,15 +186,13 @@ def gathered_attention(
         for store, x in zip(stores, (key, value), strict=True):
             store.index_copy_(0, part.new_slots, x[part.tokens])
         k, v = (rearrange(store[part.slots.flatten()], "(b s) h d -> b h s d", b=len(part.slots)) for store in stores)
-        q = query.new_zeros(*part.held.shape, *query.shape[1:])
-        q[part.held] = query[part.tokens]
-        q, mask = rearrange(q, "b m h d -> b h m d"), part.mask(window, query.dtype)
+        q, mask = rearrange(part.by_row(query), "b m h d -> b h m d"), part.mask(window, query.dtype)
         if not softcap and sinks is None:
             grouped = q.shape[1] != k.shape[1]
             attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
         else:
             attended = explicit_attention(q, k, v, mask, scale, softcap, sinks)
-        out[part.tokens] = rearrange(attended, "b h m d -> b m h d")[part.held]
+        out[part.tokens] = part.flat(rearrange(attended, "b h m d -> b m h d"))
 
     for part in (plan.trees, *plan.chunks):
         attend(part)

@@ -79,9 +79,12 @@ class Plan:
         length, starts = self.length[:-1], self.starts
         slots = _slots(self.table, rows, torch.arange(int(length.max()) + nodes))
         scratch = slots.gather(1, length[:, None] + torch.arange(nodes - new, nodes))  # [B, M]
-        held = torch.arange(new) < (starts[1:] - starts[:-1])[:, None]
+        tokens, index, scratch = slice(int(starts[-1])), None, scratch.flatten()
+        if int(starts[-1]) < rows * new:
+            index = (torch.arange(new) < (starts[1:] - starts[:-1])[:, None]).flatten().nonzero()[:, 0]
+            scratch = scratch[index]
         depth, ancestors = self.depth[:-1].view(rows, nodes), self.ancestors[:-1].view(rows, new, nodes)
-        return RowsPlan(torch.arange(int(starts[-1])), held, scratch[held], slots, length, depth, ancestors)
+        return RowsPlan(tokens, index, scratch, slots, length, depth, ancestors)
 
     @cached_property
     def chunks(self) -> list["RowsPlan"]:
@@ -93,9 +96,8 @@ class Plan:
             if end > first:
                 depth = torch.arange(end - first)
                 slots = _slots(pad(table, (0, 1)), 1, torch.arange(length + end - first))
-                held, seen = torch.ones(1, end - first, dtype=torch.bool), depth[:, None] >= depth
-                n = torch.tensor([length])
-                plans.append(RowsPlan(depth + first, held, slots[0, length:], slots, n, depth[None], seen[None]))
+                n, seen = torch.tensor([length]), depth[:, None] >= depth
+                plans.append(RowsPlan(slice(first, end), None, slots[0, length:], slots, n, depth[None], seen[None]))
         return plans
 
 
@@ -105,7 +107,7 @@ class RowsPlan:
 
     Attributes:
         tokens: The tokens of the forward that are new nodes of the rows, in their order.
-        held: Which of M new nodes each row has, `[B, M]` bool.
+        index: Index of each of these among M new nodes of B rows; None where each row has all M.
         new_slots: Slots of the new nodes, one for each of `tokens`.
         slots: Slots of each row's committed tokens and nodes, `[B, S]`.
         length: Committed tokens of each row, `[B]` int64.
@@ -113,13 +115,25 @@ class RowsPlan:
         ancestors: Whether each new node descends from a node, or is it, `[B, M, N]` bool.
     """
 
-    tokens: Tensor
-    held: Tensor
+    tokens: slice
+    index: Tensor | None
     new_slots: Tensor
     slots: Tensor
     length: Tensor
     depth: Tensor
     ancestors: Tensor
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """Return what belongs to the tokens, `[T, ...]`, by row, `[B, M, ...]`; 0 for nodes that a row has not."""
+        shape = self.ancestors.shape[:2]
+        x = x[self.tokens]
+        if self.index is not None:
+            x = x.new_zeros(shape.numel(), *x.shape[1:]).index_copy_(0, self.index, x)
+        return x.unflatten(0, shape)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Return what belongs to the new nodes, `[B, M, ...]`, for the tokens in their order."""
+        return x.flatten(0, 1) if self.index is None else x.flatten(0, 1)[self.index]
 
     @cached_property
     def masks(self) -> dict[tuple[int, torch.dtype], Tensor]:
