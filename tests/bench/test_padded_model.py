@@ -220,9 +220,8 @@ def test_a_padded_drafter_reads_the_same_of_the_text(changes, dtype):
     for each, pads in ((drafter, (0, 0)), (padded, added)):
         embedding, ahead, seen = (torch.nn.functional.pad(x, pads) for x in (text, drafts, features))
         hidden, state = each.fuse_hidden(seen.flatten(2)), None
-        keys, values = each.context.remember(hidden, embedding, torch.arange(7))
-        visible = torch.ones(3, 6, dtype=torch.bool)
-        window = ContextWindow(keys[:, :-1], values[:, 1:], visible, torch.full((3,), 7))
+        remembered = each.context.remember(hidden, embedding, torch.arange(7))
+        window = ContextWindow.read(torch.full((3,), 7), 6, lambda at, kept=remembered: kept)
         for k in range(4):
             out, state = each.step(ahead[k], state, hidden[:, -1:], partial(each.read_context, k, window))
             logits.append(out)
