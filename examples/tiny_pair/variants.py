@@ -35,9 +35,12 @@ class Uncoupled:
         """Depth of a tree, the root not counted."""
         return self.inner.depth
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None = None) -> Tree:
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
         """Propose a tree without looking at the noise."""
-        return self.inner.propose(state, sampler, None if noise is None else torch.zeros_like(noise))
+        unseen = None if noise is None else torch.zeros_like(noise)
+        return self.inner.propose(state, sampler, unseen, cache, draft_cache)
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,10 @@ class FinalBeams(Uncoupled):
 
     never: int
 
-    def propose(self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache | None = None) -> Tree:
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
         """Propose the lattice with the tokens of all nodes but the final beams' prefixes replaced by `never`."""
-        tree = super().propose(state, sampler, noise)
+        tree = super().propose(state, sampler, noise, cache, draft_cache)
         prefix = tree.ancestors[:, -self.inner.beams :].any(dim=1)  # [B, N]
         return replace(tree, tokens=torch.where(prefix, tree.tokens, self.never))
