@@ -55,22 +55,21 @@ class PromptChunks:
 
     def positions(self) -> Tensor:
         """Return the position of each token in its prompt, `[P * TOKENS_PER_CHUNK]` int64; padding counts from 0."""
-        chunk, index = self._chunk_of_token()
-        before = torch.cat([self.lengths, self.lengths.new_zeros(1)]) - self.starts  # [P + 1]
-        return before[chunk] + index
+        return self._placed()[1]
 
     def slots(self) -> Tensor:
         """Return the slot of each token in the pools, `[P * TOKENS_PER_CHUNK]` int64; padding is in block 0."""
-        chunk, _ = self._chunk_of_token()
-        position = self.positions()
+        chunk, position = self._placed()
         table = torch.cat([self.table, torch.zeros_like(self.table[:1])])  # [P + 1, M]
         block = (position // BLOCK_SIZE).clamp(max=table.shape[1] - 1)
         return table[chunk, block].long() * BLOCK_SIZE + position % BLOCK_SIZE
 
-    def _chunk_of_token(self) -> tuple[Tensor, Tensor]:
-        """Return the chunk that each token belongs to, P for padding, and the index of each token, `[T]` each."""
+    def _placed(self) -> tuple[Tensor, Tensor]:
+        """Return the chunk of each token, P for padding, and its position in that chunk's prompt, `[T]` int64 each."""
         index = torch.arange(len(self.tokens), device=self.tokens.device)
-        return torch.searchsorted(self.starts[1:], index, right=True), index
+        chunk = torch.searchsorted(self.starts[1:], index, right=True)
+        before = torch.cat([self.lengths, self.lengths.new_zeros(1)]) - self.starts  # [P + 1]
+        return chunk, before[chunk] + index
 
 
 @dataclass(frozen=True)

@@ -291,24 +291,14 @@ class DenseCache(Cache):
             self._slots[device] = next(iter(self._slots.values())).to(device)
         return self._slots[device]
 
-    def write_drafter_layer(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store what a drafter remembers of tokens, which is the last layer.
-
-        Args:
-            slots: Slots of the tokens in the pools, `[T]` int64.
-            key: Their keys, `[T, H, d]`.
-            value: Their values, `[T, H, d]`.
-        """
-        for store, states in zip(self._drafter_stores(), (key, value), strict=True):
-            store.index_copy_(0, slots, states)
-
     def read_drafter_layer(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a drafter remembers of the tokens at positions `[B, S]`, keys and values `[B, S, H, d]`."""
         slots = self._flat(torch.zeros_like(positions[:, 0]), positions)  # [B, S]
-        keys, values = (store[slots] for store in self._drafter_stores())
+        keys, values = (store[slots] for store in self.drafter_stores())
         return keys, values
 
-    def _drafter_stores(self) -> tuple[Tensor, Tensor]:
+    def drafter_stores(self) -> tuple[Tensor, Tensor]:
+        """Return where a drafter's keys and values are, by slot, `[slots, H, d]` each; they are the last layer."""
         layer: Any = self.layers[-1]
         (keys, key_index), (values, value_index) = layer.stores
         return keys.slots[key_index], values.slots[value_index]

@@ -156,18 +156,14 @@ class PagedCache:
         for pool in self.pool.pools:
             pool.index_copy_(1, target, pool.index_select(1, source))
 
-    def write_drafter_layer(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store what a drafter remembers of tokens, which is the last layer; see `DenseCache.write_drafter_layer`."""
-        for store, states in zip(self._drafter_stores(), (key, value), strict=True):
-            store.index_copy_(0, slots, states)
-
     def read_drafter_layer(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a drafter remembers of the tokens at positions; see `DenseCache.read_drafter_layer`."""
         slots = self.slots(positions)
-        keys, values = (store.index_select(0, slots).unflatten(0, positions.shape) for store in self._drafter_stores())
+        keys, values = (store.index_select(0, slots).unflatten(0, positions.shape) for store in self.drafter_stores())
         return keys, values
 
-    def _drafter_stores(self) -> tuple[Tensor, Tensor]:
+    def drafter_stores(self) -> tuple[Tensor, Tensor]:
+        """Return where a drafter's keys and values are, by slot; see `DenseCache.drafter_stores`."""
         pools = self.pool.layer_pools[-1]
         assert pools is not None, "the last layer is a drafter's"
         keys, key_layer, values, value_layer = pools

@@ -106,6 +106,13 @@ class RecurrentDrafter(PreTrainedModel):
         normed = rms_norm(precise, (size,), eps=self.config.rms_norm_eps).to(hidden)
         return last + self.fuse(torch.cat([last, normed.flatten(-2)], dim=-1))
 
+    def index_ids(self) -> Tensor:
+        """Return the drafter's id of each of the target's ids, `[V]` int64; -1 for those that it does not know."""
+        every = torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
+        if not isinstance(self.draft_ids, Tensor):
+            return every
+        return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
+
     def step(
         self,
         embedding: Tensor,

@@ -19,7 +19,7 @@ __all__ = ["Outcome", "Row", "queued", "run_call"]
 
 @dataclass
 class Outcome:
-    """What has become of the rows of a call so far, so that nobody has to look at all of them after each step.
+    """Counts the ends of a call's rows and keeps the first error, so that no step has to look at all of the rows.
 
     Attributes:
         ended: Number of rows that have ended.

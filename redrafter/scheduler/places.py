@@ -45,7 +45,7 @@ class Places:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence waits, holds a place, or is to be told that it was cancelled."""
+        """Whether there is no sequence: none waits, holds a place, or must still be told that it was cancelled."""
         return not (self._queue or self._cancelled or self.prefilling or self._batch.sequences)
 
     @property

@@ -40,5 +40,7 @@ class DrafterLayer:
             positions: Their positions, `[T]` int64.
             hidden: Hidden states that the drafter reads, `[T, F]`.
         """
-        if cache.has_drafter_layer:  # one that was made before the drafter was loaded has none
-            cache.write_drafter_layer(slots, *self.remember(ids, positions, hidden))
+        if not cache.has_drafter_layer:
+            return  # it was made before the drafter was loaded
+        for store, states in zip(cache.drafter_stores(), self.remember(ids, positions, hidden), strict=True):
+            store.index_copy_(0, slots, states)

@@ -97,13 +97,9 @@ class Unroll(nn.Module):
         super().__init__()
         self.drafter, self.config = drafter, config
         self.objective = Objective(config.distill, config.reach, drafter.config.draft_beams)
-        drafter_ids = torch.arange(drafter.config.vocab_size)
-        if isinstance(drafter.draft_ids, Tensor):
-            known = drafter.draft_ids.cpu()
-            drafter_ids = torch.full_like(drafter_ids, -1).scatter(0, known, torch.arange(len(known)))
         self.drafter_ids: Tensor
         # [V], the drafter's id of each of the base's ids, or -1
-        self.register_buffer("drafter_ids", drafter_ids, persistent=False)
+        self.register_buffer("drafter_ids", drafter.index_ids().cpu(), persistent=False)
         self._compute = torch.compile(chunk_loss) if config.compile else chunk_loss
 
     def forward(

@@ -1,4 +1,4 @@
-"""What to type about an acceptance that was explained: a line for each cause, with the numbers that speak for it."""
+"""Advice on an acceptance that was explained: a line says for each cause what to type, and which numbers say so."""
 
 from collections.abc import Iterator
 

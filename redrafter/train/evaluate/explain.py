@@ -40,7 +40,7 @@ CONTEXT_NAMES = (*(f"up to {most}" for most in CONTEXTS), f"above {CONTEXTS[-1]}
 
 @dataclass(frozen=True)
 class OtherTexts:
-    """What is compared with the texts of an evaluation, read before anything is measured.
+    """Holds the texts that an evaluation is compared with, which are read before anything is measured.
 
     Attributes:
         training: Texts of the drafter's training data; None if none was given.

@@ -1,4 +1,4 @@
-"""What an explanation of a pair's acceptance holds: counts and measured shares."""
+"""The explanation of a pair's acceptance: counts and measured shares, without advice."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ __all__ = ["Bucket", "Explanation", "Form", "StepCounts", "TemperatureExplanatio
 
 @dataclass(frozen=True)
 class StepCounts:
-    """How steps ended: `steps` is the sum of all misses, `all_accepted` and `text_ended`.
+    """Counts how steps ended: `steps` is the sum of all misses, `all_accepted` and `text_ended`.
 
     Attributes:
         steps: Steps taken.

@@ -104,12 +104,7 @@ def _ranks(drafter: RecurrentDrafter, target: Target, part: Positions) -> Tensor
 
 def _ranks_by_depth(drafter: RecurrentDrafter, target: Target, part: Positions) -> Iterator[Tensor]:
     tokens, ids = part.state.tokens[:, :-1], drafter.draft_ids  # [A, K+1]
-    label = tokens
-    if ids is not None:
-        known = torch.full((target.vocab_size,), -1, device=ids.device).index_copy_(
-            0, ids, torch.arange(len(ids), device=ids.device)
-        )
-        label = known[tokens.clamp(min=0)].where(tokens >= 0, -1)
+    label = drafter.index_ids()[tokens.clamp(min=0)].where(tokens >= 0, -1)
     hidden, carried = drafter.fuse_hidden(part.state.hidden)[:, None], None
     for k in range(tokens.shape[1] - 1):
         embedding = target.embedding(tokens[:, k : k + 1].clamp(min=0))
