@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import linear, rms_norm, silu
 from transformers import PreTrainedModel
 
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow
@@ -22,7 +22,21 @@ from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import check_drafter, load_error
 from redrafter.kernels.thin_linear import thin_linear
 
-__all__ = ["RecurrentDrafter"]
+__all__ = ["DraftStart", "RecurrentDrafter"]
+
+
+class DraftStart(NamedTuple):
+    """What the steps of a draft have in common: the target's hidden state, and its share of products that also read it.
+
+    Attributes:
+        hidden: The target's hidden state that produced the pending token, fused, `[..., D]`.
+        gate: Its share of the gated cell's product, bias included, `[..., 2D]`; None in other cells.
+        exit: Its share of the first product after the cell, bias included, `[..., E]`; None where that is the head.
+    """
+
+    hidden: Tensor
+    gate: Tensor | None
+    exit: Tensor | None
 
 
 class _Residual(nn.Module):
@@ -87,6 +101,13 @@ class RecurrentDrafter(PreTrainedModel):
         """F, width of the target's hidden states that `fuse_hidden` reads."""
         return self.config.hidden_size * (1 + len(self.config.target_layers))
 
+    @property
+    def first_product(self) -> nn.Linear | None:
+        """The first product after the recurrence, which reads `[h; s]`; None where that is the head's."""
+        if self.input_proj is not None:
+            return self.input_proj
+        return self.layers[0].linear if self.layers else None  # type: ignore[return-value]
+
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
         """Fuse the target's last hidden state with the outputs of `target_layers`, once for all steps of a draft.
 
@@ -113,11 +134,24 @@ class RecurrentDrafter(PreTrainedModel):
             return every
         return torch.full_like(every, -1).index_copy_(0, self.draft_ids, every[: len(self.draft_ids)])
 
+    def begin(self, hidden: Tensor) -> DraftStart:
+        """Compute, once for all steps of a draft, what they take from the target's hidden state alone.
+
+        Args:
+            hidden: The target's hidden state that produced the pending token, as `fuse_hidden` returns it, `[..., D]`.
+        """
+        gate, first = None, self.first_product
+        if self.config.rnn and self.config.recurrence == "gated":
+            gate = linear(hidden, self.rnn_gate.weight[:, -hidden.shape[-1] :], self.rnn_gate.bias)
+        if first is None:
+            return DraftStart(hidden, gate, None)
+        return DraftStart(hidden, gate, linear(hidden, first.weight[:, : hidden.shape[-1]], first.bias))
+
     def step(
         self,
         embedding: Tensor,
         state: Tensor | None,
-        hidden: Tensor,
+        start: DraftStart,
         read: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Make one step of the recurrence and compute the logits of the next token.
@@ -125,15 +159,14 @@ class RecurrentDrafter(PreTrainedModel):
         Args:
             embedding: The target's embedding of the last token, `[..., D]`.
             state: The recurrent state, `[..., D]`; None at the first step.
-            hidden: The target's hidden state that produced the token before the first draft, as `fuse_hidden` returns
-                it, `[..., D]`.
+            start: What `begin` computed for this draft.
             read: Returns what new states `[..., D]` read of the committed tokens, `[..., D]`; None where nothing is
                 read.
 
         Returns:
             Logits `[..., V']` over the drafter's vocabulary and the new state `[..., D]`.
         """
-        x, state = self.advance(embedding, state, hidden, read)
+        x, state = self.advance(embedding, state, start, read)
         return self.lm_head(x), state
 
     forward = step
@@ -142,7 +175,7 @@ class RecurrentDrafter(PreTrainedModel):
         self,
         embedding: Tensor,
         state: Tensor | None,
-        hidden: Tensor,
+        start: DraftStart,
         read: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Make one step without its last product, for the same arguments as `step`.
@@ -150,13 +183,9 @@ class RecurrentDrafter(PreTrainedModel):
         Returns:
             The input of `lm_head`, `[..., R]`, and the new state `[..., D]`.
         """
-        state = self._recur(embedding, state, hidden)
+        state = self._recur(embedding, state, start)
         informed = state if read is None else state + read(state)
-        x = torch.cat([hidden.expand_as(state), informed], dim=-1)  # [..., 2D]
-        if self.input_proj is not None:
-            x = self.input_proj(x)
-        for layer in self.layers:
-            x = layer(x)
+        x = self._project(informed, start)
         return x if self.head_proj is None else self.head_proj(x), state
 
     def read_context(self, step: int, window: ContextWindow, state: Tensor) -> Tensor:
@@ -179,14 +208,29 @@ class RecurrentDrafter(PreTrainedModel):
             self.rnn_joined = None
         return super().train(mode)
 
-    def _recur(self, embedding: Tensor, state: Tensor | None, hidden: Tensor) -> Tensor:
+    def _project(self, state: Tensor, start: DraftStart) -> Tensor:
+        """Apply the layers between the recurrence and the head to states `[..., D]`, `[..., E]`."""
+        x = torch.cat([start.hidden.expand_as(state), state], dim=-1)  # [..., 2D]
+        layers = list(self.layers)
+        if start.exit is not None:
+            first = self.first_product
+            assert first is not None
+            product = linear(state, first.weight[:, state.shape[-1] :]) + start.exit
+            x = product if self.input_proj is not None else x + silu(product)
+            layers = layers if self.input_proj is not None else layers[1:]
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    def _recur(self, embedding: Tensor, state: Tensor | None, start: DraftStart) -> Tensor:
         """Return the new recurrent state, `[..., D]`; the equations are in `DrafterConfig`."""
         if not self.config.rnn:
             return embedding if state is None else state + embedding
-        if self.config.recurrence == "gated":
+        if start.gate is not None:
             before = torch.zeros_like(embedding) if state is None else state
-            inputs = torch.cat([embedding, before, hidden.expand_as(embedding)], dim=-1)  # [..., 3D]
-            gate, new = self.rnn_gate(inputs).chunk(2, dim=-1)
+            inputs = torch.cat([embedding, before], dim=-1)  # [..., 2D]
+            product = linear(inputs, self.rnn_gate.weight[:, : inputs.shape[-1]]) + start.gate
+            gate, new = product.chunk(2, dim=-1)
             return before + gate.sigmoid() * (silu(new) - before)
         if self.rnn_joined is not None and state is not None:
             joined = thin_linear(torch.cat([embedding, state], dim=-1), self.rnn_joined) + self.rnn_u.bias

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.context_attention import ContextWindow
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter import DraftStart, RecurrentDrafter
 from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
@@ -85,12 +85,12 @@ class RecurrentProposer:
             window: What the drafter reads of the committed tokens; None where it reads nothing.
         """
         carried: Tensor | None = None  # [B, w, D], the recurrent state of each beam
-        hidden, ids = self.drafter.fuse_hidden(state.hidden)[:, None], self.drafter.draft_ids
+        start, ids = self.drafter.begin(self.drafter.fuse_hidden(state.hidden)[:, None]), self.drafter.draft_ids
         advance = _compiled_advance() if self.compiled else _advance
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             nonlocal carried
-            logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, hidden, k, window)
+            logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, start, k, window)
             return sampler.draft_scores(logits, noise, k, ids)
 
         shared = None
@@ -115,7 +115,7 @@ def _advance(
     tokens: Tensor,
     sources: Tensor,
     carried: Tensor | None,
-    hidden: Tensor,
+    start: DraftStart,
     step: int,
     window: ContextWindow | None,
 ) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def _advance(
         tokens: Last token of each beam, `[B, w]` int64.
         sources: Beam of the previous step that each beam continues, `[B, w]` int64.
         carried: Recurrent states after the previous step, `[B, w', D]`; None at the first step.
-        hidden: The target's hidden state as the drafter reads it, `[B, 1, D]`.
+        start: What all steps take from the target's hidden state, of each row `[B, 1, ...]`.
         step: Number of the step, from 0.
         window: What the drafter reads of the committed tokens; None where it reads nothing.
 
@@ -137,7 +137,7 @@ def _advance(
     if carried is not None:
         carried = carried.gather(1, sources[:, :, None].expand(-1, -1, carried.shape[-1]))
     read = None if window is None else partial(drafter.read_context, step, window)
-    return drafter.step(embedding(tokens), carried, hidden, read)
+    return drafter.step(embedding(tokens), carried, start, read)
 
 
 @cache

@@ -26,16 +26,29 @@ def forward_bytes(model: Any) -> int:
 def draft_bytes(drafter: RecurrentDrafter, depth: int) -> int:
     """Return the bytes of the weights that a draft of `depth` search steps reads.
 
-    The layer that fuses the target's hidden states is read once. The published recurrence does not read `rnn_u` at the
-    first step, where it has no state to multiply with.
+    What reads the target's hidden state alone is read once (see `RecurrentDrafter.begin`), and what is stored of
+    committed tokens is not made here. The published recurrence does not read `rnn_u` at the first step, where it has no
+    state to multiply with.
     """
-    fused = 0 if drafter.fuse is None else sum(weight.nbytes for weight in drafter.fuse.parameters())
-    whole = sum(weight.nbytes for weight in drafter.parameters()) - fused
-    saved = -fused
-    if drafter.config.rnn and drafter.config.recurrence != "gated":
-        weight, bias = drafter.rnn_u.weight, drafter.rnn_u.bias
-        saved += weight.nbytes + (bias.nbytes if drafter.config.recurrence == "trtllm" else 0)
-    return depth * whole - saved
+    config, first = drafter.config, drafter.first_product
+    gated = config.rnn and config.recurrence == "gated"
+    once = 0 if drafter.fuse is None else _layer_bytes(drafter.fuse)
+    once += _layer_bytes(drafter.rnn_gate, 1 / 3) if gated else 0
+    once += 0 if first is None else _layer_bytes(first, 1 / 2)
+    never = 0
+    if drafter.context is not None:
+        never = _layer_bytes(drafter.context.key) + _layer_bytes(drafter.context.value)
+    unread = 0
+    if config.rnn and not gated:
+        unread = _layer_bytes(drafter.rnn_u, with_bias=config.recurrence == "trtllm")
+    whole = sum(weight.nbytes for weight in drafter.parameters()) - never
+    return depth * (whole - once) + once - unread
+
+
+def _layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -> int:
+    """Return the bytes of a share of a layer's weight, and of its bias."""
+    bias = layer.bias.nbytes if with_bias and layer.bias is not None else 0
+    return round(layer.weight.nbytes * share) + bias
 
 
 def slot_bytes(shapes: Sequence[LayerShape]) -> int:

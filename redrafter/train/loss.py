@@ -162,10 +162,10 @@ class Unroll(nn.Module):
             fused = drafter.fuse_hidden(features.to(drafter.dtype))  # [B, T, D]: all tokens have keys, not only anchors
             hidden = fused.flatten(0, 1).index_select(0, anchors)
             context = PackedContext(drafter, fused, embedding, segment, anchors)
-        tokens, state, head_inputs = embedding.flatten(0, 1), None, []
+        tokens, state, start, head_inputs = embedding.flatten(0, 1), None, drafter.begin(hidden), []
         for k in range(self.config.draft_len):
             read = None if context is None else partial(context.read, k)
-            x, state = drafter.advance(tokens[position[:, k]], state, hidden, read)
+            x, state = drafter.advance(tokens[position[:, k]], state, start, read)
             head_inputs.append(x)
         return torch.stack(head_inputs, dim=1)
 

@@ -329,15 +329,25 @@ def test_floors_count_what_one_forward_reads():
         assert slot_bytes(Target(model).shapes) == 4 * 3 * 2 * (8 + 8)
 
 
-def test_the_first_search_step_reads_no_recurrent_weight():
-    for changes, saved in (
+@pytest.mark.parametrize(
+    ("form", "unread"),
+    [
         ({}, HIDDEN * HIDDEN),
         ({"recurrence": "trtllm"}, HIDDEN * HIDDEN + HIDDEN),
         ({"rnn": False}, 0),
-    ):
-        drafter = tiny_drafter(**changes)
-        whole = sum(weight.nbytes for weight in drafter.parameters())
-        assert draft_bytes(drafter, 4) == 4 * whole - 4 * saved
+        (
+            {"recurrence": "gated"},
+            3 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN),
+        ),  # the share of h is read once, not four times
+        ({"context_window": 8, "context_head_dim": 8}, HIDDEN * HIDDEN + 4 * 2 * 2 * HIDDEN * 8),  # no key, no value
+    ],
+    ids=["apple", "trtllm", "sum", "gated", "context"],
+)
+def test_a_draft_reads_what_depends_on_h_alone_once(form, unread):
+    drafter = tiny_drafter(**form)
+    whole = sum(weight.nbytes for weight in drafter.parameters())
+    share = 2 * HIDDEN * HIDDEN + 2 * HIDDEN  # of h in the first residual layer, and its bias
+    assert draft_bytes(drafter, 4) == 4 * whole - 4 * (3 * share + unread)
 
 
 def test_a_random_drafter_has_the_shape_but_for_its_head():

@@ -173,7 +173,7 @@ def test_a_padded_drafter_drafts_the_same(pair, changes, dtype):
         logits = []
         for i, each in enumerate((drafter, padded)):
             embedding = torch.nn.functional.pad(table(token).to(dtype), (0, each.config.hidden_size - HIDDEN))
-            out, states[i] = each.step(embedding, states[i], hiddens[i])
+            out, states[i] = each.step(embedding, states[i], each.begin(hiddens[i]))
             logits.append(out)
         torch.testing.assert_close(logits[1], logits[0])
         torch.testing.assert_close(states[1][:, :HIDDEN], states[0])
@@ -223,7 +223,7 @@ def test_a_padded_drafter_reads_the_same_of_the_text(changes, dtype):
         remembered = each.context.remember(hidden, embedding, torch.arange(7))
         window = ContextWindow.read(torch.full((3,), 7), 6, lambda at, kept=remembered: kept)
         for k in range(4):
-            out, state = each.step(ahead[k], state, hidden[:, -1:], partial(each.read_context, k, window))
+            out, state = each.step(ahead[k], state, each.begin(hidden[:, -1:]), partial(each.read_context, k, window))
             logits.append(out)
     torch.testing.assert_close(torch.stack(logits[4:]), torch.stack(logits[:4]))
 
@@ -245,7 +245,7 @@ def test_a_head_can_be_padded_to_a_rank_of_its_own():
     assert padded.lm_head.weight.shape == (VOCAB, 20)
     hidden = torch.randn(3, HIDDEN)
     wide = torch.nn.functional.pad(hidden, (0, 3 * HIDDEN))
-    found, expected = padded.step(wide, None, wide)[0], small.step(hidden, None, hidden)[0]
+    found, expected = padded.step(wide, None, padded.begin(wide))[0], small.step(hidden, None, small.begin(hidden))[0]
     torch.testing.assert_close(found, expected)
 
 

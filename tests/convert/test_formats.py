@@ -218,7 +218,7 @@ def test_ranks_together_compute_what_the_drafter_does(form, tp, bases, tmp_path)
         logits = gathered(ranks, "drafter.lm_head", x)
         assert logits.shape[-1] == -(-VOCAB // tp) * tp
         assert not logits[:, VOCAB:].any()
-        found, now = drafter.step(embedding, before, hidden)
+        found, now = drafter.step(embedding, before, drafter.begin(hidden))
         torch.testing.assert_close(found, logits[:, :VOCAB], rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(now, state, rtol=1e-9, atol=1e-9)
 
@@ -243,7 +243,7 @@ def test_apples_drafters_compute_the_same_here(form, naming, tmp_path):
             x = x @ tensors["input_proj.weight"].T + tensors["input_proj.bias"]
         for i in range(form["layers"]):
             x = x + silu(x @ tensors[f"lm_head.{i}.linear.weight"].T + tensors[f"lm_head.{i}.linear.bias"])
-        found, before = drafter.step(embedding, before, hidden)
+        found, before = drafter.step(embedding, before, drafter.begin(hidden))
         expected = x @ tensors[f"lm_head.{form['layers']}.weight"].T
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 

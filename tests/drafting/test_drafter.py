@@ -32,8 +32,8 @@ def test_two_steps_are_the_published_recurrence(recurrence, layers):
     torch.nn.init.normal_(drafter.rnn_u.bias)
     w = drafter.state_dict()
     first, second, hidden = inputs()
-    logits_1, state_1 = drafter.step(first, None, hidden)
-    logits_2, state_2 = drafter.step(second, state_1, hidden)
+    logits_1, state_1 = drafter.step(first, None, drafter.begin(hidden))
+    logits_2, state_2 = drafter.step(second, state_1, drafter.begin(hidden))
     into, onto, bias = w["rnn_w.weight"], w["rnn_u.weight"], w["rnn_u.bias"]
     if recurrence == "apple":
         expected_1 = silu(first @ into.T + torch.zeros_like(first) @ onto.T + bias)
@@ -57,8 +57,8 @@ def test_two_steps_of_the_gated_recurrence_mix_the_state_with_what_is_read():
         gate = read[:, :HIDDEN].sigmoid()
         return (1 - gate) * state + gate * silu(read[:, HIDDEN:])
 
-    logits_1, state_1 = drafter.step(first, None, hidden)
-    logits_2, state_2 = drafter.step(second, state_1, hidden)
+    logits_1, state_1 = drafter.step(first, None, drafter.begin(hidden))
+    logits_2, state_2 = drafter.step(second, state_1, drafter.begin(hidden))
     expected_1 = mixed(first, torch.zeros_like(first))
     expected_2 = mixed(second, expected_1)
     for state, expected, logits in ((state_1, expected_1, logits_1), (state_2, expected_2, logits_2)):
@@ -91,16 +91,18 @@ def test_a_head_of_low_rank_is_a_product_of_two():
     shared = {name: weight for name, weight in w.items() if not name.startswith(("lm_head", "head_proj"))}
     whole.load_state_dict(shared | {"lm_head.weight": w["lm_head.weight"] @ w["head_proj.weight"]})
     first, _, hidden = inputs()
-    torch.testing.assert_close(drafter.step(first, None, hidden)[0], whole.step(first, None, hidden)[0])
+    torch.testing.assert_close(
+        drafter.step(first, None, drafter.begin(hidden))[0], whole.step(first, None, whole.begin(hidden))[0]
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_is_what_advance_makes_and_then_the_head(form):
     drafter = random_drafter(**FORMS[form]).double()
     first, second, hidden = inputs()
-    _, state = drafter.step(first, None, hidden)
-    logits, after = drafter.step(second, state, hidden)
-    x, same = drafter.advance(second, state, hidden)
+    _, state = drafter.step(first, None, drafter.begin(hidden))
+    logits, after = drafter.step(second, state, drafter.begin(hidden))
+    x, same = drafter.advance(second, state, drafter.begin(hidden))
     torch.testing.assert_close((same, x @ drafter.lm_head.weight.T), (after, logits))
     assert logits.shape == (3, drafter.config.draft_vocab_size or VOCAB)
 
@@ -109,9 +111,15 @@ def test_a_step_is_what_advance_makes_and_then_the_head(form):
 def test_joined_weights_compute_the_same_until_training(form):
     drafter = random_drafter(**FORMS[form]).double()
     first, second, hidden = inputs()
-    expected = [state := drafter.step(first, None, hidden)[1], drafter.step(second, state, hidden)[1]]
+    expected = [
+        state := drafter.step(first, None, drafter.begin(hidden))[1],
+        drafter.step(second, state, drafter.begin(hidden))[1],
+    ]
     drafter.join_recurrence()
-    joined = [state := drafter.step(first, None, hidden)[1], drafter.step(second, state, hidden)[1]]
+    joined = [
+        state := drafter.step(first, None, drafter.begin(hidden))[1],
+        drafter.step(second, state, drafter.begin(hidden))[1],
+    ]
     torch.testing.assert_close(joined, expected)
     assert (drafter.rnn_joined is not None) == (form == "published")
     assert drafter.train().rnn_joined is None
@@ -120,8 +128,8 @@ def test_joined_weights_compute_the_same_until_training(form):
 def test_without_recurrence_the_state_is_the_sum_of_embeddings():
     drafter = tiny_drafter(rnn=False).double()
     first, second, hidden = inputs()
-    _, state = drafter.step(first, None, hidden)
-    _, state = drafter.step(second, state, hidden)
+    _, state = drafter.step(first, None, drafter.begin(hidden))
+    _, state = drafter.step(second, state, drafter.begin(hidden))
     torch.testing.assert_close(state, first + second)
     assert not any("rnn" in name for name in drafter.state_dict())
 
@@ -131,7 +139,7 @@ def test_another_exit_dim_gets_a_projection():
     assert drafter.input_proj.weight.shape == (48, 2 * HIDDEN)
     assert tiny_drafter().input_proj is None
     first, _, hidden = inputs(dtype=drafter.dtype)
-    logits, _ = drafter.step(first, None, hidden)
+    logits, _ = drafter.step(first, None, drafter.begin(hidden))
     assert logits.shape == (3, VOCAB)
 
 
@@ -155,7 +163,10 @@ def test_a_drafter_of_before_there_were_other_forms_is_the_published_one(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(older))
     again = RecurrentDrafter.from_pretrained(tmp_path)
     first, _, hidden = inputs(dtype=drafter.dtype)
-    assert torch.equal(again.step(first, None, again.fuse_hidden(hidden))[0], drafter.step(first, None, hidden)[0])
+    assert torch.equal(
+        again.step(first, None, again.begin(again.fuse_hidden(hidden)))[0],
+        drafter.step(first, None, drafter.begin(hidden))[0],
+    )
     for config in (again.config, RecurrentDrafter.from_pretrained(boxed_pair() / "drafter").config):
         assert (config.recurrence, config.target_layers, config.head_rank) == ("apple", [], None)
 
@@ -227,10 +238,10 @@ def test_the_same_step_serves_any_leading_shape(form):
     drafter = random_drafter(**FORMS[form]).double()
     first, _, hidden = inputs(6)
     hidden = hidden[[0, 0, 0, 3, 3, 3]]  # which the beams of a row share
-    flat, before = drafter.step(first, None, hidden)
-    shaped, state = drafter.step(first.view(2, 3, -1), None, hidden.view(2, 3, -1)[:, :1])
+    flat, before = drafter.step(first, None, drafter.begin(hidden))
+    shaped, state = drafter.step(first.view(2, 3, -1), None, drafter.begin(hidden.view(2, 3, -1)[:, :1]))
     torch.testing.assert_close(shaped.view(6, -1), flat)
-    flat, _ = drafter.step(first, before, hidden)
-    shaped, _ = drafter.step(first.view(2, 3, -1), state, hidden.view(2, 3, -1)[:, :1])
+    flat, _ = drafter.step(first, before, drafter.begin(hidden))
+    shaped, _ = drafter.step(first.view(2, 3, -1), state, drafter.begin(hidden.view(2, 3, -1)[:, :1]))
     torch.testing.assert_close(shaped.view(6, -1), flat)
     assert DrafterConfig(vocab_size=5, hidden_size=3).exit_dim == 6

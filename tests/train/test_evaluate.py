@@ -68,7 +68,7 @@ def patterned() -> tuple[PreTrainedModel, RecurrentDrafter]:
             embedding, hidden = model.model.embed_tokens(ids), model.model(ids).last_hidden_state[:, :-4]
         loss = torch.zeros(())
         for k in range(1, 4):  # from the token that hidden drew, to the one after it
-            logits, state = drafter.step(embedding[:, k : k - 4], state, drafter.fuse_hidden(hidden))
+            logits, state = drafter.step(embedding[:, k : k - 4], state, drafter.begin(drafter.fuse_hidden(hidden)))
             loss = loss + cross_entropy(logits.flatten(0, 1), ids[:, k + 1 : k + 21].flatten())
         loss.backward()
         optimizer.step()

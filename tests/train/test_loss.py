@@ -146,7 +146,7 @@ def test_loss_is_that_of_the_chain_that_drafting_runs(base, form):
         state, said, own, taken = None, [], [], drafter.fuse_hidden(hidden[i])
         read = reader(drafter, torch.stack(hidden[: i + 1]), target.embed(text[0, : i + 1]).detach())
         for k in range(1, min(3, 7 - i) + 1):
-            guess, state = drafter.step(target.embed(text[0, i + k]).detach(), state, taken, read(k - 1))
+            guess, state = drafter.step(target.embed(text[0, i + k]).detach(), state, drafter.begin(taken), read(k - 1))
             said.append(guess)
             token = int(text[0, i + k + 1])
             own.append(ids.index(token) if token in ids else -1)
@@ -227,7 +227,7 @@ def test_a_reduced_vocabulary_meets_the_teacher_on_its_own_ids():
     assert soft.drafter_ids[tokens].tolist() == [[-1, 0, 1, -1, 3, 2]]
     p = read.logits[0, 1:5].softmax(-1)[:, known]
     p = p / p.sum(-1, keepdim=True)
-    guess, _ = drafter.step(read.embedding[0, 1:5], None, read.hidden[0, :4])
+    guess, _ = drafter.step(read.embedding[0, 1:5], None, drafter.begin(read.hidden[0, :4]))
     log_q = guess.log_softmax(-1)
     assert_close_by_scale(soft(tokens, mask, read).loss, (p * (p.log() - log_q)).sum(), 1e-5)
     assert_close_by_scale(hard(tokens, mask, read).loss, -log_q[[0, 2, 3], [1, 3, 2]].sum(), 1e-5)

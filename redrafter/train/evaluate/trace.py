@@ -105,9 +105,9 @@ def _ranks(drafter: RecurrentDrafter, target: Target, part: Positions) -> Tensor
 def _ranks_by_depth(drafter: RecurrentDrafter, target: Target, part: Positions) -> Iterator[Tensor]:
     tokens, ids = part.state.tokens[:, :-1], drafter.draft_ids  # [A, K+1]
     label = drafter.index_ids()[tokens.clamp(min=0)].where(tokens >= 0, -1)
-    hidden, carried = drafter.fuse_hidden(part.state.hidden)[:, None], None
+    start, carried = drafter.begin(drafter.fuse_hidden(part.state.hidden)[:, None]), None
     for k in range(tokens.shape[1] - 1):
         embedding = target.embedding(tokens[:, k : k + 1].clamp(min=0))
         read = None if part.window is None else partial(drafter.read_context, k, part.window)
-        logits, carried = drafter.step(embedding, carried, hidden, read)
+        logits, carried = drafter.step(embedding, carried, start, read)
         yield rank_of(part.sampler.draft_scores(logits, part.noise, k, ids)[:, 0], label[:, k + 1])
