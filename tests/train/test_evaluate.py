@@ -26,7 +26,7 @@ from redrafter.target.target import Target
 from redrafter.train.evaluate import positions as positions_module
 from redrafter.train.evaluate import replay as replay_module
 from redrafter.train.evaluate import texts as texts_module
-from redrafter.train.evaluate.command import EvaluateOptions, evaluate
+from redrafter.train.evaluate.command import EvaluateOptions, Search, evaluate
 from redrafter.train.evaluate.prompts import prompts_by_category
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, replay
 from redrafter.train.evaluate.shapes import Shape, count_accepted
@@ -401,6 +401,9 @@ def test_the_document_is_complete(measured):
         "categories": {"kind 0": 2, "kind 1": 1},
         "share_of_a_text": 1.0,
         "most_tokens_of_a_text": None,
+        "lengths": [],
+        "lengths_left_out": [],
+        "longest": None,
     }
     assert [one["temperature"] for one in document["temperatures"]] == [0, 1]
     names = ["3x2, 5 nodes", "3x2, 2 nodes", "3x2, 7 nodes", "3x2, final beams", "1x2, 3 nodes", "1x2, 2 nodes"]
@@ -448,6 +451,24 @@ def test_the_document_is_what_decoding_reports(measured):
             assert found == (stats.steps, stats.accepted_by_depth)
 
 
+@pytest.mark.filterwarnings("ignore:draft_len_per_beam")
+def test_one_run_counts_trees_deeper_than_the_drafter_was_trained_for():
+    """The boxed drafter was trained for five drafts; where its base repeats itself, ten are right."""
+    engine, tokenizer = ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
+    assert engine.drafter.config.trained_draft_len == 5
+    searches = tuple(Search(*sizes) for sizes in ((5, 5), (5, 7), (4, 8), (3, 10), (5, 10)))
+    options = EvaluateOptions(shapes=searches, node_budgets=(26,), num_prompts=1, new_tokens=32, temperatures=(0,))
+    [result] = evaluate(Pair("base", "drafter", "its drafter", tokenizer, engine), options)["temperatures"]
+    trees = [tree for tree in result["trees"] if tree["nodes"] == 26]
+    assert [(tree["beams"], tree["depth"]) for tree in trees] == list(searches)
+    ids = torch.tensor(prompts_by_category([], tokenizer, 1, 900, 0)["eips"])
+    for tree in trees:
+        own = ReDrafter(engine.target, engine.drafter, TreeShape(tree["beams"], tree["depth"], 26))
+        stats = own.generate(ids, do_sample=False, max_new_tokens=32, return_dict_in_generate=True).stats
+        assert tree["categories"]["eips"]["accepted_by_depth"] == stats.accepted_by_depth
+        assert stats.accepted_by_depth[-1] > 0
+
+
 def test_what_was_not_asked_for_is_the_pair_s_own():
     """The shape of tree and the ids that end texts are those of the checkpoint and its tokenizer."""
     engine, tokenizer = ReDrafter.from_pretrained(boxed_pair(), tuning=None), load_tokenizer(boxed_pair())
@@ -491,6 +512,13 @@ def test_the_table_shows_every_number(measured):
         (f"--prompts {'n' * 300}", "is not a file"),
         ("--shapes 5000x2", "num_beams=5000 is more than the drafter's vocabulary"),
         ("--new-tokens 5000", "leaves no room for a prompt in the model's context"),
+        ("--prompt-lengths 8,1", "--prompt-lengths must be 2 or more, got 8,1"),
+        (
+            "--prompt-lengths 8,900",
+            "--prompt-lengths 900 and --new-tokens 128 are more than the model's context of 1024",
+        ),
+        ("--prompt-lengths 896,800", "--prompt-lengths 800: no prompt of the prompts that ship has as many tokens"),
+        ("--prompt-lengths 8 --explain", "leave out --prompt-lengths, or --explain"),
         ("--plot out.jpg", "--plot draws a .png"),
         ("--json nowhere/out.json", "cannot write nowhere/out.json (--json)"),
         ("--model ./gone", "./gone is not a directory"),

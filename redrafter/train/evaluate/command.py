@@ -4,7 +4,8 @@
 
 The base continues the prompts once at each temperature, by plain decoding; the steps that speculative decoding would
 take along those texts are then counted for every shape. Without --prompts, the prompts that ship with the package.
-With --explain, why steps ended is counted too, and what to type about it is said.
+With --explain, why steps ended is counted too, and what to type about it is said. With --prompt-lengths, the same
+prompts are cut to several lengths, and each is measured by itself.
 """
 
 import json
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +36,12 @@ from redrafter.measure.picture import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.explain_report import describe_explanation, format_explanation
 from redrafter.train.evaluate.plot import plot
+from redrafter.train.evaluate.prompt_choice import PromptChoice, prompts_of_lengths
 from redrafter.train.evaluate.prompts import prompts_by_category
 from redrafter.train.evaluate.replay import replay
-from redrafter.train.evaluate.report import TemperatureResult, format_report, make_report
+from redrafter.train.evaluate.report import TextsResult, make_report
 from redrafter.train.evaluate.shapes import Shape
+from redrafter.train.evaluate.tables import format_report
 from redrafter.train.evaluate.texts import write_texts
 from redrafter.tree.beam_search import node_count
 
@@ -69,6 +73,13 @@ class EvaluateOptions(PromptOptions):
 
     prompts: tuple[str, ...] = option((), PROMPTS_HELP, path=True)
     num_prompts: int | None = option(None, "prompts of each category, chosen by the seed (default: all)")
+    prompt_lengths: tuple[int, ...] = option(
+        (),
+        "measure after prompts of each of these numbers of tokens: the same prompts, cut at their beginning. Shorter "
+        "ones are left out (default: prompts as they are)",
+        type=integers,
+        metavar="N,...",
+    )
     new_tokens: int = option(128, "tokens that the model writes after a prompt, at most")
     shapes: tuple[Search, ...] = option(
         (),
@@ -96,7 +107,8 @@ class EvaluateOptions(PromptOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         counts = ("num_prompts", "batch_size", "node_budgets")
-        for name, least in (*((count, 1) for count in counts), ("new_tokens", 2), ("temperatures", 0), ("seed", 0)):
+        others = (("prompt_lengths", 2), ("new_tokens", 2), ("temperatures", 0), ("seed", 0))
+        for name, least in (*((count, 1) for count in counts), *others):
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(number is None or least <= number < math.inf for number in numbers):
@@ -113,6 +125,10 @@ class EvaluateOptions(PromptOptions):
             )
         if self.data and not self.explain:
             raise ArgumentError("--data is compared by --explain only: give --explain too, or leave --data out")
+        if self.explain and self.prompt_lengths:
+            raise ArgumentError(
+                "--explain counts drafts by the tokens before them itself: leave out --prompt-lengths, or --explain"
+            )
         for name in ("shapes", "node_budgets"):
             if self.explain and len(getattr(self, name)) > 1:
                 raise ArgumentError(
@@ -177,36 +193,27 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
                 f"--shapes {tree.beams}x{tree.depth} has {tree.lattice} nodes; at most {MAX_NODES} can be measured"
             )
     target = engine.target
-    context = target.fixed_rope_context
-    max_tokens = context - options.new_tokens if context is not None else sys.maxsize
-    if max_tokens < 1:
-        raise ArgumentError(
-            f"--new-tokens {options.new_tokens} leaves no room for a prompt in the model's context of {context}"
-        )
-    prompts = prompts_by_category(
-        options.prompts, pair.tokenizer, options.num_prompts, max_tokens, options.seed, **options.cut
-    )
+    max_tokens = _max_prompt_tokens(options, target.fixed_rope_context)
+    prompts = _choose_prompts(pair, options, max_tokens)
     others = OtherTexts.read(pair, options, max_tokens) if options.explain else None
-    all_prompts = [prompt for members in prompts.values() for prompt in members]
     results = []
-    for temperature in options.written_temperatures:
+    for temperature, length in product(options.written_temperatures, prompts.by_length):
         texts = write_texts(
             target,
-            all_prompts,
+            prompts.by_length[length],
             options.new_tokens,
             temperature,
             options.seed,
             end_ids=end_tokens(target.model, pair.tokenizer),
             batch_size=options.batch_size,
             options=engine.options,
-            report=partial(_report_texts, temperature, len(all_prompts)),
+            report=partial(_report_texts, temperature, length, len(prompts.by_length[length])),
         )
-        results.append(TemperatureResult(texts, trees, replay(engine.drafter, target, texts, trees)))
-    categories = {name: len(members) for name, members in prompts.items()}
-    document = make_report(pair, options, categories, results)
+        results.append(TextsResult(texts, trees, replay(engine.drafter, target, texts, trees), length))
+    document = make_report(pair, options, prompts, results)
     if others is not None:
         written = [result.texts for result in results]
-        explanation = explain(pair, engine.drafter, options, trees[0], categories, written, others)
+        explanation = explain(pair, engine.drafter, options, trees[0], prompts.categories, written, others)
         document["explanation"] = describe_explanation(explanation)
     return document
 
@@ -221,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="examples:\n"
         "  redrafter evaluate --model my-base --drafter my-drafter --prompts questions.jsonl --num-prompts 20\n"
         "  redrafter evaluate --model my-base --drafter my-drafter --explain --data trained-on.jsonl\n"
+        "  redrafter evaluate --prompts long.jsonl --prompt-lengths 256,1024 --new-tokens 64 --temperatures 0\n"
         "  redrafter evaluate --shapes 5x5,10x5,1x4 --node-budgets 26,13 --plot acceptance.png --json out.json",
         options=(EvaluateOptions, LoadOptions),
     )
@@ -248,9 +256,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(run)
 
 
-def _report_texts(temperature: float, count: int, done: int) -> None:
+def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:
+    """Return the most tokens of a prompt; raise `ArgumentError` where the new tokens or a length leave no room.
+
+    Args:
+        options: The options.
+        context: Tokens of the model's context; None for no limit.
+    """
+    if context is None:
+        return sys.maxsize
+    room = context - options.new_tokens
+    if room < 1:
+        raise ArgumentError(
+            f"--new-tokens {options.new_tokens} leaves no room for a prompt in the model's context of {context}"
+        )
+    if max(options.prompt_lengths, default=0) > room:
+        raise ArgumentError(
+            f"--prompt-lengths {max(options.prompt_lengths)} and --new-tokens {options.new_tokens} are more than the "
+            f"model's context of {context} tokens: give lengths of at most {room}, or fewer new tokens"
+        )
+    return room
+
+
+def _choose_prompts(pair: Pair, options: EvaluateOptions, max_tokens: int) -> PromptChoice:
+    """Choose the prompts that the options ask for, of at most `max_tokens` tokens."""
+    files, tokenizer, count, seed = options.prompts, pair.tokenizer, options.num_prompts, options.seed
+    if options.prompt_lengths:
+        return prompts_of_lengths(files, tokenizer, options.prompt_lengths, count, seed, **options.cut)
+    return PromptChoice.whole(prompts_by_category(files, tokenizer, count, max_tokens, seed, **options.cut))
+
+
+def _report_texts(temperature: float, length: int | None, count: int, done: int) -> None:
     """Print on stderr how many of `count` texts are written."""
-    print(f"temperature {temperature:g}: {done} of {count} texts", file=sys.stderr, flush=True)
+    prompts = "" if length is None else f", prompts of {length} tokens"
+    print(f"temperature {temperature:g}{prompts}: {done} of {count} texts", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError
 from redrafter.measure.prompts import read_prompts
 
-__all__ = ["prompts_by_category"]
+__all__ = ["name_files", "prompts_by_category", "rows_by_category"]
 
 
 def prompts_by_category(
@@ -44,10 +44,7 @@ def prompts_by_category(
     chosen: dict[str, list[list[int]]] = {}
     sources: Sequence[str | None] = files or [None]
     for file in sources:
-        rows: dict[str, list[Row]] = {}
-        for row in read_prompts(file):
-            rows.setdefault(row.source or Path(file or "prompts").name.split(".")[0], []).append(row)
-        for category, members in rows.items():
+        for category, members in rows_by_category(file).items():
             limit = count or len(members)
             encoded = sample_prompts(
                 members, tokenizer, limit, max_tokens, seed, text_share=share, max_text_tokens=most
@@ -55,6 +52,18 @@ def prompts_by_category(
             chosen.setdefault(category, []).extend(encoded)
     chosen = {category: encoded[:count] for category, encoded in chosen.items() if encoded}
     if not chosen:
-        named = ", ".join(files) or "the prompts that ship"
-        raise ArgumentError(f"{named}: no prompt of 1 to {max_tokens} tokens")
+        raise ArgumentError(f"{name_files(files)}: no prompt of 1 to {max_tokens} tokens")
     return chosen
+
+
+def rows_by_category(file: str | None) -> dict[str, list[Row]]:
+    """Read the rows of a file of prompts, by category; None stands for the prompts that ship with the package."""
+    rows: dict[str, list[Row]] = {}
+    for row in read_prompts(file):
+        rows.setdefault(row.source or Path(file or "prompts").name.split(".")[0], []).append(row)
+    return rows
+
+
+def name_files(files: Sequence[str]) -> str:
+    """Name the files of prompts in an error."""
+    return ", ".join(files) or "the prompts that ship"

@@ -1,6 +1,6 @@
-"""Report of an evaluation, as a JSON document and as tables."""
+"""Report of an evaluation, as a JSON document."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +8,7 @@ from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import hardware, versions
+from redrafter.train.evaluate.prompt_choice import PromptChoice
 from redrafter.train.evaluate.replay import ReplayStats
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts, repeated_share
@@ -15,36 +16,38 @@ from redrafter.train.evaluate.texts import Texts, repeated_share
 if TYPE_CHECKING:
     from redrafter.train.evaluate.command import EvaluateOptions
 
-__all__ = ["TemperatureResult", "format_report", "make_report"]
+__all__ = ["REPEATED_TOKENS", "TextsResult", "make_report"]
 
 REPEATED_TOKENS = 4  # tokens of a run that counts as repeated if it occurred before
 
 
 @dataclass(frozen=True)
-class TemperatureResult:
-    """Texts of one temperature and what a drafter is worth on them.
+class TextsResult:
+    """Texts of one temperature and one length of prompts, and what a drafter is worth on them.
 
     Attributes:
         texts: Texts that the base wrote.
         shapes: Shapes of the tree.
         stats: Statistics for each shape, for each text.
+        prompt_length: Tokens that the prompts were cut to; None for whole prompts.
     """
 
     texts: Texts
     shapes: list[Shape]
     stats: list[list[ReplayStats]]
+    prompt_length: int | None
 
 
 def make_report(
-    pair: Pair, options: "EvaluateOptions", categories: dict[str, int], results: Sequence[TemperatureResult]
+    pair: Pair, options: "EvaluateOptions", prompts: PromptChoice, results: Sequence[TextsResult]
 ) -> dict[str, Any]:
     """Make the JSON document.
 
     Args:
         pair: Pair that was measured.
         options: How it was measured.
-        categories: Number of prompts of each category; the texts stand in the order of the categories.
-        results: What was measured at each temperature.
+        prompts: Prompts of the texts, in the order of the texts.
+        results: What was measured at each temperature, after prompts of each length.
     """
     target = pair.engine.target
     return {
@@ -61,21 +64,25 @@ def make_report(
         "batch_size": options.batch_size,
         "prompts": {
             "files": [short_name(file) for file in options.prompts],
-            "categories": categories,
+            "categories": prompts.categories,
             "share_of_a_text": options.prompt_share,
             "most_tokens_of_a_text": options.prompt_tokens,
+            "lengths": [length for length in prompts.by_length if length is not None],
+            "lengths_left_out": list(prompts.left_out),
+            "longest": prompts.longest,
         },
-        "temperatures": [_describe_temperature(result, categories) for result in results],
+        "temperatures": [_describe_result(result, prompts.categories) for result in results],
     }
 
 
-def _describe_temperature(result: TemperatureResult, categories: dict[str, int]) -> dict[str, Any]:
+def _describe_result(result: TextsResult, categories: dict[str, int]) -> dict[str, Any]:
     spans, first = dict[str, slice](), 0
     for category, count in categories.items():
         spans[category] = slice(first, first + count)
         first += count
     return {
         "temperature": result.texts.temperature,
+        "prompt_length": result.prompt_length,
         "texts": {name: _describe_texts(result.texts, span) for name, span in spans.items()},
         "all_texts": _describe_texts(result.texts, slice(None)),
         "trees": [
@@ -130,45 +137,3 @@ def _describe_stats(shape: Shape, stats: list[ReplayStats]) -> dict[str, Any]:
 def _mean(values: list[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if present else None
-
-
-def format_report(document: dict[str, Any]) -> Iterator[str]:
-    """Format the JSON document as lines of text and tables."""
-    used = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
-    counts = document["prompts"]["categories"]
-    files = ", ".join(document["prompts"]["files"]) or "the package"
-    yield document["command"]
-    yield f"{document['model']}, drafter {document['drafter']}, {document['dtype']}"
-    yield f"{document['hardware']}; {used}"
-    yield (
-        f"{sum(counts.values())} prompts in {len(counts)} categories from {files}; at most {document['new_tokens']} "
-        f"new tokens; seed {document['seed']}; {document['sampling']}"
-    )
-    yield "depth d: the share of the steps that accepted d - 1 drafts, and whose text went on, that accepted one more"
-    width = max(map(len, [*counts, "mean of categories"]))
-    for result in document["temperatures"]:
-        yield ""
-        yield f"temperature {result['temperature']:g}"
-        yield f"  {'written by the model':<{width}}  texts  tokens  repeated {REPEATED_TOKENS}-grams  ended by itself"
-        for name, texts in [*result["texts"].items(), ("all texts", result["all_texts"])]:
-            share = _format_number(texts[f"repeated_{REPEATED_TOKENS}_grams"], 16)
-            ended = _format_number(texts["ended"], 17)
-            yield f"  {name:<{width}}{texts['texts']:7d}{texts['tokens']:8d}  {share}{ended}"
-        for tree in result["trees"]:
-            yield ""
-            yield from _format_tree(tree, width)
-
-
-def _format_tree(tree: dict[str, Any], width: int) -> Iterator[str]:
-    """Format one tree: a line for each category and their mean, if there are several, and one for all steps."""
-    depths = "".join(f"{depth:7d}" for depth in range(2, tree["depth"] + 1))
-    yield f"  {tree['tree']:<{width}}  tokens/step  drafts/step  depth 1{depths}"
-    several = len(tree["categories"]) > 1
-    rows = [*tree["categories"].items(), ("mean of categories", tree["mean_of_categories"])] if several else []
-    for name, row in [*rows, ("all steps", tree["all_steps"])]:
-        numbers = _format_number(row["tokens_per_step"], 13) + _format_number(row["drafts_per_step"], 13, 1)
-        yield f"  {name:<{width}}{numbers}  {''.join(_format_number(rate, 7) for rate in row['acceptance'])}"
-
-
-def _format_number(value: float | None, width: int, digits: int = 3) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
