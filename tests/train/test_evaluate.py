@@ -26,7 +26,8 @@ from redrafter.target.target import Target
 from redrafter.train.evaluate import positions as positions_module
 from redrafter.train.evaluate import replay as replay_module
 from redrafter.train.evaluate import texts as texts_module
-from redrafter.train.evaluate.command import EvaluateOptions, Search, evaluate
+from redrafter.train.evaluate.command import evaluate
+from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.prompts import prompts_by_category
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts, replay
 from redrafter.train.evaluate.shapes import Shape, count_accepted

@@ -10,7 +10,8 @@ from redrafter.app.loading import Pair
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.cli import main
 from redrafter.errors import ArgumentError
-from redrafter.train.evaluate.command import EvaluateOptions, Search, evaluate
+from redrafter.train.evaluate.command import evaluate
+from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.prompt_choice import PromptChoice, cut_prompt, prompts_of_lengths
 from redrafter.train.evaluate.replay import ReplayStats, replay
 from redrafter.train.evaluate.shapes import Shape

@@ -9,22 +9,19 @@ prompts are cut to several lengths, and each is measured by itself.
 """
 
 import json
-import math
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, flag, floats, format_value, integers, option, read_options
+from redrafter.app.flags import add_options, read_options
 from redrafter.app.loading import Pair
-from redrafter.app.options import PROMPTS_HELP, LoadOptions, PromptOptions
+from redrafter.app.options import LoadOptions
 from redrafter.app.program import run_command
 from redrafter.checkpoints.drafters import check_beams
 from redrafter.drafting.recurrent import RecurrentProposer
@@ -35,134 +32,19 @@ from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.picture import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.explain_report import describe_explanation, format_explanation
+from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.plot import plot
 from redrafter.train.evaluate.prompt_choice import PromptChoice, prompts_of_lengths
 from redrafter.train.evaluate.prompts import prompts_by_category
 from redrafter.train.evaluate.replay import replay
 from redrafter.train.evaluate.report import TextsResult, make_report
-from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.tables import format_report
 from redrafter.train.evaluate.texts import write_texts
-from redrafter.tree.beam_search import node_count
 
-__all__ = ["EvaluateOptions", "evaluate", "main"]
+__all__ = ["evaluate", "main"]
 
 UNUSED_LOAD_OPTIONS = ("num_beams", "draft_len_per_beam", "node_budget", "tuning", "max_input_len", "max_seq_len")
-MAX_TEMPERATURE = 1e30  # float32 ends not far above
 MAX_NODES = 4096  # of a search, where each node is compared with all others
-
-
-class Search(NamedTuple):
-    """Beams and depth of a beam search, typed as 5x5."""
-
-    beams: int
-    depth: int
-
-    def __str__(self) -> str:
-        return f"{self.beams}x{self.depth}"
-
-
-def parse_searches(text: str) -> tuple[Search, ...]:
-    """Parse "5x5,1x4" as searches."""
-    return tuple(Search(*map(int, search.split("x"))) for search in text.split(","))
-
-
-@dataclass(frozen=True)
-class EvaluateOptions(PromptOptions):
-    """Options of an evaluation: prompts, shapes of the tree and temperatures."""
-
-    prompts: tuple[str, ...] = option((), PROMPTS_HELP, path=True)
-    num_prompts: int | None = option(None, "prompts of each category, chosen by the seed (default: all)")
-    prompt_lengths: tuple[int, ...] = option(
-        (),
-        "measure after prompts of each of these numbers of tokens: the same prompts, cut at their beginning. Shorter "
-        "ones are left out (default: prompts as they are)",
-        type=integers,
-        metavar="N,...",
-    )
-    new_tokens: int = option(128, "tokens that the model writes after a prompt, at most")
-    shapes: tuple[Search, ...] = option(
-        (),
-        "beams x depth of each beam search, such as 5x5,10x5 (default: the checkpoint's)",
-        type=parse_searches,
-        metavar="WxK,...",
-    )
-    node_budgets: tuple[int, ...] = option(
-        (), "nodes of each search that are verified, the root counted (default: all)", type=integers, metavar="N,..."
-    )
-    temperatures: tuple[float, ...] = option(
-        (0, 1), "temperatures to write the texts at; 0 is greedy", type=floats, metavar="T,..."
-    )
-    seed: int = option(0, "seed of the choice of prompts and of the sampling")
-    batch_size: int = option(32, "prompts that the model continues at once")
-    plot: str | None = option(
-        None, "plot acceptance by depth as a PNG; needs matplotlib", metavar="FILE.png", path=True
-    )
-    explain: bool = option(False, "say why drafts were missed, and what to type about it")
-    data: tuple[str, ...] = option(
-        (), "for --explain: data that the drafter was trained on, to compare with the base's own texts", path=True
-    )
-    json: str | None = option(None, "write the whole report as one JSON document", metavar="FILE", path=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        counts = ("num_prompts", "batch_size", "node_budgets")
-        others = (("prompt_lengths", 2), ("new_tokens", 2), ("temperatures", 0), ("seed", 0))
-        for name, least in (*((count, 1) for count in counts), *others):
-            value = getattr(self, name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            if not all(number is None or least <= number < math.inf for number in numbers):
-                raise ArgumentError(f"{flag(name)} must be {least} or more, got {format_value(value)}")
-        if max(self.temperatures) > MAX_TEMPERATURE:
-            raise ArgumentError(
-                f"--temperatures must be at most {MAX_TEMPERATURE:g}, got {format_value(max(self.temperatures))}"
-            )
-        if self.seed >= 1 << 62:
-            raise ArgumentError(f"--seed must be less than 2**62, got {self.seed}")
-        if not all(search.beams > 0 and search.depth > 0 for search in self.shapes):
-            raise ArgumentError(
-                f"--shapes are beams x depth, both 1 or more, such as 5x5,1x4; got {format_value(self.shapes)}"
-            )
-        if self.data and not self.explain:
-            raise ArgumentError("--data is compared by --explain only: give --explain too, or leave --data out")
-        if self.explain and self.prompt_lengths:
-            raise ArgumentError(
-                "--explain counts drafts by the tokens before them itself: leave out --prompt-lengths, or --explain"
-            )
-        for name in ("shapes", "node_budgets"):
-            if self.explain and len(getattr(self, name)) > 1:
-                raise ArgumentError(
-                    f"--explain explains one tree: give one of {flag(name)}, got {format_value(getattr(self, name))}"
-                )
-
-    @property
-    def written_temperatures(self) -> tuple[float, ...]:
-        """Temperatures of the texts: those asked for, and greedy before them if it is to be compared."""
-        return self.temperatures if not self.explain or 0 in self.temperatures else (0.0, *self.temperatures)
-
-    def trees(self, default: Search) -> list[Shape]:
-        """Return the shapes to measure: each node budget of each search, and the tree of the published method.
-
-        Args:
-            default: Search to measure if none was asked for.
-        """
-        trees = []
-        for beams, depth in self.shapes or (default,):
-            whole = Shape(beams, depth, None).lattice
-            trees += [Shape(beams, depth, min(budget, whole)) for budget in self.node_budgets or (whole,)]
-            trees += [Shape(beams, depth, None)] if beams > 1 else []  # for one beam it is the chain itself
-        return list(dict.fromkeys(trees))
-
-    def explained_tree(self, default: Search, device: torch.device) -> Shape:
-        """Return the tree that `--explain` explains: the one asked for, or the one that `generate` verifies untuned.
-
-        Args:
-            default: Search to explain if none was asked for.
-            device: Where the target runs.
-        """
-        beams, depth = self.shapes[0] if self.shapes else default
-        budget = self.node_budgets[0] if self.node_budgets else None
-        return Shape(beams, depth, node_count(budget, beams, depth, device))
 
 
 def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,14 +21,12 @@ from redrafter.train.evaluate.misses import (
     describe_drafts,
     tried_drafts,
 )
+from redrafter.train.evaluate.options import EvaluateOptions
 from redrafter.train.evaluate.other_texts import prompts_in_both_forms, read_training_texts
 from redrafter.train.evaluate.replay import ReplayStats, replay
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts, write_texts
 from redrafter.train.evaluate.trace import base_probabilities, best_guess_share, trace_steps
-
-if TYPE_CHECKING:
-    from redrafter.train.evaluate.command import EvaluateOptions
 
 __all__ = ["OtherTexts", "explain", "explain_temperature"]
 
@@ -53,7 +50,7 @@ class OtherTexts:
     templated: list[list[int]]
 
     @classmethod
-    def read(cls, pair: Pair, options: "EvaluateOptions", max_tokens: int) -> "OtherTexts":
+    def read(cls, pair: Pair, options: EvaluateOptions, max_tokens: int) -> "OtherTexts":
         """Read the texts for a pair, with prompts of `max_tokens` tokens at most; raises as the readers do."""
         target, training = pair.engine.target, None
         if options.data:
@@ -66,7 +63,7 @@ class OtherTexts:
 def explain(
     pair: Pair,
     drafter: RecurrentDrafter,
-    options: "EvaluateOptions",
+    options: EvaluateOptions,
     shape: Shape,
     categories: dict[str, int],
     texts: Sequence[Texts],
@@ -153,7 +150,7 @@ def _name_buckets(names: Sequence[str], counts: Tensor) -> list[Bucket]:
 
 
 def _measure_form(
-    pair: Pair, drafter: RecurrentDrafter, options: "EvaluateOptions", shape: Shape, prompts: list[list[int]]
+    pair: Pair, drafter: RecurrentDrafter, options: EvaluateOptions, shape: Shape, prompts: list[list[int]]
 ) -> Form:
     engine, ends = pair.engine, end_tokens(pair.engine.model, pair.tokenizer)
     texts = write_texts(

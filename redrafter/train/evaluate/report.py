@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import hardware, versions
+from redrafter.train.evaluate.options import EvaluateOptions
 from redrafter.train.evaluate.prompt_choice import PromptChoice
 from redrafter.train.evaluate.replay import ReplayStats
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts, repeated_share
-
-if TYPE_CHECKING:
-    from redrafter.train.evaluate.command import EvaluateOptions
 
 __all__ = ["REPEATED_TOKENS", "TextsResult", "make_report"]
 
@@ -39,7 +37,7 @@ class TextsResult:
 
 
 def make_report(
-    pair: Pair, options: "EvaluateOptions", prompts: PromptChoice, results: Sequence[TextsResult]
+    pair: Pair, options: EvaluateOptions, prompts: PromptChoice, results: Sequence[TextsResult]
 ) -> dict[str, Any]:
     """Make the JSON document.
 
