@@ -9,17 +9,22 @@ from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 
 __all__ = [
+    "DEEPER_LENGTHS",
+    "LENGTHS",
     "SHARING_ROWS",
     "Timing",
     "at_size",
     "candidates",
     "choose",
+    "deeper",
     "nodes_per_row",
     "shape_of",
     "step_costs",
     "table",
 ]
 
+LENGTHS = (3, 5)  # draft lengths per beam that are tried
+DEEPER_LENGTHS = (7, 10)  # tried one after the other, while a tree of the longest length so far is the fastest
 NODE_BUDGETS = (4, 8, 16)  # tried beside all nodes of the lattice
 SHARED_NODES_PER_ROW = (2, 4, 8)  # of trees whose rows share nodes, on average
 SHARING_ROWS = 16  # rows from which on sharing nodes is tried; with fewer, each has nodes enough for what is likely
@@ -89,6 +94,32 @@ def _sharing(
     for width in sorted({min(width, mean) for width in beams}):
         depth = min(max(lengths), mean.bit_length())
         yield replace(own, beams=width, depth=depth, nodes=1 + width * depth, shared_nodes=mean * SHARING_ROWS)
+
+
+def deeper(own: RecurrentProposer, timings: Sequence[Timing], length: int) -> list[RecurrentProposer]:
+    """Return the trees to try when drafting `length` tokens per beam, which is more than in any tree so far.
+
+    They are as wide as the trees that are the fastest at a batch size and as deep as any; where none of the deepest is,
+    still deeper ones are not worth the time. Each has as many nodes as that tree, or all of its lattice.
+
+    Args:
+        own: A proposer of the pair.
+        timings: What was measured, plain decoding included.
+        length: Draft length per beam.
+    """
+    measured = [timing.shape for timing in timings if timing.shape is not None]
+    deepest = max((shape.draft_len_per_beam or 0 for shape in measured), default=0)
+    sizes = set[tuple[int, int]]()
+    for shape in choose(timings, set()).values():
+        if shape is not None and shape.draft_len_per_beam == deepest and shape.shared_nodes is None:
+            assert shape.num_beams
+            assert shape.node_budget
+            sizes |= {(nodes, shape.num_beams) for nodes in (shape.node_budget, 1 + shape.num_beams * length)}
+    return [
+        replace(own, beams=beams, depth=length, nodes=nodes, shared_nodes=None)
+        for nodes, beams in sorted(sizes)
+        if nodes > length  # fewer nodes reach no draft at that depth
+    ]
 
 
 def at_size(proposer: Proposer, rows: int) -> Proposer:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.bench.standing_batch import OneProposer
-from redrafter.bench.tree_choice import SHARING_ROWS, Timing, at_size, nodes_per_row, shape_of
+from redrafter.bench.tree_choice import SHARING_ROWS, Timing, at_size, deeper, nodes_per_row, shape_of
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.call import Outcome, Row, queued
@@ -81,12 +81,17 @@ class Tuner:
         self.open_sizes: set[int] = set()
         self._rows, self._deadline = MAX_WRITING_ROWS, float("inf")
 
-    def run(self, trees: Sequence[RecurrentProposer]) -> None:
-        """Measure `trees` in their order, and add to `timings`."""
-        with _many_shapes(self.engine.target.device):
-            self._run(trees)
+    def run(self, trees: Sequence[RecurrentProposer], deeper_lengths: Sequence[int] = ()) -> None:
+        """Measure trees in their order, then deeper ones while those pay, and add to `timings`.
 
-    def _run(self, trees: Sequence[RecurrentProposer]) -> None:
+        Args:
+            trees: The trees.
+            deeper_lengths: Draft lengths per beam to try after them, from short to long, as `deeper` says.
+        """
+        with _many_shapes(self.engine.target.device):
+            self._run(trees, deeper_lengths)
+
+    def _run(self, trees: Sequence[RecurrentProposer], deeper_lengths: Sequence[int]) -> None:
         plain_proposer = self.engine.plain
         self.step_ms(plain_proposer, 1)  # pays for what only a first request pays for: compiling may take minutes
         began = time.monotonic()
@@ -97,8 +102,9 @@ class Tuner:
         if not self.sizes:
             raise ArgumentError("not even the smallest batch fits into memory: give shorter --prompts")
         self._forget()
-        for index, tree in enumerate(trees):
-            name = f"{index + 1}/{len(trees)}, {_describe(tree)}"
+        for index, tree in enumerate(self._with_deeper(trees, deeper_lengths)):
+            place = f"{index + 1}/{len(trees)}" if index < len(trees) else "deeper"
+            name = f"{place}, {_describe(tree)}"
             if index and self._late():
                 self.open_sizes |= {size for size in self.sizes if _fits(tree, size)}
                 continue
@@ -112,6 +118,14 @@ class Tuner:
             self._forget()
         if self.open_sizes:
             self.report(f"{self.seconds:g} seconds are over; not all was measured (--seconds gives more)")
+
+    def _with_deeper(
+        self, trees: Sequence[RecurrentProposer], deeper_lengths: Sequence[int]
+    ) -> Iterator[RecurrentProposer]:
+        """Yield `trees`, and those of each deeper length once all before them are measured."""
+        yield from trees
+        for length in deeper_lengths:
+            yield from deeper(trees[0], self.timings, length)
 
     def _sizes_of(self, tree: RecurrentProposer) -> Iterator[int]:
         """Yield batch sizes to time a tree at, from small to large, until a smaller tree is far ahead."""

@@ -51,7 +51,12 @@ class TuneOptions(PromptOptions):
         None, "rows decoded at once (default: 1,2,4,8,16,32,64; on a CPU 1,2,4)", type=integers, metavar="N,..."
     )
     beams: Sequence[int] = option((1, 3, 5, 10), "beams to try", type=integers, metavar="N,...")
-    lengths: Sequence[int] = option((3, 5), "draft lengths per beam to try", type=integers, metavar="N,...")
+    lengths: Sequence[int] | None = option(
+        None,
+        "draft lengths per beam to try (default: 3,5, then 7 and 10 while the longest so far is the fastest)",
+        type=integers,
+        metavar="N,...",
+    )
     temperature: float = option(0.0, "0 is greedy, a higher value samples")
     seed: int = option(0, "seed of the sampling")
     seconds: float = option(300.0, "measure for at most this long; what was measured by then counts")

@@ -16,7 +16,15 @@ import transformers
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.bench.tree_choice import SHARING_ROWS, candidates, choose, step_costs, table
+from redrafter.bench.tree_choice import (
+    DEEPER_LENGTHS,
+    LENGTHS,
+    SHARING_ROWS,
+    candidates,
+    choose,
+    step_costs,
+    table,
+)
 from redrafter.bench.tune_plot import plot
 from redrafter.bench.tuner import Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
@@ -66,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     assert isinstance(proposer, RecurrentProposer)
     sizes = options.batch_sizes or (CPU_BATCH_SIZES if engine.target.device.type == "cpu" else GPU_BATCH_SIZES)
     share = engine.target.varlen.ok and max(sizes) >= SHARING_ROWS
-    trees = candidates(proposer, options.beams, options.lengths, share=share)
+    trees = candidates(proposer, options.beams, options.lengths or LENGTHS, share=share)
     if not trees:
         raise ArgumentError(f"the drafter's vocabulary is smaller than --beams {min(options.beams)}")
     tuner = Tuner(
@@ -79,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         seconds=options.seconds,
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    tuner.run(trees)
+    tuner.run(trees, () if options.lengths else DEEPER_LENGTHS)
     shapes = choose(tuner.timings, tuner.open_sizes)
     tuning = _tuning(engine, tuner, shapes, Path(options.prompts or "prompts.jsonl").name)
     path = Path(options.out) if options.out is not None else tuning_path(engine.target, engine.drafter)

@@ -8,7 +8,7 @@ import pytest
 from helpers.models import paged, tiny_drafter, tiny_model
 from redrafter import ReDrafter, boxed_pair
 from redrafter.app.loading import Pair
-from redrafter.bench.tree_choice import Timing, at_size, candidates, choose, step_costs, table
+from redrafter.bench.tree_choice import Timing, at_size, candidates, choose, deeper, step_costs, table
 from redrafter.bench.tuner import HOPELESS_RATIO, Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
@@ -185,6 +185,57 @@ def test_a_proposer_for_other_rows_shares_as_many_nodes_for_each(pair):
     assert at_size(pair.plain, 48) is pair.plain
 
 
+def plain_and(*trees: tuple[TreeShape, int, float]) -> list[Timing]:
+    """Return timings of plain decoding and of trees, given by batch size and tokens per step; a step takes 10 ms."""
+    plain = [Timing(batch, None, 1.0, 10.0) for batch in (1, 2)]
+    return plain + [Timing(batch, shape, tokens_per_step, 10.0) for shape, batch, tokens_per_step in trees]
+
+
+@pytest.mark.parametrize(
+    ("timings", "sizes"),
+    [
+        (plain_and((LARGE, 1, 3.0), (SMALL, 1, 2.0)), [(5, 7, 26), (5, 7, 36)]),
+        (plain_and((LARGE, 1, 2.0), (SMALL, 1, 3.0)), []),
+        (plain_and((LARGE, 1, 2.0), (SMALL, 1, 3.0), (LARGE, 2, 3.0)), [(5, 7, 26), (5, 7, 36)]),
+        (plain_and((LARGE, 1, 0.9)), []),
+        (plain_and((TreeShape(1, 5, 6), 1, 3.0), (LARGE, 2, 3.0)), [(1, 7, 8), (5, 7, 26), (5, 7, 36)]),
+        (plain_and((TreeShape(3, 5, 7), 1, 3.0), (TreeShape(3, 5, 8), 2, 3.0)), [(3, 7, 8), (3, 7, 22)]),
+        (plain_and((TreeShape(4, 5, 21, 128), 1, 3.0)), []),
+        (plain_and(), []),
+    ],
+    ids=["deepest", "shorter", "deepest in one batch", "slower than plain", "two", "few nodes", "shared", "none"],
+)
+def test_deeper_trees_are_tried_where_the_deepest_is_the_fastest(pair, timings, sizes):
+    own = replace(pair.proposer, shared_nodes=32)
+    found = deeper(own, timings, 7)
+    assert [(each.beams, each.depth, each.nodes) for each in found] == sizes
+    assert all(each.shared_nodes is None and each.drafter is own.drafter for each in found)
+
+
+@pytest.mark.parametrize(("paying", "depths"), [(3, {3, 5}), (5, {3, 5, 7}), (7, {3, 5, 7, 10}), (10, {3, 5, 7, 10})])
+def test_drafts_are_made_longer_while_that_pays(pair, monkeypatch, paying, depths):
+    lines: list[str] = []
+    made = tuner(pair, batch_sizes=(1,), report=lines.append)
+    monkeypatch.setattr(made, "step_ms", lambda proposer, size: 10.0)
+    monkeypatch.setattr(made, "tokens_per_step", lambda proposer: 1.5 - abs(proposer.depth - paying) / 100)
+    made.run(candidates(pair.proposer, (5,), (3, 5)), (7, 10))
+    shapes = [each.shape for each in made.timings if each.shape is not None]
+    assert {shape.draft_len_per_beam for shape in shapes} == depths
+    assert choose(made.timings, made.open_sizes)[1].draft_len_per_beam == paying
+    assert sum(line.startswith("deeper, 5 x ") for line in lines) == sum(
+        shape.draft_len_per_beam > 5 for shape in shapes
+    )
+
+
+@pytest.mark.parametrize(("args", "deepest"), [([], 10), (["--lengths", "3,5"], 5)])
+def test_lengths_that_are_typed_are_all_that_is_tried(home, monkeypatch, args, deepest):
+    monkeypatch.setattr(Tuner, "step_ms", lambda self, proposer, size: 10.0)
+    monkeypatch.setattr(Tuner, "tokens_per_step", lambda self, proposer: 1.0 + proposer.depth / 10)
+    out = home / "tuning.json"
+    assert main(["tune", *args, "--batch-sizes", "1", "--beams", "2", "--out", str(out)]) == 0
+    assert Tuning.read(out).shapes[1].draft_len_per_beam == deepest
+
+
 def test_the_fastest_is_chosen_and_off_where_none_is_worth_it():
     timings = [
         *(Timing(batch, None, 1.0, 10.0) for batch in (1, 2, 4, 8)),
@@ -219,7 +270,7 @@ def test_a_tree_is_not_followed_to_larger_batches_once_a_smaller_one_beats_it(pa
 
 def test_when_time_is_over_what_was_measured_counts(pair):
     made = tuner(pair, seconds=0.0)
-    made.run(candidates(pair.proposer, (1,), (3, 5)))
+    made.run(candidates(pair.proposer, (1,), (3, 5)), (7, 10))
     assert [(each.batch, each.shape) for each in made.timings] == [(1, None), (1, SMALL)]
     assert list(choose(made.timings, made.open_sizes)) == [1]
 
