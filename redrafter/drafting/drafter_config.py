@@ -8,9 +8,10 @@ from transformers import PretrainedConfig
 from redrafter.errors import ArgumentError
 from redrafter.files.checkpoint_kind import MODEL_TYPE
 
-__all__ = ["RECURRENCES", "DrafterConfig"]
+__all__ = ["CONTEXT_HEADS", "CONTEXT_HEAD_DIM", "CONTEXT_KV_HEADS", "RECURRENCES", "DrafterConfig"]
 
 RECURRENCES = ("apple", "trtllm", "gated")
+CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # of a drafter that attends to the text, by default
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024  # of a width or a vocabulary; of residual layers
 
 
@@ -62,9 +63,9 @@ class DrafterConfig(PretrainedConfig):
         target_layers: Sequence[int] = (),
         rms_norm_eps: float = 1e-6,
         context_window: int | None = None,
-        context_heads: int = 4,
-        context_kv_heads: int = 1,
-        context_head_dim: int = 64,
+        context_heads: int = CONTEXT_HEADS,
+        context_kv_heads: int = CONTEXT_KV_HEADS,
+        context_head_dim: int = CONTEXT_HEAD_DIM,
         head_rank: int | None = None,
         draft_vocab_size: int | None = None,
         draft_beams: int = 5,

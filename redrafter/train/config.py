@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, flag, integers, names, option, read_options
+from redrafter.drafting.drafter_config import CONTEXT_HEAD_DIM, CONTEXT_HEADS, CONTEXT_KV_HEADS
 from redrafter.errors import ArgumentError
 
 __all__ = ["DEFAULT_LENGTH", "TRACKERS", "TrainConfig", "parse", "shown_command"]
@@ -61,9 +62,9 @@ class TrainConfig:
     context_window: int | None = option(
         None, "tokens of the text that a new drafter attends to at each draft step, the nearest ones (default: none)"
     )
-    context_heads: int = option(4, "query heads of that attention")
-    context_kv_heads: int = option(1, "its key and value heads, which divide the query heads")
-    context_head_dim: int = option(64, "width of its heads")
+    context_heads: int = option(CONTEXT_HEADS, "query heads of that attention")
+    context_kv_heads: int = option(CONTEXT_KV_HEADS, "its key and value heads, which divide the query heads")
+    context_head_dim: int = option(CONTEXT_HEAD_DIM, "width of its heads")
     head_rank: int | None = option(None, "rank of a new drafter's head, which makes it smaller (default: full rank)")
     draft_vocab_size: int | None = option(
         None, "token ids that a new drafter knows, the most frequent of the data (default: all)"
