@@ -210,14 +210,15 @@ class RecurrentDrafter(PreTrainedModel):
 
     def _project(self, state: Tensor, start: DraftStart) -> Tensor:
         """Apply the layers between the recurrence and the head to states `[..., D]`, `[..., E]`."""
-        x = torch.cat([start.hidden.expand_as(state), state], dim=-1)  # [..., 2D]
-        layers = list(self.layers)
-        if start.exit is not None:
-            first = self.first_product
-            assert first is not None
-            product = linear(state, first.weight[:, state.shape[-1] :]) + start.exit
-            x = product if self.input_proj is not None else x + silu(product)
-            layers = layers if self.input_proj is not None else layers[1:]
+        both = torch.cat([start.hidden.expand_as(state), state], dim=-1)  # [..., 2D]
+        first = self.first_product
+        if first is None or start.exit is None:
+            return both
+        product = linear(state, first.weight[:, state.shape[-1] :]) + start.exit
+        if self.input_proj is not None:
+            x, layers = product, self.layers
+        else:
+            x, layers = both + silu(product), self.layers[1:]
         for layer in layers:
             x = layer(x)
         return x
