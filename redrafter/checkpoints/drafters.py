@@ -153,7 +153,7 @@ def draft_length_warning(config: DrafterConfig, depth: int | None) -> str | None
         return None
     return (
         f"draft_len_per_beam={depth} is more than the {config.trained_draft_len} steps that the drafter was trained "
-        "for; the further ones will seldom be accepted"
+        f"for; `redrafter evaluate --shapes 5x{config.trained_draft_len},5x{depth}` says whether the further ones pay"
     )
 
 
