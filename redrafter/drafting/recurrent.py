@@ -65,7 +65,8 @@ class RecurrentProposer:
 
     def read_window(self, length: Tensor, cache: KVCache) -> ContextWindow:
         """Return what the drafter remembers of the last committed tokens of rows with `length` `[B]` of them."""
-        return ContextWindow.read(length, self.drafter.config.context_window or 0, cache.read_drafter_layer)
+        pairs = min(self.drafter.config.context_window or 0, cache.window)  # a row of the cache has no more
+        return ContextWindow.read(length, pairs, cache.read_drafter_layer)
 
     def search(
         self,

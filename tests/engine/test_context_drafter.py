@@ -11,6 +11,7 @@ from torch import Tensor
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.scheduling import KINDS, alone, launch_ahead, make_sequence, random_sequences, run, scheduler
 from redrafter import MismatchError, ReDrafter
+from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
@@ -131,6 +132,23 @@ def test_what_is_read_changes_the_drafts():
             engine.drafter.context.out.weight.zero_()
         engine.generate(ids, max_new_tokens=2, do_sample=False)
     assert not torch.equal(trees[0].tokens, trees[-1].tokens)
+
+
+@pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
+def test_a_window_longer_than_any_text_takes_no_more_memory_than_the_texts(on, monkeypatch):
+    engine, ids, pairs = on(engine_of(context_window=100_000)), torch.arange(3, 33)[None], []
+    read_window = RecurrentProposer.read_window
+
+    def read_counted(self: RecurrentProposer, *arguments: object) -> ContextWindow:
+        window = read_window(self, *arguments)
+        pairs.append(window.bias.shape[-1] - 1)
+        return window
+
+    monkeypatch.setattr(RecurrentProposer, "read_window", read_counted)
+    text = engine.generate(ids, max_new_tokens=10, do_sample=False)
+    assert torch.equal(text, engine.generate(ids, max_new_tokens=10, do_sample=False, speculate=False))
+    assert pairs
+    assert 40 <= min(pairs) <= max(pairs) < 1_000
 
 
 def test_a_second_drafter_on_one_target_is_refused():
