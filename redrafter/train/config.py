@@ -21,6 +21,11 @@ MAX_VALUES: dict[str, float] = dict.fromkeys(
 )
 MAX_VALUES |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
 MAX_VALUES |= {"length": 1 << 24, "context_window": 1 << 24, "seed": 1 << 62}
+# Options that set the form of a new drafter; a drafter to train further has its own.
+FORM_OPTIONS = (
+    *("num_layers", "exit_dim", "rnn", "recurrence", "target_layers", "head_rank", "draft_vocab_size"),
+    *("context_window", "context_heads", "context_kv_heads", "context_head_dim"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,13 @@ class TrainConfig:
         metavar="N,...",
     )
     context_window: int | None = option(
-        None, "tokens of the text that a new drafter attends to at each draft step, the nearest ones (default: none)"
+        None,
+        "pairs of a token of the text and the one after it that a new drafter attends to at each draft step, the "
+        "nearest ones (default: none)",
     )
     context_heads: int = option(CONTEXT_HEADS, "query heads of that attention")
     context_kv_heads: int = option(CONTEXT_KV_HEADS, "its key and value heads, which divide the query heads")
-    context_head_dim: int = option(CONTEXT_HEAD_DIM, "width of its heads")
+    context_head_dim: int = option(CONTEXT_HEAD_DIM, "width of its heads, an even number")
     head_rank: int | None = option(None, "rank of a new drafter's head, which makes it smaller (default: full rank)")
     draft_vocab_size: int | None = option(
         None, "token ids that a new drafter knows, the most frequent of the data (default: all)"
@@ -135,6 +142,9 @@ class TrainConfig:
             value, highest = getattr(self, item.name), MAX_VALUES.get(item.name, 1 << 31)
             if type(value) in (int, float) and value > highest and item.name not in ("epochs", "minutes"):
                 raise ArgumentError(f"{flag(item.name)} must be at most {highest}, got {value}")
+        for name in FORM_OPTIONS if self.drafter is not None else ():
+            if getattr(self, name) != getattr(TrainConfig, name):
+                raise ArgumentError(f"{flag(name)} is the drafter's own: leave it out with --drafter")
         for name in ("context_heads", "context_kv_heads", "context_head_dim"):
             if self.context_window is None and getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")

@@ -18,7 +18,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.app.flags import flag, short_name
+from redrafter.app.flags import short_name
 from redrafter.app.loading import limit_threads
 from redrafter.app.program import run_command
 from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
@@ -46,12 +46,6 @@ from redrafter.train.trainer import TrainingResult
 from redrafter.train.training_data import load_windows, show_first_document, validation_prompts
 
 __all__ = ["TrainConfig", "TrainingResult", "TrainingSession", "main", "new_drafter", "train"]
-
-# Options that set the form of a new drafter; a drafter to train further has its own.
-FORM_OPTIONS = (
-    *("num_layers", "exit_dim", "rnn", "recurrence", "target_layers", "head_rank", "draft_vocab_size"),
-    *("context_window", "context_heads", "context_kv_heads", "context_head_dim"),
-)
 
 
 def run(config: TrainConfig, log: Callable[[str], object]) -> None:
@@ -204,10 +198,6 @@ class TrainingSession:
     def _load_drafter(self) -> RecurrentDrafter:
         """Make a new drafter or load the one to train further, and set in its config what it is trained for."""
         config, target = self.config, self.target
-        if config.drafter is not None:
-            for name in FORM_OPTIONS:
-                if getattr(config, name) != getattr(TrainConfig, name):
-                    raise ArgumentError(f"{flag(name)} is the drafter's own: leave it out with --drafter")
         if self.resumed is not None or config.drafter is not None:
             folder = self.resumed.path if self.resumed is not None else config.drafter
             drafter: RecurrentDrafter = RecurrentDrafter.from_pretrained(folder, dtype=torch.float32)

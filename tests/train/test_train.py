@@ -370,7 +370,7 @@ def test_a_drafter_of_another_form_is_trained_measured_and_trained_on(tmp_path, 
     assert "--context-window 6" in (tmp_path / "out" / "README.md").read_text()
     more = command(tmp_path, "--steps", "2", "--drafter", str(tmp_path / "out"), "--output", str(tmp_path / "more"))
     assert main(more) == 0
-    for words in (form, ["--context-window", "6"]):
+    for words in (form, ["--context-window", "6"], ["--context-heads", "2"], ["--exit-dim", "8", "--dry-run"]):
         assert main([*more, *words, "--overwrite"]) == 2
         assert f"{words[0]} is the drafter's own" in capsys.readouterr().err
     assert main(command(tmp_path, "--target-layers", "9", "--output", str(tmp_path / "no"))) == 2
