@@ -258,6 +258,7 @@ class RecurrentDrafter(PreTrainedModel):
         source = Path(name) / kwargs.get("subfolder", "") if os.path.isdir(name) else name
         check_drafter(source)
         wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True  # they are named below
         try:
             loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         except Exception as error:
@@ -265,8 +266,12 @@ class RecurrentDrafter(PreTrainedModel):
                 raise
             raise load_error("drafter", source, error) from error
         model, info = loaded
-        wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys")}
         wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]
+        wrong["mismatched_keys"] = [
+            f"{key} of shape {tuple(saved)} instead of {tuple(expected)}"
+            for key, saved, expected in sorted(info["mismatched_keys"])
+        ]
         for key, names in wrong.items():
             if names:
                 raise CheckpointError(f"{name} does not hold this drafter: {key.replace('_', ' ')} {', '.join(names)}")

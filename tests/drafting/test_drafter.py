@@ -189,6 +189,15 @@ def test_missing_and_extra_tensors_are_named(tmp_path):
     RecurrentDrafter.from_pretrained(tmp_path)  # some trainers leave it there, unused
 
 
+def test_tensors_of_another_shape_are_named(tmp_path):
+    drafter = tiny_drafter(context_window=8, context_head_dim=8)
+    drafter.save_pretrained(tmp_path)
+    drafter.config.context_head_dim = 4
+    drafter.config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"context\.scale of shape \(8,\) instead of \(4,\)"):
+        RecurrentDrafter.from_pretrained(tmp_path)
+
+
 def test_truncated_missing_and_misshapen_files_are_named(tmp_path):
     tiny_drafter().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
