@@ -148,7 +148,8 @@ def missed(**counts: int) -> StepCounts:
         ({"temperatures": at_temperature(by_context=[Bucket("up to 256", 200, 100), Bucket("up to 512", 100, 30)])},
          "context: acceptance is 0.500 behind up to 256 tokens, 0.300 behind up to 512: redrafter train --length"),
         ({}, "context: acceptance is 0.500 behind up to 256 tokens, 0.500 behind up to 512; it is not the cause"),
-        ({"temperatures": at_temperature(by_context=[])}, "context: all drafts are behind about as many tokens"),
+        ({"temperatures": at_temperature(by_context=[])},
+         "drafts are behind about as many tokens; to compare: redrafter evaluate --prompt-lengths 256,1024"),
     ],
 )  # fmt: skip
 def test_each_cause_has_a_line_that_says_what_to_type(changes, said):

@@ -116,7 +116,8 @@ def _context(buckets: list[Bucket]) -> str:
     rates = [(one.name, one.acceptance) for one in buckets if one.drafts >= MIN_DRAFTS and one.acceptance is not None]
     if len(rates) < 2:
         return (
-            "context: all drafts are behind about as many tokens; to compare: --prompts with shorter and longer texts"
+            "context: all drafts are behind about as many tokens; to compare: redrafter evaluate "
+            "--prompt-lengths 256,1024"
         )
     (short, first), (long, last) = rates[0], rates[-1]
     found = f"acceptance is {first:.3f} behind {short} tokens, {last:.3f} behind {long}"
