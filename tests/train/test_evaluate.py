@@ -546,6 +546,14 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys, monkey
     assert sorted(tmp_path.iterdir()) == there
 
 
+@pytest.mark.parametrize("shapes", ["5x", "5x5x5", "5,5", ""])
+def test_shapes_that_cannot_be_read_are_told_how_to_be_written(capsys, shapes):
+    with pytest.raises(SystemExit) as end:
+        main(["evaluate", "--shapes", shapes])
+    assert end.value.code == 2
+    assert f"--shapes: write beams x depth, such as 5x5,1x4, not {shapes!r}" in capsys.readouterr().err
+
+
 def test_help_says_what_is_done_without_options(capsys):
     with pytest.raises(SystemExit) as end:
         main(["evaluate", "--help"])

@@ -1,5 +1,6 @@
 """Options of an evaluation: prompts, shapes of the tree and temperatures."""
 
+import argparse
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +30,11 @@ class Search(NamedTuple):
 
 def parse_searches(text: str) -> tuple[Search, ...]:
     """Parse "5x5,1x4" as searches."""
-    return tuple(Search(*map(int, search.split("x"))) for search in text.split(","))
+    try:
+        pairs = [(int(beams), int(depth)) for beams, depth in (search.split("x") for search in text.split(","))]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"write beams x depth, such as 5x5,1x4, not {text!r}") from None
+    return tuple(Search(*pair) for pair in pairs)
 
 
 @dataclass(frozen=True)
