@@ -1,7 +1,9 @@
-"""Attention of a drafter over a text's committed tokens, so that each draft can look up what followed its like.
+"""Attention of a recurrent drafter to the committed tokens of a text.
 
-A key says what stood at a token, a value what stood at the token after it: a drafted token that occurred before finds
-what came next there. Both are made of one token alone, as in a decoder layer, and are cached beside the target's own.
+Each pair of neighbouring tokens has a key, which is computed from its first token, and a value, which is computed from
+its second one. So where a drafted token occurred before, the draft can read which token came after it. As in a decoder
+layer, the key and the value of a token are computed from that token's hidden state and embedding alone, once, and are
+cached beside the target's own.
 """
 
 from collections.abc import Callable
@@ -20,12 +22,14 @@ ROPE_THETA = 10_000.0
 
 
 class ContextWindow(NamedTuple):
-    """The last S pairs of a token and the one after it, in each of B rows, behind the choice of nothing.
+    """The keys and values that the drafts of B rows attend to: the last S pairs of neighbouring tokens of each row.
+
+    Before them is an empty entry of zeros, so that a draft can attend to no token.
 
     Attributes:
-        keys: Keys of the first token of each pair, `[B, H, d, 1 + S]`; zeros for nothing.
-        values: Values of the second one, `[B, H, 1 + S, d]`; zeros for nothing.
-        bias: Added to scores, `[B, 1, 1, 1 + S]` float32: 0 for what there is, else -inf.
+        keys: The empty entry, then the key of the first token of each pair, `[B, H, d, 1 + S]`.
+        values: The empty entry, then the value of the second token of each pair, `[B, H, 1 + S, d]`.
+        bias: Added to scores, `[B, 1, 1, 1 + S]` float32: -inf for the pairs that a short text lacks, else 0.
         length: Committed tokens of each row, `[B]` int64.
     """
 
@@ -47,15 +51,15 @@ class ContextWindow(NamedTuple):
         keys, values = read_tokens(position.clamp(min=0))
         missing = pad(position[:, :-1] < 0, (1, 0))  # [B, 1 + S]
         return cls(
-            rearrange(_behind_nothing(keys[:, :-1]), "b s h d -> b h d s"),
-            rearrange(_behind_nothing(values[:, 1:]), "b s h d -> b h s d"),
+            rearrange(_with_empty_entry(keys[:, :-1]), "b s h d -> b h d s"),
+            rearrange(_with_empty_entry(values[:, 1:]), "b s h d -> b h s d"),
             torch.zeros_like(missing, dtype=torch.float32).masked_fill(missing, -torch.inf)[:, None, None],
             length,
         )
 
 
 class ContextAttention(nn.Module):
-    """Attention with grouped heads, rotary positions, RMS-normalised queries and keys, and nothing as one more choice.
+    """Attention with grouped heads, rotary positions, RMS-normalised queries and keys, and an empty entry.
 
     Args:
         config: The architecture of the drafter.
@@ -83,12 +87,12 @@ class ContextAttention(nn.Module):
         return _rotate(_norm(key, self.eps), position), value
 
     def forward(self, state: Tensor, step: int, window: ContextWindow) -> Tensor:
-        """Return what recurrent states read of the committed tokens, `[B, w, D]`.
+        """Attend from recurrent states to the committed tokens, and return what they read, `[B, w, D]`.
 
         Args:
             state: The states of w beams in each row, `[B, w, D]`.
-            step: Draft step that made them, from 0.
-            window: What they see.
+            step: Number of the draft step that made the states, from 0.
+            window: The keys and values that the states attend to.
         """
         query = self._queries(state, (window.length + step)[:, None])  # [B, w, h, d]
         query = rearrange(query, "b w (h g) d -> b h (w g) d", h=window.keys.shape[1])
@@ -97,19 +101,22 @@ class ContextAttention(nn.Module):
         return self.out(rearrange(weights @ window.values, "b h (w g) d -> b w (h g d)", w=state.shape[1]))
 
     def read_packed(self, state: Tensor, step: int, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Return what the states of all positions of packed texts read, `[B, T, D]`, as `forward` would for each.
+        """Attend from all positions of packed texts at once, each as `forward` would, and return what they read.
 
         Args:
-            state: The state of each anchor, at the anchor's position, `[B, T, D]`.
-            step: Draft step that made them, from 0.
+            state: The state of each anchor at the anchor's position, `[B, T, D]`; any values elsewhere.
+            step: Number of the draft step that made the states, from 0.
             keys: Keys of the tokens, `[B, T, H, d]`.
             values: Their values, `[B, T, H, d]`.
-            mask: Which tokens each anchor sees the pair of, `[B, T, T]` bool; see `packed_mask`.
+            mask: Which pairs each anchor attends to, `[B, T, T]` bool; see `packed_mask`.
+
+        Returns:
+            `[B, T, D]`.
         """
         position = torch.arange(state.shape[1], device=state.device) + 1 + step
         query, dtype = self._queries(state, position), values.dtype  # [B, T, h, d]
         copies = query.shape[2] // keys.shape[2]
-        keys, values = _behind_nothing(keys[:, :-1]), _behind_nothing(values[:, 1:])  # [B, T, H, d]
+        keys, values = _with_empty_entry(keys[:, :-1]), _with_empty_entry(values[:, 1:])  # [B, T, H, d]
         attended = scaled_dot_product_attention(
             rearrange(query.to(dtype), "b t h d -> b h t d"),
             repeat(keys.to(dtype), "b s h d -> b (h copies) s d", copies=copies),
@@ -125,19 +132,19 @@ class ContextAttention(nn.Module):
 
 
 def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, device: torch.device) -> Tensor:
-    """Return which tokens each anchor of packed texts sees the pair of.
+    """Return which pairs of neighbouring tokens each anchor of packed texts attends to.
 
-    A pair ends at the anchor at the latest, which is the last committed token.
+    The anchor is the last committed token, so a pair whose second token is after it is left out.
 
     Args:
         segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
         rows: B, rows.
         length: T, tokens of a row.
-        window: Most pairs that an anchor sees.
+        window: Most pairs that an anchor attends to.
         device: Where the mask goes.
 
     Returns:
-        `[B, T, T]` bool.
+        `[B, T, T]` bool: by position of the anchor, then by position of the pair's first token.
     """
     index = torch.arange(length, device=device)
     distance = index[:, None] - index
@@ -145,13 +152,13 @@ def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, dev
     return visible if segment is None else visible & (segment[:, :, None] == segment[:, None])
 
 
-def _behind_nothing(x: Tensor) -> Tensor:
-    """Return keys or values `[B, S, H, d]` with zeros in front, which stand for nothing."""
+def _with_empty_entry(x: Tensor) -> Tensor:
+    """Return keys or values `[B, S, H, d]` with an entry of zeros before them, `[B, 1 + S, H, d]`."""
     return pad(x, (0, 0, 0, 0, 1, 0))
 
 
 def _norm(x: Tensor, eps: float) -> Tensor:
-    """RMS-normalise the last dimension; a weight would be one with that of the product that follows."""
+    """RMS-normalise the last dimension, without a weight: that of the product that follows can hold it."""
     return rms_norm(x, x.shape[-1:], eps=eps)
 
 

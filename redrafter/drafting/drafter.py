@@ -26,12 +26,15 @@ __all__ = ["DraftStart", "RecurrentDrafter"]
 
 
 class DraftStart(NamedTuple):
-    """What the steps of a draft have in common: the target's hidden state, and its share of products that also read it.
+    """What all steps of a draft take from the target's hidden state, which is computed once.
+
+    Two products of each step read the hidden state beside the step's own inputs. A product of joined inputs is the sum
+    of a product of each, so what the hidden state adds to both is the same in every step.
 
     Attributes:
         hidden: The target's hidden state that produced the pending token, fused, `[..., D]`.
-        gate: Its share of the gated cell's product, bias included, `[..., 2D]`; None in other cells.
-        exit: Its share of the first product after the cell, bias included, `[..., E]`; None where that is the head.
+        gate: What it adds to the gated cell's product, bias included, `[..., 2D]`; None in other cells.
+        exit: What it adds to the first product after the cell, bias included, `[..., E]`; None where that is the head.
     """
 
     hidden: Tensor

@@ -42,7 +42,7 @@ class RecurrentProposer:
     shared_nodes: int | None = None
     compiled: bool = False
 
-    model = None  # a recurrent drafter keeps no keys and values
+    model = None  # what a recurrent drafter stores of texts lies in the target's cache
 
     @property
     def scratch_slots(self) -> int:

@@ -41,6 +41,6 @@ class DrafterLayer:
             hidden: Hidden states that the drafter reads, `[T, F]`.
         """
         if not cache.has_drafter_layer:
-            return  # it was made before the drafter was loaded
+            return  # a cache that was made before the drafter was loaded has no place for them
         for store, states in zip(cache.drafter_stores(), self.remember(ids, positions, hidden), strict=True):
             store.index_copy_(0, slots, states)

@@ -1,4 +1,4 @@
-"""What drafters that attend to committed tokens read at all anchors of packed texts at once."""
+"""Attention to committed tokens in training: from all anchors of packed texts at once."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ __all__ = ["PackedContext"]
 
 
 class PackedContext:
-    """The keys and values of a batch's texts, and which of them each anchor sees.
+    """The keys and values of a batch's texts, and which of them each anchor attends to.
 
     All positions of the texts attend at once, as queries of one product. So the anchors' states are put at their
     positions, and zeros at the others.
@@ -20,8 +20,8 @@ class PackedContext:
         hidden: Hidden states of all tokens as `RecurrentDrafter.fuse_hidden` returns them, `[B, T, D]`.
         embedding: The base's embeddings of the tokens, `[B, T, D]`.
         segment: Number of the text that each token belongs to within its row, `[B, T]`; None for one text a row.
-        anchors: Flat positions of the anchors, `[A]` int64. Only position 0 may occur several times: it sees no pair,
-            so its state gets no gradient from here.
+        anchors: Flat positions of the anchors, `[A]` int64. Only position 0 may occur several times: no pair ends
+            there, so it reads nothing, and its state gets no gradient from here.
     """
 
     def __init__(
@@ -41,7 +41,12 @@ class PackedContext:
         self._mask = packed_mask(segment, rows, length, window, hidden.device)
 
     def read(self, step: int, state: Tensor) -> Tensor:
-        """Return what the anchors' states `[A, D]` of a draft step, counted from 0, read, `[A, D]`."""
+        """Attend from the anchors' states after a draft step to the texts, and return what they read, `[A, D]`.
+
+        Args:
+            step: Number of the draft step, from 0.
+            state: The state of each anchor, `[A, D]`.
+        """
         rows, length = self._shape
         grid = state.new_zeros(rows * length, state.shape[-1]).index_copy(0, self._anchors, state)
         attended = self._attention.read_packed(
