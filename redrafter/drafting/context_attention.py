@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from redrafter.drafting.drafter_config import DrafterConfig
@@ -19,6 +20,8 @@ from redrafter.drafting.drafter_config import DrafterConfig
 __all__ = ["ContextAttention", "ContextWindow", "packed_mask"]
 
 ROPE_THETA = 10_000.0
+# All that take a mask, but cuDNN's, with which nothing was measured.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class ContextWindow(NamedTuple):
@@ -117,12 +120,13 @@ class ContextAttention(nn.Module):
         query, dtype = self._queries(state, position), values.dtype  # [B, T, h, d]
         copies = query.shape[2] // keys.shape[2]
         keys, values = _with_empty_entry(keys[:, :-1]), _with_empty_entry(values[:, 1:])  # [B, T, H, d]
-        attended = scaled_dot_product_attention(
-            rearrange(query.to(dtype), "b t h d -> b h t d"),
-            repeat(keys.to(dtype), "b s h d -> b (h copies) s d", copies=copies),
-            repeat(values, "b s h d -> b (h copies) s d", copies=copies),
-            attn_mask=pad(mask[:, :, :-1], (1, 0), value=True)[:, None],
-        )
+        with sdpa_kernel(BACKENDS):
+            attended = scaled_dot_product_attention(
+                rearrange(query.to(dtype), "b t h d -> b h t d"),
+                repeat(keys.to(dtype), "b s h d -> b (h copies) s d", copies=copies),
+                repeat(values, "b s h d -> b (h copies) s d", copies=copies),
+                attn_mask=pad(mask[:, :, :-1], (1, 0), value=True)[:, None],
+            )
         return self.out(rearrange(attended, "b h t d -> b t (h d)"))
 
     def _queries(self, state: Tensor, position: Tensor) -> Tensor:
