@@ -77,7 +77,9 @@ def candidates(
         for depth in lengths:
             is_own, lattice = (width, depth) == (own.beams, own.depth), 1 + width * depth
             budgets = {*NODE_BUDGETS, lattice} | ({own.nodes} if is_own else set())
-            nodes = [n for n in sorted(budgets) if n <= lattice]
+            # With so few nodes that a shorter draft fills them, both are the same tree, and the shorter one is faster.
+            fewest = max((length + 2 for length in lengths if length < depth), default=0)
+            nodes = [n for n in sorted(budgets) if fewest <= n <= lattice or (is_own and n == own.nodes)]
             ordered += [(not is_own, n, replace(own, beams=width, depth=depth, nodes=n)) for n in nodes]
     if share:
         usable = [width for width in beams if width <= vocabulary]
