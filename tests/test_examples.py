@@ -1,14 +1,17 @@
 """Every example runs as a reader would run it."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import redrafter
+from helpers.models import tiny_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = {
@@ -64,3 +67,22 @@ def test_the_recipe_of_the_boxed_pair_runs(tmp_path):
     assert found.returncode == 0, found.stderr
     assert "lattice, coupled" in found.stdout
     assert (tmp_path / "out" / "pair" / "model.safetensors").is_file()
+
+
+@pytest.fixture
+def writer(monkeypatch):
+    """The recipe's module of that name, which its stages import as they are run: from their own folder."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "tiny_pair"))
+    return importlib.import_module("writer")
+
+
+def test_the_writer_continues_rows_of_unequal_prompts_as_generate_does(writer, monkeypatch):
+    monkeypatch.setattr(writer, "SPAN", 8)  # so that these texts cross from one span into the next
+    model = tiny_model("llama")
+    prompts = torch.randint(3, model.config.vocab_size, (3, 6))
+    lengths = torch.tensor([2, 4, 6])
+    written = writer.Writer(model, 3, 20).write(prompts, lengths, torch.zeros(3))
+    for row, length in enumerate(lengths.tolist()):
+        start = prompts[row : row + 1, :length]
+        expected = model.generate(start, max_length=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert written[row].tolist() == expected[0].tolist()

@@ -66,11 +66,11 @@ class Windows:
     each other: the bos token between them says enough.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, bos: int) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, bos: int, length: int) -> None:
         device = recipe.torch_device
         stream, sources = tokens.load(folder, "train")
         start, end, chat = ([source[key] for source in sources.values()] for key in ("start", "end", "chat"))
-        self.length = min(recipe.base_window + 1, len(stream))  # inputs and targets overlap but for one
+        self.length = min(length, len(stream))
         self.bos = bos
         self.stream = torch.from_numpy(stream.astype(np.int32)).to(device)  # [tokens]
         self.documents = (self.stream == bos).nonzero().flatten()  # [documents], where each begins
@@ -211,7 +211,9 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
     model = build(recipe, tokenizer)
     print(f"  {model.num_parameters():,} parameters on {model.device}")
     facts: dict[str, Any] = {"parameters": model.num_parameters()}
-    facts |= train(model, Windows(recipe, out / "tokens", tokenizer.bos_token_id), recipe)
+    # Inputs and targets overlap but for one token.
+    windows = Windows(recipe, out / "tokens", tokenizer.bos_token_id, recipe.base_window + 1)
+    facts |= train(model, windows, recipe)
     save(model, out / "tokenizer", into)
     del model
 

@@ -6,38 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokens
 import torch
+from base import Windows
 from recipe import Recipe
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from redrafter.checkpoints.drafters import embedding_norms
+from redrafter.data.windows import Document
+from redrafter.data.windows import Windows as PackedWindows
 from redrafter.train.train_drafter import TrainConfig, new_drafter, train
 
 NAME = "redrafter-tiny-base"
 
 
-def batches(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield endless batches: token ids `[B, T]` and which of them count, `[B, T]` bool, both on the device.
-
-    The share `drafter_own` of the rows comes from stage `text`; the others are windows of the corpus.
-    """
-    out, device = Path(recipe.out), recipe.torch_device
-    random = torch.Generator(device).manual_seed(recipe.seed)
-    own = torch.from_numpy(np.load(out / "text" / "ids.npy").astype(np.int32)).to(device)  # [rows, T]
-    length = torch.from_numpy(np.load(out / "text" / "length.npy")).to(device)
-    stream = torch.from_numpy(tokens.load(out / "tokens", "train")[0].astype(np.int32)).to(device)
-    offsets = torch.arange(own.shape[1], device=device)
-    count = round(recipe.drafter_batch * recipe.drafter_own)
-    while True:
-        row = torch.randint(len(own), (count,), generator=random, device=device)
-        rest = (recipe.drafter_batch - count, 1)
-        start = torch.randint(len(stream) - own.shape[1], rest, generator=random, device=device)
-        ids = torch.cat([own[row], stream[start + offsets]]).long()
-        counts = torch.ones_like(ids, dtype=torch.bool)
-        counts[:count] = offsets < length[row, None]
-        yield ids, counts
+def texts(recipe: Recipe, bos: int) -> Iterator[Document]:
+    """Yield what stage `text` wrote, then windows of the corpus, so that `drafter_own` of all tokens are the base's."""
+    out = Path(recipe.out)
+    ids, lengths = np.load(out / "text" / "ids.npy"), np.load(out / "text" / "length.npy")
+    for row, length in zip(ids, lengths.tolist(), strict=True):
+        yield Document(row[:length].tolist(), [True] * length)
+    corpus = Windows(recipe, out / "tokens", bos, recipe.drafter_length)
+    corpus.weight = corpus.weight.sqrt()  # as in stage `text`
+    left = int(lengths.sum() * (1 / recipe.drafter_own - 1))
+    for row in corpus.draw(left // corpus.length).tolist():
+        yield Document(row, [True] * len(row))
 
 
 def make(recipe: Recipe, into: Path) -> dict[str, Any]:
@@ -46,12 +38,21 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = AutoModelForCausalLM.from_pretrained(Path(recipe.out) / "base", dtype=dtype)
     model.requires_grad_(False)
+    bos = model.config.bos_token_id
+    rows = PackedWindows(texts(recipe, bos), recipe.drafter_length, bos)
     config = TrainConfig(
         steps=recipe.drafter_steps or None,
         minutes=None if recipe.drafter_steps else recipe.drafter_minutes,
         draft_len=recipe.drafter_len,
+        recurrence="gated",
+        target_layers=recipe.drafter_fused,
+        context_window=recipe.drafter_context,
+        context_heads=recipe.drafter_context_heads,
+        context_kv_heads=recipe.drafter_context_kv_heads,
+        context_head_dim=recipe.drafter_context_head_dim,
         num_layers=recipe.drafter_layers,
         exit_dim=recipe.drafter_exit or None,
+        head_rank=recipe.drafter_rank or None,
         distill=recipe.drafter_distill,
         decay=recipe.drafter_decay,
         lr=recipe.drafter_lr,
@@ -63,7 +64,7 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
         log_every=200,
     )
     drafter = new_drafter(model, config)
-    result = train(model, drafter, batches(recipe), config)
+    result = train(model, drafter, rows.batches(recipe.drafter_batch, recipe.seed), config)
     drafter.config.update(
         {
             "base_model": NAME,

@@ -16,7 +16,7 @@ from recipe import Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from variants import FinalBeams, Uncoupled
 
-from redrafter import Engine, GenerateOutput, RecurrentDrafter
+from redrafter import Engine, GenerateOutput, RecurrentDrafter, ReDrafter
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.noise import gumbel
@@ -108,7 +108,8 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
     def load(dtype: torch.dtype) -> tuple[Measure, RecurrentDrafter]:
         model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=dtype).to(device)
         drafter = RecurrentDrafter.from_pretrained(out / "drafter", dtype=dtype).to(device).eval()
-        return Measure(Target(model), tokenizer, starts, recipe.evaluation_new), drafter
+        target = ReDrafter(Target(model), drafter).target  # which now also keeps what this drafter reads
+        return Measure(target, tokenizer, starts, recipe.evaluation_new), drafter
 
     torch.backends.cuda.matmul.allow_tf32 = False
     measure, drafter = load(torch.float32)

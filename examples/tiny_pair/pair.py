@@ -89,7 +89,8 @@ tags: [redrafter, speculative-decoding]
 Fits this base and no other. {drafter["parameters"]:,} parameters, {report["base"]["parameters"]:,} in the base. \
 Trained by `examples/tiny_pair` for {drafter["steps"]} steps on {report["text"]["own_tokens"]:,} tokens that the base \
 wrote itself, mixed with the base's own corpus (sources and licences: the base's card), by distillation over \
-{drafter["settings"]["drafter_len"]} draft steps.
+{drafter["settings"]["drafter_len"]} draft steps, each of which attends to the last \
+{drafter["settings"]["drafter_context"]} tokens.
 
 Tokens per step on {evaluation["prompts"]} held-out prompts, {drafter["settings"]["drafter_beams"]} beams x \
 {drafter["settings"]["drafter_len"]} tokens, all nodes, float32, \

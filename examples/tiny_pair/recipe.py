@@ -49,19 +49,30 @@ class Recipe:
     base_weight_decay: float = option(0.1, "decay of matrices, times their learning rate")
     base_chat_weight: float = option(2.5, "how much oftener a conversation is seen than a text of its length")
 
-    text_rows: int = option(24_576, "training prompts that the base writes on from")
-    text_prompt: int = option(96, "tokens of a prompt, at most")
-    text_new: int = option(256, "tokens written after each")
-    text_batch: int = option(8192, "prompts at once; every other batch is greedy")
+    text_minutes: float = option(1.5, "time to write for")
+    text_batches: int = option(0, "write this many batches instead of for --text-minutes; 0: by the clock")
+    text_batch: int = option(16_384, "texts written at once")
+    text_length: int = option(512, "tokens of a text, its opening included")
+    text_prompt: int = option(96, "tokens of the opening, taken from the training texts, at most")
+    text_greedy: float = option(0.235, "part of the texts that is greedy; the rest is drawn at temperature 1")
 
-    drafter_minutes: float = option(1.5, "training time after compilation")
+    drafter_minutes: float = option(4.0, "training time after compilation")
     drafter_steps: int = option(0, "train for this many steps instead of --drafter-minutes; 0: by the clock")
-    drafter_batch: int = option(256, "windows in a step")
-    drafter_own: float = option(0.85, "part of them written by the base; the others are the corpus's own")
+    drafter_batch: int = option(64, "rows in a step")
+    drafter_length: int = option(512, "tokens of a row, which may hold several texts")
+    drafter_own: float = option(0.85, "part of the tokens written by the base; the others are the corpus's own")
     drafter_len: int = option(5, "draft steps")
     drafter_beams: int = option(5, "beams that it is searched with unless asked otherwise")
-    drafter_layers: int = option(2, "residual layers")
-    drafter_exit: int = option(384, "width of the head; 0: twice the base's")
+    drafter_fused: tuple[int, ...] = option(
+        (9, 19, 29, 38), "layers of the base, from 0, whose outputs it reads too", type=int, nargs="*"
+    )
+    drafter_context: int = option(512, "tokens of the text that each draft step attends to, the last ones")
+    drafter_context_heads: int = option(3, "query heads of that attention")
+    drafter_context_kv_heads: int = option(1, "its key and value heads")
+    drafter_context_head_dim: int = option(32, "width of its heads")
+    drafter_layers: int = option(3, "residual layers")
+    drafter_exit: int = option(384, "width of the layers; 0: twice the base's")
+    drafter_rank: int = option(192, "rank of the head; 0: full")
     drafter_distill: float = option(0.9, "weight of the base's distribution against the text's own tokens")
     drafter_decay: float = option(0.9, "weight of each draft step relative to the one before")
     drafter_lr: float = option(4e-3, "peak learning rate")
@@ -105,12 +116,17 @@ TINY = {
     "base_window": 128,
     "base_batch": 8,
     "base_steps": 20,
-    "text_rows": 16,
-    "text_prompt": 32,
-    "text_new": 32,
+    "text_batches": 2,
     "text_batch": 8,
+    "text_length": 64,
+    "text_prompt": 32,
     "drafter_steps": 10,
     "drafter_batch": 8,
+    "drafter_length": 64,
+    "drafter_fused": (0,),
+    "drafter_context": 32,
+    "drafter_context_heads": 2,
+    "drafter_rank": 32,
     "drafter_chunk": 512,
     "evaluation_prompts": 6,
     "evaluation_new": 16,

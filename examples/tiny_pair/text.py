@@ -1,51 +1,52 @@
-"""Stage `text`: the base continues training prompts, in this library's own engine.
+"""Stage `text`: the base continues openings of training texts.
 
-A drafter has to guess what its base would write, not what people wrote, so it learns mostly from this text. Half of
-the rows are greedy and half are drawn, at temperatures spread over what people use.
+A drafter has to guess what its base would write, not what people wrote, so it learns mostly from this text. Some of it
+is greedy and the rest is drawn at temperature 1: greedy texts of so small a base soon repeat themselves, and from text
+that does, little is learnt.
 """
 
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from data import prompts, read_rows
+from base import Windows
 from recipe import Recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from writer import Writer
 
-from redrafter import Engine
-from redrafter.drafting.proposer import PlainProposer
-from redrafter.target.target import Target
-
-TEMPERATURES = (0.4, 0.7, 1.0, 1.0)
+SHORTEST_PROMPT = 8  # tokens
 
 
 def make(recipe: Recipe, into: Path) -> dict[str, Any]:
-    """Write `ids.npy`, uint16 `[rows, prompt + new]` padded at the end, and `length.npy`, int32 `[rows]`."""
-    base = Path(recipe.out) / "base"
-    tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
-    dtype = torch.bfloat16 if recipe.torch_device.type == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).to(recipe.torch_device)
-    engine = Engine(Target(model), PlainProposer())
-    rows = read_rows(recipe.data, recipe.exclude)
-    starts = prompts(rows, tokenizer, recipe.text_rows, split="train", tokens=recipe.text_prompt, seed=recipe.seed)
-    starts = [start["ids"] for start in starts if len(start["ids"]) <= recipe.text_prompt]
-    width = recipe.text_prompt + recipe.text_new
-    ids, lengths = [], []
-    for first in range(0, len(starts), recipe.text_batch):
-        part = starts[first : first + recipe.text_batch]
-        batch = tokenizer.pad({"input_ids": part}, return_tensors="pt")
-        greedy = first // recipe.text_batch % 2 == 0
-        how: dict[str, Any] = {"do_sample": False}
-        if not greedy:
-            spread = [TEMPERATURES[row % len(TEMPERATURES)] for row in range(len(part))]
-            how = {"do_sample": True, "temperature": spread, "top_k": 0, "seed": recipe.seed + first}
-        out = engine.generate(batch.input_ids, batch.attention_mask, max_new_tokens=recipe.text_new, **how)
-        for start, text in zip(part, out[:, batch.input_ids.shape[1] :].tolist(), strict=True):
-            end = text.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in text else len(text)
-            ids.append((start + text[:end] + [tokenizer.pad_token_id] * width)[:width])
-            lengths.append(len(start) + end)
+    """Write `ids.npy`, uint16 `[rows, text_length]`, and `length.npy`, int32 `[rows]`, where each row's text ends."""
+    out, device = Path(recipe.out), recipe.torch_device
+    tokenizer = AutoTokenizer.from_pretrained(out / "base")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=dtype).to(device).eval()
+    torch.manual_seed(recipe.seed)
+    openings = Windows(recipe, out / "tokens", tokenizer.bos_token_id, recipe.text_prompt)
+    openings.weight = openings.weight.sqrt()  # else hardly a text would begin like those of a small source
+    writer = Writer(model, recipe.text_batch, recipe.text_length)
+    place = torch.arange(recipe.text_length, device=device)
+    ids, lengths, new = [], [], 0
+    began = time.perf_counter()
+    for batch in itertools.count():
+        elapsed = time.perf_counter() - began
+        if batch and (batch >= recipe.text_batches if recipe.text_batches else elapsed >= 60 * recipe.text_minutes):
+            break
+        prompts = openings.draw(recipe.text_batch)
+        given = torch.randint(SHORTEST_PROMPT, recipe.text_prompt + 1, (recipe.text_batch,), device=device)
+        temperature = (torch.rand(recipe.text_batch, device=device) >= recipe.text_greedy).float()
+        texts = writer.write(prompts, given, temperature)  # [batch, text_length]
+        ends = (texts == tokenizer.eos_token_id) & (place >= given[:, None])
+        length = torch.where(ends.any(dim=1), ends.int().argmax(dim=1) + 1, recipe.text_length)
+        ids.append(texts.cpu().numpy().astype(np.uint16))
+        lengths.append(length.cpu().numpy().astype(np.int32))
+        new += int((length - given).sum())
     into.mkdir()
-    np.save(into / "ids.npy", np.array(ids, dtype=np.uint16))
-    np.save(into / "length.npy", np.array(lengths, dtype=np.int32))
-    return {"rows": len(ids), "own_tokens": int(sum(lengths) - sum(map(len, starts)))}
+    np.save(into / "ids.npy", np.concatenate(ids))
+    np.save(into / "length.npy", np.concatenate(lengths))
+    return {"rows": sum(map(len, lengths)), "own_tokens": new, "tokens_per_second": round(new / elapsed)}
