@@ -35,7 +35,6 @@ def texts(recipe: Recipe, bos: int) -> Iterator[Document]:
 def make(recipe: Recipe, into: Path) -> dict[str, Any]:
     """Train the drafter and save it in bf16, which is half the bytes of float32."""
     on_gpu = recipe.torch_device.type == "cuda"
-    torch.backends.cuda.enable_cudnn_sdp(False)  # torch then takes the memory-efficient kernel, which any mask suits
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = AutoModelForCausalLM.from_pretrained(Path(recipe.out) / "base", dtype=dtype)
     model.requires_grad_(False)
