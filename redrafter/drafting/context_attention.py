@@ -17,7 +17,7 @@ from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from redrafter.drafting.drafter_config import DrafterConfig
 
-__all__ = ["ContextAttention", "ContextWindow", "packed_mask"]
+__all__ = ["ContextAttention", "ContextWindow", "packed_mask", "with_empty_entry"]
 
 ROPE_THETA = 10_000.0
 # All that take a mask, but cuDNN's, with which nothing was measured.
@@ -54,8 +54,8 @@ class ContextWindow(NamedTuple):
         keys, values = read_tokens(position.clamp(min=0))
         missing = pad(position[:, :-1] < 0, (1, 0))  # [B, 1 + S]
         return cls(
-            rearrange(_with_empty_entry(keys[:, :-1]), "b s h d -> b h d s"),
-            rearrange(_with_empty_entry(values[:, 1:]), "b s h d -> b h s d"),
+            rearrange(with_empty_entry(keys[:, :-1]), "b s h d -> b h d s"),
+            rearrange(with_empty_entry(values[:, 1:]), "b s h d -> b h s d"),
             torch.zeros_like(missing, dtype=torch.float32).masked_fill(missing, -torch.inf)[:, None, None],
             length,
         )
@@ -109,9 +109,9 @@ class ContextAttention(nn.Module):
         Args:
             state: The state of each anchor at the anchor's position, `[B, T, D]`; any values elsewhere.
             step: Number of the draft step that made the states, from 0.
-            keys: Keys of the tokens, `[B, T, H, d]`.
-            values: Their values, `[B, T, H, d]`.
-            mask: Which pairs each anchor attends to, `[B, T, T]` bool; see `packed_mask`.
+            keys: The empty entry, then the key of the first token of each pair, `[B, T, H, d]`.
+            values: The empty entry, then the value of the second token of each pair, `[B, T, H, d]`.
+            mask: Which of these each anchor attends to, `[B, T, T]` bool; see `packed_mask`.
 
         Returns:
             `[B, T, D]`.
@@ -119,13 +119,12 @@ class ContextAttention(nn.Module):
         position = torch.arange(state.shape[1], device=state.device) + 1 + step
         query, dtype = self._queries(state, position), values.dtype  # [B, T, h, d]
         copies = query.shape[2] // keys.shape[2]
-        keys, values = _with_empty_entry(keys[:, :-1]), _with_empty_entry(values[:, 1:])  # [B, T, H, d]
         with sdpa_kernel(BACKENDS):
             attended = scaled_dot_product_attention(
                 rearrange(query.to(dtype), "b t h d -> b h t d"),
                 repeat(keys.to(dtype), "b s h d -> b (h copies) s d", copies=copies),
                 repeat(values, "b s h d -> b (h copies) s d", copies=copies),
-                attn_mask=pad(mask[:, :, :-1], (1, 0), value=True)[:, None],
+                attn_mask=mask[:, None],
             )
         return self.out(rearrange(attended, "b h t d -> b t (h d)"))
 
@@ -136,7 +135,7 @@ class ContextAttention(nn.Module):
 
 
 def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, device: torch.device) -> Tensor:
-    """Return which pairs of neighbouring tokens each anchor of packed texts attends to.
+    """Return which entries each anchor of packed texts attends to: the empty one, and pairs of neighbouring tokens.
 
     The anchor is the last committed token, so a pair whose second token is after it is left out.
 
@@ -148,15 +147,17 @@ def packed_mask(segment: Tensor | None, rows: int, length: int, window: int, dev
         device: Where the mask goes.
 
     Returns:
-        `[B, T, T]` bool: by position of the anchor, then by position of the pair's first token.
+        `[B, T, T]` bool: for each anchor's position, the empty entry, and the pairs by position of their first token.
     """
     index = torch.arange(length, device=device)
     distance = index[:, None] - index
     visible = ((distance >= 1) & (distance <= window)).expand(rows, -1, -1)
-    return visible if segment is None else visible & (segment[:, :, None] == segment[:, None])
+    if segment is not None:
+        visible = visible & (segment[:, :, None] == segment[:, None])
+    return pad(visible[:, :, :-1], (1, 0), value=True)
 
 
-def _with_empty_entry(x: Tensor) -> Tensor:
+def with_empty_entry(x: Tensor) -> Tensor:
     """Return keys or values `[B, S, H, d]` with an entry of zeros before them, `[B, 1 + S, H, d]`."""
     return pad(x, (0, 0, 0, 0, 1, 0))
 

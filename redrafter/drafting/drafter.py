@@ -26,7 +26,7 @@ __all__ = ["DraftStart", "RecurrentDrafter"]
 
 
 class DraftStart(NamedTuple):
-    """What all steps of a draft take from the target's hidden state, which is computed once.
+    """The target's hidden state, and what it adds to the products of every step of a draft, computed once.
 
     Two products of each step read the hidden state beside the step's own inputs. A product of joined inputs is the sum
     of a product of each, so what the hidden state adds to both is the same in every step.
@@ -213,15 +213,14 @@ class RecurrentDrafter(PreTrainedModel):
 
     def _project(self, state: Tensor, start: DraftStart) -> Tensor:
         """Apply the layers between the recurrence and the head to states `[..., D]`, `[..., E]`."""
-        both = torch.cat([start.hidden.expand_as(state), state], dim=-1)  # [..., 2D]
-        first = self.first_product
+        x, first, layers = torch.cat([start.hidden.expand_as(state), state], dim=-1), self.first_product, self.layers
         if first is None or start.exit is None:
-            return both
+            return x
         product = linear(state, first.weight[:, state.shape[-1] :]) + start.exit
         if self.input_proj is not None:
-            x, layers = product, self.layers
+            x = product
         else:
-            x, layers = both + silu(product), self.layers[1:]
+            x, layers = x + silu(product), self.layers[1:]
         for layer in layers:
             x = layer(x)
         return x

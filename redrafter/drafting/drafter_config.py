@@ -1,6 +1,6 @@
 """The configuration of a recurrent drafter: its architecture, and the defaults of the search that drafts with it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -8,7 +8,14 @@ from transformers import PretrainedConfig
 from redrafter.errors import ArgumentError
 from redrafter.files.checkpoint_kind import MODEL_TYPE
 
-__all__ = ["CONTEXT_HEADS", "CONTEXT_HEAD_DIM", "CONTEXT_KV_HEADS", "RECURRENCES", "DrafterConfig"]
+__all__ = [
+    "CONTEXT_HEADS",
+    "CONTEXT_HEAD_DIM",
+    "CONTEXT_KV_HEADS",
+    "RECURRENCES",
+    "DrafterConfig",
+    "check_context_heads",
+]
 
 RECURRENCES = ("apple", "trtllm", "gated")
 CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # of a drafter that attends to the text, by default
@@ -101,13 +108,7 @@ class DrafterConfig(PretrainedConfig):
         context = ("context_heads", "context_kv_heads", "context_head_dim")
         for name in ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam", *context):
             self._check_size(name)
-        if self.context_heads % self.context_kv_heads:
-            raise ArgumentError(
-                f"DrafterConfig.context_heads must be a multiple of context_kv_heads={self.context_kv_heads}, got "
-                f"{self.context_heads}"
-            )
-        if self.context_head_dim % 2:
-            raise ArgumentError(f"DrafterConfig.context_head_dim must be even, got {self.context_head_dim}")
+        check_context_heads(self, "DrafterConfig.{}".format)
         for name in ("context_window", "head_rank", "trained_draft_len", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 self._check_size(name)
@@ -135,3 +136,19 @@ class DrafterConfig(PretrainedConfig):
         value = getattr(self, name)
         if type(value) is not int or not minimum <= value <= maximum:
             raise ArgumentError(f"DrafterConfig.{name} must be an integer from {minimum} to {maximum}, got {value!r}")
+
+
+def check_context_heads(config: Any, name: Callable[[str], str]) -> None:
+    """Raise `ArgumentError` for heads of the attention to the text that no drafter can have.
+
+    Args:
+        config: What has `context_heads`, `context_kv_heads` and `context_head_dim`, all positive.
+        name: Returns what the user calls one of these.
+    """
+    heads, kv_heads, head_dim = config.context_heads, config.context_kv_heads, config.context_head_dim
+    if heads % kv_heads:
+        raise ArgumentError(
+            f"{name('context_heads')} must be a multiple of {name('context_kv_heads')}={kv_heads}, got {heads}"
+        )
+    if head_dim % 2:
+        raise ArgumentError(f"{name('context_head_dim')} must be even, got {head_dim}")

@@ -49,12 +49,7 @@ class PromptLookupProposer:
         return self.nodes
 
     def propose(
-        self,
-        state: State,
-        sampler: Sampler,
-        noise: Tensor | None,
-        cache: KVCache | None = None,
-        draft_cache: KVCache | None = None,
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
         """Copy drafts from each row's own text; see `Proposer.propose`."""
         last = state.length[:, None]  # [B, 1], position of the pending token

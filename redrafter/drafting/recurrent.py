@@ -50,18 +50,11 @@ class RecurrentProposer:
         return self.nodes
 
     def propose(
-        self,
-        state: State,
-        sampler: Sampler,
-        noise: Tensor | None,
-        cache: KVCache | None = None,
-        draft_cache: KVCache | None = None,
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
     ) -> Tree:
         """Draft a tree by beam search; see `Proposer.propose`."""
-        if self.drafter.context is None:
-            return self.search(state, sampler, noise)
-        assert cache is not None, "what the drafter remembers of the texts is in the target's cache"
-        return self.search(state, sampler, noise, window=self.read_window(state.length, cache))
+        window = None if self.drafter.context is None else self.read_window(state.length, cache)
+        return self.search(state, sampler, noise, window=window)
 
     def read_window(self, length: Tensor, cache: KVCache) -> ContextWindow:
         """Return what the drafter remembers of the last committed tokens of rows with `length` `[B]` of them."""

@@ -148,7 +148,8 @@ class VarlenForward(TreeForward):
         if not all_tokens:
             index = torch.tensor([piece.count for piece in pieces]).cumsum(0) - 1
         long = None if long is None else torch.cat([long[piece.row].expand(piece.count) for piece in pieces])
-        plan = PromptPlan(pieces, self._kinds.by_layer or (), cache.plan_prefill(pieces))
+        paged = cache.plan_prefill(pieces)
+        plan = PromptPlan(pieces, self._kinds.by_layer or (), paged)
         with (
             self._lock,
             self._attending(PROMPT_ATTENTION_NAME, plan, threads_apart=True),
@@ -158,7 +159,11 @@ class VarlenForward(TreeForward):
             dense = cache if isinstance(cache, DenseCache) else None
             logits, hidden = self._plain(tokens, positions, index, plan, long, dense)
         if self._drafter_layer is not None:
-            slots = cache.slots(tokens.device) if isinstance(cache, DenseCache) else cache.plan_prefill(pieces).new
+            if isinstance(cache, DenseCache):
+                slots = cache.slots(tokens.device)
+            else:
+                assert paged is not None, "a paged cache says where its tokens are"
+                slots = paged.new
             self._drafter_layer.write(cache, slots, tokens, positions, hidden)
         return logits, hidden[index]
 

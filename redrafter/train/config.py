@@ -7,7 +7,12 @@ from dataclasses import dataclass, fields
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, flag, integers, names, option, read_options
-from redrafter.drafting.drafter_config import CONTEXT_HEAD_DIM, CONTEXT_HEADS, CONTEXT_KV_HEADS
+from redrafter.drafting.drafter_config import (
+    CONTEXT_HEAD_DIM,
+    CONTEXT_HEADS,
+    CONTEXT_KV_HEADS,
+    check_context_heads,
+)
 from redrafter.errors import ArgumentError
 
 __all__ = ["DEFAULT_LENGTH", "TRACKERS", "TrainConfig", "parse", "shown_command"]
@@ -148,13 +153,7 @@ class TrainConfig:
         for name in ("context_heads", "context_kv_heads", "context_head_dim"):
             if self.context_window is None and getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
-        if self.context_heads % self.context_kv_heads:
-            raise ArgumentError(
-                f"--context-heads must be a multiple of --context-kv-heads={self.context_kv_heads}, got "
-                f"{self.context_heads}"
-            )
-        if self.context_head_dim % 2:
-            raise ArgumentError(f"--context-head-dim must be even, got {self.context_head_dim}")
+        check_context_heads(self, flag)
         if self.length is not None and self.length < 3:
             raise ArgumentError(f"--length must be at least 3 (a text, a pending token, a draft), got {self.length}")
         for name in self.report_to:

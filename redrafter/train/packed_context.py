@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from redrafter.drafting.context_attention import packed_mask
+from redrafter.drafting.context_attention import packed_mask, with_empty_entry
 from redrafter.drafting.drafter import RecurrentDrafter
 
 __all__ = ["PackedContext"]
@@ -37,7 +37,8 @@ class PackedContext:
         assert window is not None, "the drafter has a context_window"
         rows, length, _ = hidden.shape
         self._attention, self._shape, self._anchors = attention, (rows, length), anchors
-        self._keys, self._values = attention.remember(hidden, embedding, torch.arange(length, device=hidden.device))
+        keys, values = attention.remember(hidden, embedding, torch.arange(length, device=hidden.device))
+        self._keys, self._values = with_empty_entry(keys[:, :-1]), with_empty_entry(values[:, 1:])
         self._mask = packed_mask(segment, rows, length, window, hidden.device)
 
     def read(self, step: int, state: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from redrafter.drafting.proposer import State
 def drafts(text, *, ngram=2, draft_len=4, room=6):
     tokens = torch.tensor([text + [99] * room])
     state = State(tokens, torch.tensor([len(text) - 1]), torch.zeros(1, 4), torch.ones(1, dtype=torch.bool))
-    tree = PromptLookupProposer(ngram, draft_len).propose(state, None, None)
+    tree = PromptLookupProposer(ngram, draft_len).propose(state, None, None, None, None)
     assert tree.tokens[0, 0] == text[-1]
     return tree.tokens[0, 1:].tolist()
 

@@ -160,7 +160,7 @@ def test_final_beams_keep_the_prefixes_of_the_beams_that_survive():
     hidden = torch.randn(rows, HIDDEN, generator=generator)
     sampler = Sampler(None, (), torch.ones(rows), zero, zero, torch.arange(VOCAB))
     state = State(torch.cat([pending, pending.expand(-1, 6)], dim=1), zero, hidden, zero == 0)
-    deepest = RecurrentProposer(drafter, target, 4, 5, 21).propose(state, sampler, None)
+    deepest = RecurrentProposer(drafter, target, 4, 5, 21).propose(state, sampler, None, None, None)
     # The text follows some node of the whole lattice, so that all depths are reached, and then goes on otherwise.
     for row in range(rows):
         node = int(torch.randint(1, 21, (), generator=generator))

@@ -170,7 +170,7 @@ def test_texts_that_ended_at_once_have_no_steps():
 
 
 def test_best_guesses_are_counted_at_every_position_without_noise(monkeypatch):
-    """Of a drafter whose best guess is always 0, along texts that are told to be sampled."""
+    """Count right guesses of a drafter that always guesses 0 best, along texts that claim to be sampled."""
     texts = Texts([[9, 5, 0, 0, 7, 0], [9, 5, 5, 0]], [1, 2], [False, False], temperature=1.0, seeds=[1, 2])
     target = Target(tiny_model("llama"))
     # Behind the pending tokens 5, 0, 0, 7: 0 0 7, 0 7 0, 7 0, 0. Behind the second text's 5: 0.

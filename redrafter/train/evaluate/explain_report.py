@@ -7,6 +7,7 @@ from typing import Any
 from redrafter.app.flags import short_name
 from redrafter.train.evaluate.advice import advise
 from redrafter.train.evaluate.explanation import Explanation
+from redrafter.train.evaluate.tables import format_number
 
 __all__ = ["describe_explanation", "format_explanation"]
 
@@ -71,8 +72,8 @@ def _format_buckets(title: str, buckets: list[dict[str, Any]]) -> Iterator[str]:
     for bucket in buckets:
         drafts, accepted = bucket["drafts"], bucket["accepted"]
         if drafts:
-            share = _format_share((drafts - accepted) / missed if missed else None, 17)
-            yield f"  {bucket['name']:<{len(title)}}{drafts:8d}{_format_share(accepted / drafts, 12)}{share}"
+            share = format_number((drafts - accepted) / missed if missed else None, 17)
+            yield f"  {bucket['name']:<{len(title)}}{drafts:8d}{format_number(accepted / drafts, 12)}{share}"
 
 
 def _format_comparisons(document: dict[str, Any]) -> Iterator[str]:
@@ -87,16 +88,12 @@ def _format_comparisons(document: dict[str, Any]) -> Iterator[str]:
     depths = "".join(f"{depth:7d}" for depth in range(2, document["depth"] + 1))
     yield f"  {title:<{width}}  depth 1{depths}"
     for name, shares in guesses.items():
-        yield f"  {name:<{width}}  {''.join(_format_share(share, 7) for share in shares)}"
+        yield f"  {name:<{width}}  {''.join(format_number(share, 7) for share in shares)}"
     if document["form_prompts"]:
         yield ""
         title = f"{document['form_prompts']} prompts, greedy"
         yield f"  {title:<18}  tokens/step  depth 1{depths}"
         for name in ("plain", "template"):
             form = document[name]
-            rates = "".join(_format_share(rate, 7) for rate in form["acceptance"])
-            yield f"  {name:<18}{_format_share(form['tokens_per_step'], 13)}  {rates}"
-
-
-def _format_share(value: float | None, width: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:{width}.3f}"
+            rates = "".join(format_number(rate, 7) for rate in form["acceptance"])
+            yield f"  {name:<18}{format_number(form['tokens_per_step'], 13)}  {rates}"

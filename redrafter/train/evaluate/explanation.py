@@ -49,7 +49,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class TemperatureExplanation:
-    """What was measured at one temperature.
+    """Measurements along the texts of one temperature.
 
     Attributes:
         temperature: Temperature that the texts were written at; 0 for greedy.
@@ -82,7 +82,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a pair's acceptance comes from.
+    """Measurements that explain the acceptance of a pair.
 
     Attributes:
         tree: Tree that was explained.

@@ -5,7 +5,7 @@ from typing import Any
 
 from redrafter.train.evaluate.report import REPEATED_TOKENS
 
-__all__ = ["format_report"]
+__all__ = ["format_number", "format_report"]
 
 
 def format_report(document: dict[str, Any]) -> Iterator[str]:
@@ -64,8 +64,8 @@ def _format_texts(rows: dict[str, dict[str, Any]], width: int) -> Iterator[str]:
     """Format what the model wrote, by the name of a row."""
     yield f"  {'written by the model':<{width}}  texts  tokens  repeated {REPEATED_TOKENS}-grams  ended by itself"
     for name, texts in rows.items():
-        share = _format_number(texts[f"repeated_{REPEATED_TOKENS}_grams"], 16)
-        ended = _format_number(texts["ended"], 17)
+        share = format_number(texts[f"repeated_{REPEATED_TOKENS}_grams"], 16)
+        ended = format_number(texts["ended"], 17)
         yield f"  {name:<{width}}{texts['texts']:7d}{texts['tokens']:8d}  {share}{ended}"
 
 
@@ -75,9 +75,10 @@ def _format_tree(tree: dict[str, Any], rows: dict[str, dict[str, Any]], width: i
     yield ""
     yield f"  {tree['tree']:<{width}}  tokens/step  drafts/step  depth 1{depths}"
     for name, row in rows.items():
-        numbers = _format_number(row["tokens_per_step"], 13) + _format_number(row["drafts_per_step"], 13, 1)
-        yield f"  {name:<{width}}{numbers}  {''.join(_format_number(rate, 7) for rate in row['acceptance'])}"
+        numbers = format_number(row["tokens_per_step"], 13) + format_number(row["drafts_per_step"], 13, 1)
+        yield f"  {name:<{width}}{numbers}  {''.join(format_number(rate, 7) for rate in row['acceptance'])}"
 
 
-def _format_number(value: float | None, width: int, digits: int = 3) -> str:
+def format_number(value: float | None, width: int, digits: int = 3) -> str:
+    """Format a number right-aligned in `width` characters; a dash for None."""
     return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"

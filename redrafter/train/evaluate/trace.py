@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.target.target import Target
@@ -82,8 +83,7 @@ def base_probabilities(target: Target, texts: Texts) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     with Teacher(target.model) as teacher:
         for group in group_texts(texts, target.vocab_size):
-            width = max(len(texts.tokens[index]) for index in group)
-            tokens = torch.tensor([texts.tokens[i] + [0] * (width - len(texts.tokens[i])) for i in group])  # [B, T]
+            tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True)  # [B, T]
             logits = teacher.read(tokens.to(target.device)).logits  # [B, T, V]
             for row, index in enumerate(group):
                 length = len(texts.tokens[index])
