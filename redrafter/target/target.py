@@ -177,6 +177,8 @@ class Target:
                 f"this target's layers {list(self.aux_layers or ())} are read by another drafter, this one reads "
                 f"{list(layers)}; load the target anew"
             )
+        if layers:
+            _ = self.paged  # its self-test runs on the first layers alone, and others may be read from now on
         self._append_outputs(tuple(layers))
         try:
             if layers:

@@ -221,6 +221,13 @@ def test_a_prompt_of_many_chunks_leaves_the_features_of_its_last_token(masked):
     torch.testing.assert_close(hidden, torch.stack(expected), atol=5e-5, rtol=1e-3)
 
 
+def test_a_layer_that_far_trials_leave_out_is_read_on_a_paged_cache_too():
+    """They run on a model's first four layers, and on a CPU those of a paged cache run when one is asked for."""
+    target = Target(tiny_model("llama", num_hidden_layers=6))
+    target.read_aux_hidden((5,))
+    assert target.paged.ok, target.paged.reason
+
+
 def test_features_have_the_dtype_of_the_last():
     last, early = torch.randn(2, 3, HIDDEN).bfloat16(), 300 * torch.randn(2, 3, HIDDEN)
     assert join_hidden(last, []) is last
