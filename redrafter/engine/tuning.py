@@ -38,8 +38,9 @@ __all__ = [
 
 # Of the default where nobody has tuned: tokens of a step that cost little, tokens past which speculation loses, and the
 # smallest tree worth a search. The matrix products of a bf16 8B model on an H200 take, for 1/26/64/128/208/256 tokens,
-# 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128. On two cores the boxed pair writes 1.5 times
-# plain decoding's tokens with trees of 6 nodes in 8 rows, 1.2 with 4 nodes in 16, and no more in 32 rows.
+# 3.97/4.04/4.24/4.64/6.0/7.3 ms: memory sets the time up to about 128. On two cores the boxed base with a drafter of
+# the published form writes 1.5 times plain decoding's tokens with trees of 6 nodes in 8 rows, 1.2 with 4 nodes in 16,
+# and no more in 32 rows.
 _DEFAULTS = {"cuda": (128, 256, 2), "cpu": (64, 64, 3)}
 _SHARING_ROWS = 32  # from which on rows share nodes; with fewer, each has nodes enough for what is likely
 

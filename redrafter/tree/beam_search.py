@@ -19,7 +19,7 @@ from redrafter.tree.token_tree import Tree, chain, keep_best, share_nodes, tree_
 
 __all__ = ["Expand", "beam_search", "node_count", "top_continuations"]
 
-CPU_NODE_BUDGET = 12  # nodes; on a CPU each costs arithmetic. Measured best for the boxed pair, see README.md
+CPU_NODE_BUDGET = 12  # nodes; on a CPU each costs arithmetic. Best or nearly for the boxed pair, see docs/benchmarks.md
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]
 """Scores the next tokens of every beam: `expand(k, tokens [B, w], sources [B, w]) -> scores [B, w, V']`.

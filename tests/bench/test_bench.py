@@ -168,7 +168,7 @@ def test_sampling_is_compared_by_tokens_too():
         (["--draft-vocab-sizes", "3"], "num_beams=5"),
         (["--pad-head-rank", "8"], "--pad-head-rank is for --pad-to"),
         (["--pad-head-rank", "0", "--pad-to", "llama-3.2-1b"], "--pad-head-rank must be from 1"),
-        (["--pad-head-rank", "8", "--pad-to", "llama-3.2-1b"], "no head_rank that could be padded to 8"),
+        (["--pad-head-rank", "8", "--pad-to", "llama-3.2-1b"], "cannot pad head_rank=256 to 8"),
         (["--json", "/nowhere/bench.json"], "cannot write /nowhere/bench.json"),
     ],
 )
@@ -178,6 +178,14 @@ def test_what_cannot_be_measured_is_refused_in_one_line(args, message):
     assert message in err
     assert err.count("\n") == 1
     assert out == ""
+
+
+def test_a_padded_rank_for_a_drafter_without_one_is_refused(folder):
+    pair = ("--model", str(folder / "merged"))  # of the published form
+    code, out, err = bench(*QUICK, *pair, "--pad-head-rank", "8", "--pad-to", "llama-3.2-1b")
+    assert code == 2
+    assert "no head_rank that could be padded to 8" in err
+    assert (err.count("\n"), out) == (1, "")
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
