@@ -39,6 +39,7 @@ class Program:
         assert self._listening.wait(60), self.log
         assert hasattr(self, "url"), self.log
         while not self.healthy:
+            assert self.process.poll() is None, self.log  # it may refuse its model after it has begun to listen
             time.sleep(0.05)
 
     def _listen(self) -> None:
