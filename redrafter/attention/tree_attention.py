@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from redrafter import kernels
+from redrafter.attention.invariant_attention import invariant_attention
 from redrafter.attention.tree_plan import RUNNING_PLAN, Plan, RowsPlan
 from redrafter.kernels.block_size import BLOCK_SIZE
 
@@ -264,8 +265,7 @@ def tree_attention_forward(
     query, key, value = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
     home = plan.pools[module.layer_idx]
     assert home is not None, "a layer attends to what it did not attend to when the model was bound"
-    attend = tree_attention if query.is_cuda else partial(gathered_attention, plan)
-    out = attend(
+    out = _operator(plan, query.device)(
         query,
         key,
         value,
@@ -277,3 +277,10 @@ def tree_attention_forward(
         sinks=s_aux,
     )
     return out[None], None
+
+
+def _operator(plan: Plan, device: torch.device) -> Any:
+    """Return what computes a plan's attention on a device."""
+    if plan.invariant:
+        return invariant_attention
+    return tree_attention if device.type == "cuda" else partial(gathered_attention, plan)

@@ -38,6 +38,7 @@ class Plan:
             is treated as one more chunk, which is in block 0.
         chunk_lengths: Tokens of each chunk's prompt that are cached already, `[P + 2]` int64.
         chunk_table: Blocks of each chunk's prompt, `[(P + 1)*blocks + 1]` int32.
+        invariant: Whether the order of all sums must follow from positions alone; see `invariant_attention`.
     """
 
     pools: tuple[tuple[Tensor, int, Tensor, int] | None, ...]
@@ -50,6 +51,7 @@ class Plan:
     chunk_starts: Tensor
     chunk_lengths: Tensor
     chunk_table: Tensor
+    invariant: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

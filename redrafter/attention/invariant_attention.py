@@ -1,0 +1,295 @@
+"""Attention of token trees in an order that follows from the positions of a text alone.
+
+Whether a token comes as a node of a tree, in a chunk of a prompt or by itself, and whatever else is in its forward, the
+same numbers are added in the same order: its keys are visited by position, in tiles and splits of fixed places.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+from torch.nn.functional import pad
+
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.elementwise import in_full_vectors
+
+__all__ = ["invariant_attention", "splits"]
+
+TILE = 64  # positions that are weighed together
+NEAR = 4096  # positions whose splits are short
+NEAR_SPLIT, FAR_SPLIT = 256, 1024  # positions of a split before and behind that
+TOKENS = 8  # of every product: a batch of another number of matrices may be multiplied in another order
+
+
+# As in `tree_attention`, nothing is declared as mutated, though the pools are written.
+@torch.library.custom_op("redrafter::invariant_attention", mutates_args=())
+def invariant_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    key_layer: int,
+    values: Tensor,
+    value_layer: int,
+    length: Tensor,
+    starts: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    table: Tensor,
+    chunk_starts: Tensor,
+    chunk_lengths: Tensor,
+    chunk_table: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Store the new keys and values in the cache, and attend from each token to the positions of its text, in order.
+
+    This is the slow reference, for any device; a kernel for a GPU is to be registered with `register_kernel("cuda")`.
+    The key at position s of a node behind n committed tokens is that of the token s if s < n, else that of the node's
+    own ancestor at depth s - n. Tiles of 64 positions begin at position 0. Positions below 4,096 are in splits of 256,
+    later ones in splits of 1,024; each split begins with an empty state, takes its tiles in order, and the states are
+    folded in the order of the splits. Sinks come last. Positions that a token does not see weigh exactly 0, so tiles
+    and splits without any that it sees change nothing. All sums are in float32.
+
+    Args:
+        query: Queries of the tokens that `Plan` lists, `[T, Hq, d]`. The output of padding is 0, or any finite numbers
+            where there are chunks.
+        key: Keys of these tokens, `[T, H, d]`.
+        value: Values of these tokens, `[T, H, dv]`.
+        keys: Pool of keys.
+        key_layer: Index of the layer in that pool.
+        values: Pool of values.
+        value_layer: Index of the layer in that pool.
+        length: As in `Plan`.
+        starts: As in `Plan`.
+        depth: As in `Plan`.
+        ancestors: As in `Plan`.
+        table: As in `Plan`.
+        chunk_starts: As in `Plan`.
+        chunk_lengths: As in `Plan`.
+        chunk_table: As in `Plan`.
+        scale: Factor of the scores.
+        window: Positions that a node looks back, 0 for all.
+        softcap: Bound of the scores, 0 for none.
+        sinks: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
+
+    Returns:
+        `[T, Hq, dv]`.
+    """
+    places = _Places.of(len(query), length, starts, depth, ancestors, table, chunk_starts, chunk_lengths, chunk_table)
+    stores = keys[key_layer], values[value_layer]
+    count = len(places.end)
+    for store, x in zip(stores, (key, value), strict=True):
+        store.index_copy_(0, places.new_slots(), x[:count])
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    for first in range(0, count, TOKENS):
+        block = slice(first, min(first + TOKENS, count))
+        attended = _attend(query[block], stores, places.at(block), scale, window, softcap, sinks)
+        out[block] = attended.to(out.dtype)
+    return out
+
+
+@invariant_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
+
+
+class _Places:
+    """Where the positions of the texts of T tokens are in the pools.
+
+    Attributes:
+        table: Blocks of each token's text in order of position, `[T, blocks]` int64.
+        own: Offset of each token's own key along its row, `[T]` int64.
+        end: Position behind each token, `[T]` int64.
+        committed: Positions of each token's text that lie at the offset of their own number, `[T]` int64.
+        path: Offset along its row of each token's ancestor at each depth, `[T, N]` int64; read from `committed` on.
+    """
+
+    def __init__(self, table: Tensor, own: Tensor, end: Tensor, committed: Tensor, path: Tensor):
+        self.table, self.own, self.end, self.committed, self.path = table, own, end, committed, path
+
+    @classmethod
+    def of(
+        cls,
+        tokens: int,
+        length: Tensor,
+        starts: Tensor,
+        depth: Tensor,
+        ancestors: Tensor,
+        table: Tensor,
+        chunk_starts: Tensor,
+        chunk_lengths: Tensor,
+        chunk_table: Tensor,
+    ) -> "_Places":
+        """Find the places of the tokens that are no padding. tokens: all of the forward; the others as in `Plan`."""
+        rows, chunks = len(length) - 1, len(chunk_starts) - 2
+        nodes = (len(depth) - 1) // rows
+        new = (len(ancestors) - 1) // (rows * nodes)
+        length, depth = length[:-1], depth[:-1].view(rows, nodes)
+        seen = ancestors[:-1].view(rows, new, nodes)
+        # 1. The nodes of trees: an ancestor at depth k is at the offset of its number among the nodes.
+        offsets = length[:, None] + torch.arange(nodes, device=length.device)  # [B, N]
+        there = (offsets[:, None] * seen).long()
+        path = torch.zeros_like(there).scatter_reduce_(2, depth[:, None].expand_as(there), there, "amax")
+        row, node = _owners(starts, rows)
+        in_tree = cls(
+            table[:-1].view(rows, -1).long()[row],
+            offsets[row, nodes - new + node],
+            (length[:, None] + depth)[row, nodes - new + node] + 1,
+            length[row],
+            path[row, node],
+        )
+        # 2. The tokens of chunks: every position is at the offset of its own number.
+        chunk, index = _owners(chunk_starts, chunks)
+        own = chunk_lengths[chunk] + index
+        blocks = chunk_table[:-1].view(chunks + 1, -1).long()[chunk]
+        in_chunk = cls(blocks, own, own + 1, own + 1, path.new_zeros(len(own), nodes))
+        assert len(row) + len(chunk) <= tokens
+        return in_tree._and(in_chunk)
+
+    def _and(self, other: "_Places") -> "_Places":
+        """Return the places of these tokens and of others behind them."""
+        width = max(self.table.shape[1], other.table.shape[1])
+        tables = [pad(x.table, (0, width - x.table.shape[1])) for x in (self, other)]
+        pairs = zip(*((x.own, x.end, x.committed, x.path) for x in (self, other)), strict=True)
+        return _Places(torch.cat(tables), *(torch.cat(pair) for pair in pairs))
+
+    def at(self, tokens: slice) -> "_Places":
+        """Return the places of `TOKENS` tokens, the last ones of which may be padding that sees nothing."""
+        parts = (x[tokens] for x in (self.table, self.own, self.end, self.committed, self.path))
+        return _Places(*(_padded(part) for part in parts))
+
+    def new_slots(self) -> Tensor:
+        """Return the slot of each token, `[T]` int64."""
+        return self._slots(self.own[:, None])[:, 0]
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Return the slots of positions `[S]` of each token's text, `[T, S]` int64; any slots behind the token."""
+        positions = positions.expand(len(self.end), -1)
+        level = (positions - self.committed[:, None]).clamp(0, self.path.shape[1] - 1)
+        return self._slots(torch.where(positions < self.committed[:, None], positions, self.path.gather(1, level)))
+
+    def _slots(self, offsets: Tensor) -> Tensor:
+        """Return the slots of offsets along each token's row, `[T, S]` int64; in block 0 past its last block."""
+        index, width = offsets // BLOCK_SIZE, self.table.shape[1]
+        blocks = self.table.gather(1, index.clamp(max=width - 1)).where(index < width, 0)
+        return blocks * BLOCK_SIZE + offsets % BLOCK_SIZE
+
+
+def _owners(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return of which of `count` runs each token is, and its index there, `[T]` int64 each; starts: `[count + 1]`."""
+    starts = starts[: count + 1]
+    sizes = starts[1:] - starts[:-1]
+    owner = torch.repeat_interleave(sizes)
+    return owner, torch.arange(len(owner), device=starts.device) + (starts[0] - starts)[owner]
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Return `[M, ...]` padded with zeros to `TOKENS` entries."""
+    return torch.cat([x, x.new_zeros(TOKENS - len(x), *x.shape[1:])])
+
+
+class _State:
+    """The state of a softmax over some positions: the highest score, the sum of weights, and the weighted values.
+
+    Attributes:
+        top: Highest score, `[M, H, G, 1]`; minus infinity for none.
+        total: Sum of the weights relative to it, `[M, H, G, 1]`.
+        acc: Values in proportion to the weights, `[M, H, G, dv]`.
+    """
+
+    def __init__(self, top: Tensor, total: Tensor, acc: Tensor):
+        self.top, self.total, self.acc = top, total, acc
+
+    @classmethod
+    def empty(cls, query: Tensor, width: int) -> "_State":
+        """Return the state over no positions, of queries `[M, H, G, d]` and values of `width` numbers."""
+        total = query.new_zeros(*query.shape[:-1], 1)
+        return cls(torch.full_like(total, -torch.inf), total, query.new_zeros(*query.shape[:-1], width))
+
+    def and_then(self, top: Tensor, total: Tensor, acc: Tensor) -> "_State":
+        """Return the state over these positions and later ones, of which this is the state."""
+        new = torch.maximum(self.top, top)
+        before, after = _exp(self.top - _finite(new)), _exp(top - _finite(new))
+        return _State(new, self.total * before + total * after, self.acc * before + acc * after)
+
+    def and_tile(self, scores: Tensor, value: Tensor) -> "_State":
+        """Return the state over these positions and a tile of scores `[M, H, G, 64]` and values `[M, H, 64, dv]`."""
+        new = torch.maximum(self.top, scores.amax(-1, keepdim=True))
+        before, weights = _exp(self.top - _finite(new)), _exp(scores - _finite(new))
+        total = self.total * before + weights.sum(-1, keepdim=True)
+        return _State(new, total, self.acc * before + weights @ value)
+
+
+def _exp(x: Tensor) -> Tensor:
+    return in_full_vectors(torch.exp, x)
+
+
+def _finite(top: Tensor) -> Tensor:
+    """Return highest scores with 0 in place of minus infinity, from which nothing can be subtracted."""
+    return top.masked_fill(top == -torch.inf, 0)
+
+
+def _attend(
+    query: Tensor,
+    stores: tuple[Tensor, Tensor],
+    places: _Places,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend from at most `TOKENS` tokens, all in the same order; see `invariant_attention`.
+
+    Args:
+        query: Queries of M tokens, `[M, Hq, d]`.
+        stores: Keys and values of the layer, by slot.
+        places: The texts of these tokens and of padding.
+        scale: Factor of the scores.
+        window: Positions that a node looks back, 0 for all.
+        softcap: Bound of the scores, 0 for none.
+        sinks: Attention sinks, `[Hq]`; None for none.
+
+    Returns:
+        `[M, Hq, dv]` in float32.
+    """
+    count, heads = len(query), stores[0].shape[1]
+    q = rearrange(_padded(query).float(), "m (h g) d -> m h g d", h=heads)
+    begin = (places.end - window).clamp(min=0) if window else torch.zeros_like(places.end)
+    last, seen_first = int(places.end.max()), int(begin[:count].min())
+    state = _State.empty(q, stores[1].shape[-1])
+    for split in splits(last):
+        inside = _State.empty(q, stores[1].shape[-1])
+        for first in range(split.start, min(split.stop, last), TILE):
+            if first + TILE <= seen_first:
+                continue  # no token sees any of it
+            positions = torch.arange(first, first + TILE, device=query.device)
+            visible = (positions < places.end[:, None]) & (positions >= begin[:, None])  # [M, 64]
+            slots = places.slots(positions)
+            k, v = (rearrange(store[slots].float(), "m s h d -> m h s d") for store in stores)
+            scores = (q @ k.mT) * scale
+            if softcap:
+                scores = softcap * in_full_vectors(torch.tanh, scores / softcap)
+            hidden = ~visible[:, None]
+            inside = inside.and_tile(
+                scores.masked_fill(hidden[:, :, None], -torch.inf), v.masked_fill(hidden[..., None], 0)
+            )
+        state = state.and_then(inside.top, inside.total, inside.acc)
+    if sinks is not None:
+        top = repeat(sinks.float(), "(h g) -> m h g 1", m=TOKENS, h=heads)
+        state = state.and_then(top, torch.ones_like(top), torch.zeros_like(state.acc))
+    out = state.acc / state.total.where(state.total > 0, 1)
+    return rearrange(out, "m h g d -> m (h g) d")[:count]
+
+
+def splits(end: int) -> Iterator[range]:
+    """Yield the positions of each split up to position `end`, in order."""
+    first = 0
+    while first < end:
+        size = NEAR_SPLIT if first < NEAR else FAR_SPLIT
+        yield range(first, first + size)
+        first += size

@@ -1,0 +1,63 @@
+"""Operators for linear layers and experts in which a row's result does not depend on the other rows.
+
+A library of matrix products chooses the order of its sums by the number of rows, so a row alone and the same row among
+others differ in their last bits. On a CPU these operators multiply blocks of a fixed number of rows, for which that
+order is always the same. It was measured, in float32, float16 and bfloat16, for widths from 5 to 8,192 and 1 and 2
+threads, that a row's bits then depend neither on its place in the block nor on the other rows. The order may well
+depend on the number of threads and on the CPU.
+
+Kernels for a GPU are to be registered here with `register_kernel("cuda")`; until then that device runs the same blocks,
+of which nothing is known there.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+__all__ = ["invariant_expert_linear", "invariant_linear"]
+
+BLOCK = 16  # rows of every product
+
+
+@torch.library.custom_op("redrafter::invariant_linear", mutates_args=())
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias`, `[..., F]`, each row computed as it would be alone.
+
+    Args:
+        x: Inputs, `[..., D]`.
+        weight: Weight as `nn.Linear` has it, `[F, D]`.
+        bias: Bias, `[F]`; None for none.
+    """
+    return _in_blocks(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+
+
+@invariant_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("redrafter::invariant_expert_linear", mutates_args=())
+def invariant_expert_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    """Return the product of each row with the weight of its expert, `[R, F]`, each row computed as it would be alone.
+
+    Args:
+        x: Inputs, `[R, D]`.
+        weight: Weights of E experts, `[E, F, D]`; may be a view with another order in memory.
+        expert: The expert of each row, `[R]` int64.
+    """
+    out = x.new_empty(len(x), weight.shape[1])
+    for index in expert.unique().tolist():
+        rows = (expert == index).nonzero()[:, 0]
+        out[rows] = _in_blocks(x[rows], weight[index], None)
+    return out
+
+
+@invariant_expert_linear.register_fake
+def _(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias`, `[R, F]`, in products of `BLOCK` rows; the last ones of `x [R, D]` may be zeros."""
+    blocks = pad(x, (0, 0, 0, -len(x) % BLOCK)).contiguous().split(BLOCK)
+    return torch.cat([linear(block, weight, bias) for block in blocks])[: len(x)]
