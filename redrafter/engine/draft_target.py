@@ -113,6 +113,7 @@ class DraftTarget(Engine):
         max_seq_len: int | None = EngineOptions.max_seq_len,
         max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
+        batch_invariant: bool = EngineOptions.batch_invariant,
         **model_kwargs: Any,
     ) -> "DraftTarget":
         """Load a target and its draft model; both may be a hub id, a directory, or a model that is loaded or bound.
@@ -139,6 +140,7 @@ class DraftTarget(Engine):
             max_seq_len: See `EngineOptions`.
             max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
+            batch_invariant: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`, for the target.
 
         Raises:
@@ -147,7 +149,9 @@ class DraftTarget(Engine):
             UnsupportedError: When a model, or a combination of arguments, cannot be decoded here.
             ArgumentError: For an argument that is unknown or out of range.
         """
-        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile)
+        options = EngineOptions(
+            kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile, batch_invariant
+        )
         check_vocabularies(model, draft_model, trust_remote_code)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
         target = bind(model, device=device, **load, **model_kwargs)

@@ -19,6 +19,7 @@ from redrafter.cache.block_manager import BlockManager
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.engine.argument_checks import check_arguments, check_modes, known_arguments
+from redrafter.engine.batch_invariance import make_batch_invariant
 from redrafter.engine.call_arguments import (
     NEUTRAL,
     prompt_of,
@@ -79,6 +80,8 @@ class Engine:
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
+        if self.options.batch_invariant:
+            make_batch_invariant(target, proposer.model, compile=self.options.compile)
         self.plain: Proposer = PlainProposer()
         self.draft_model = proposer.model
         self.graphs: CUDAGraphRunner | None = None

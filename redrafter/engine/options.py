@@ -19,6 +19,8 @@ class EngineOptions:
         max_batch_size: Most texts that `generate` decodes side by side; more prompts wait for their turn.
         compile: Whether to compile the model for a GPU, once, in the first request; without it steps are captured all
             the same, and slower.
+        batch_invariant: Whether a text must not depend on what is computed beside it, bit for bit: on drafts, on other
+            texts, on how prompts are cut. It is slower; on a GPU it needs `compile`.
     """
 
     kv_cache_free_gpu_memory_fraction: float = 0.9
@@ -26,6 +28,7 @@ class EngineOptions:
     max_seq_len: int | None = None
     max_batch_size: int = 256
     compile: bool = True
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         fraction = self.kv_cache_free_gpu_memory_fraction
@@ -42,5 +45,6 @@ class EngineOptions:
                 raise ArgumentError(f"{name} must be an integer of 2 or more, and below 2**31, got {value!r}")
         if isinstance(self.max_batch_size, bool) or not isinstance(self.max_batch_size, int) or self.max_batch_size < 1:
             raise ArgumentError(f"max_batch_size must be a positive integer, got {self.max_batch_size!r}")
-        if not isinstance(self.compile, bool):
-            raise ArgumentError(f"compile must be True or False, got {self.compile!r}")
+        for name in ("compile", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -40,6 +40,7 @@ class PromptLookup(Engine):
         max_seq_len: int | None = EngineOptions.max_seq_len,
         max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
+        batch_invariant: bool = EngineOptions.batch_invariant,
         **model_kwargs: Any,
     ) -> "PromptLookup":
         """Load a target.
@@ -56,6 +57,7 @@ class PromptLookup(Engine):
             max_seq_len: See `EngineOptions`.
             max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
+            batch_invariant: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`.
 
         Raises:
@@ -63,7 +65,9 @@ class PromptLookup(Engine):
             UnsupportedError: When the model cannot be decoded here.
             ArgumentError: For an argument that is unknown or out of range.
         """
-        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile)
+        options = EngineOptions(
+            kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile, batch_invariant
+        )
         proposer = PromptLookupProposer(ngram, draft_len)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
         return cls(bind(model, device=device, **load, **model_kwargs), proposer, options)

@@ -101,6 +101,7 @@ class ReDrafter(Engine):
         max_seq_len: int | None = EngineOptions.max_seq_len,
         max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
+        batch_invariant: bool = EngineOptions.batch_invariant,
         **model_kwargs: Any,
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
@@ -123,6 +124,7 @@ class ReDrafter(Engine):
             max_seq_len: See `EngineOptions`.
             max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
+            batch_invariant: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`.
 
         Raises:
@@ -132,7 +134,9 @@ class ReDrafter(Engine):
             ArgumentError: For an argument that is unknown or out of range.
         """
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
-        options = EngineOptions(kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile)
+        options = EngineOptions(
+            kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile, batch_invariant
+        )
         if isinstance(drafter, str | Path):
             check_drafter(drafter)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}

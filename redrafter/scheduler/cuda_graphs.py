@@ -16,12 +16,13 @@ from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.cache.block_manager import BlockManager
 from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.drafting.proposer import Proposer, State
-from redrafter.errors import ArgumentError, first_line
+from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.files.home import keep_kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import step
 from redrafter.target.adapters import active_adapters
+from redrafter.target.batch_invariance import check_rows
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
 
@@ -246,9 +247,16 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     try:
         forward()
     except Exception as error:
+        if target.batch_invariant:
+            raise UnsupportedError(
+                f"{target.name} cannot be batch-invariant: it cannot be compiled ({first_line(error)})"
+            ) from error
         target.varlen_forward.compile(False)
         warnings.warn(
             f"{target.name} cannot be compiled ({first_line(error)}): its steps are captured as they are, slower; "
             "compile=False avoids this warning",
             stacklevel=2,
         )
+        return
+    if target.batch_invariant:
+        check_rows(target)

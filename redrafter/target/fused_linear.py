@@ -61,12 +61,12 @@ def same_inputs(calls: Sequence[tuple[str, Tensor]]) -> list[list[str]]:
 class _FusedGroup:
     """What the stand-ins of one group share: the weights in one tensor, and the product while it is being read."""
 
-    def __init__(self, layers: Sequence[nn.Linear]):
+    def __init__(self, layers: Sequence[nn.Linear], thin: bool):
         self.weight = _fuse([module.weight for module in layers]) if len(layers) > 1 else layers[0].weight
         biases = [module.bias for module in layers if module.bias is not None]
         self.bias = _fuse(biases) if len(biases) > 1 else biases[0] if biases else None
         self.sizes = [module.out_features for module in layers]
-        self.thin = self.bias is None and has_thin_kernel(self.weight)
+        self.thin = thin and self.bias is None and has_thin_kernel(self.weight)
         self.outputs: Any = None  # of all layers, until the last one has read its own
 
 
@@ -114,19 +114,20 @@ class FusedLinears:
     are left alone where a layer has a bias and another none, or where dtypes or devices differ.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[Sequence[str]]):
+    def __init__(self, model: nn.Module, groups: Sequence[Sequence[str]], *, thin: bool = True):
         """Fuse the weights of groups of layers.
 
         Args:
             model: The model that holds the layers.
             groups: Names of the layers; a group of one is a layer by itself.
+            thin: Whether to use the kernel for few tokens where there is one.
         """
         self._stand_ins: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, name there, layer, stand-in
         for names in groups:
             layers: list[Any] = [model.get_submodule(name) for name in names]
             if len({(m.bias is None, m.weight.dtype, m.weight.device, m.in_features) for m in layers}) > 1:
                 continue
-            group = _FusedGroup(layers)
+            group = _FusedGroup(layers, thin)
             if len(layers) == 1 and not group.thin:
                 continue
             for index, (name, module) in enumerate(zip(names, layers, strict=True)):

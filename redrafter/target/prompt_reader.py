@@ -45,6 +45,10 @@ class PromptReader:
         self._without_masks = without_masks
         self._masks_on_dense = True
 
+    def read_in_chunks(self) -> None:
+        """Read later prompts in chunks with masks, by the forward that verifies trees."""
+        self._without_masks = False
+
     def use_masks_on_dense_cache(self, masks: bool) -> None:
         """Read later prompts into dense caches with masks, or without them."""
         self._masks_on_dense = masks

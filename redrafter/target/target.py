@@ -19,8 +19,10 @@ from redrafter.errors import MismatchError, UnsupportedError
 from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.aux_hidden import decoder_layers
+from redrafter.target.batch_invariance import check_products, check_rows, support_of
 from redrafter.target.cache_support import CacheSupport
 from redrafter.target.drafter_layer import DrafterLayer
+from redrafter.target.invariant_products import RowByRow
 from redrafter.target.mode_checks import check_autocast
 from redrafter.target.padded_forward import PaddedForward
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
@@ -52,6 +54,8 @@ class Target:
         rope: Its rope, where the frequencies switch at some length of text; else None.
         aux_layers: Decoder layers whose outputs stand behind the last hidden states; None before `read_aux_hidden`.
         drafter_layer: What a drafter stores of every token beside the model's keys and values; None for nothing.
+        batch_invariant: Whether a token's logits depend on its text alone, bit for bit, and on nothing else that is
+            computed beside it.
         varlen_forward: The forward over a paged cache.
         prompt_reader: What reads prompts.
     """
@@ -87,6 +91,7 @@ class Target:
         self.aux_layers: tuple[int, ...] | None = None
         self.rope: SwitchingRope | None = None
         self.drafter_layer: DrafterLayer | None = None
+        self.batch_invariant = False
         warn_of_shared_scales(model.config, self.name)
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
@@ -147,6 +152,31 @@ class Target:
     def allow_varlen(self) -> None:
         """Decode by the varlen forward from now on, on a device other than a GPU too."""
         self._varlen = Support()
+
+    def make_batch_invariant(self) -> None:
+        """Let a token's logits depend on its text alone from now on, bit for bit, in every engine on this target.
+
+        On a GPU that holds once the forward is compiled, which is when its rows are compared.
+
+        Raises:
+            UnsupportedError: This model cannot be computed so.
+        """
+        if self.batch_invariant:
+            return
+        reason = support_of(self).reason or (self.device.type == "cuda" and self.varlen.reason)
+        if reason:
+            raise UnsupportedError(f"{self.name} cannot be batch-invariant: {reason}")
+        self.varlen_forward.compute_row_by_row(RowByRow(self.model, self.device))
+        try:
+            check_products(self)
+            if self.device.type == "cpu":
+                check_rows(self)
+        except UnsupportedError:
+            self.varlen_forward.compute_row_by_row(None)
+            raise
+        self.allow_varlen()
+        self.prompt_reader.read_in_chunks()
+        self.batch_invariant = True
 
     @property
     def fixed_rope_context(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
+from redrafter.target.invariant_products import RowByRow
 from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.tree.token_tree import Tree
 
@@ -26,6 +28,22 @@ __all__ = ["VarlenForward"]
 COMPILE_OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 4,  # what every layer reads, sines and cosines, is computed once and not in each
     "combo_kernels": True,  # queries and keys are rotated in one launch
+}
+
+# Of a batch-invariant forward. What is measured on the device, or suits the first sizes that are seen, may be another
+# order of sums for other sizes or in another process; one variant of each kernel, chosen without measuring, has one.
+_FIXED_ORDER: dict[str, Any] = {
+    "batch_invariant": True,  # from torch 2.13 on; it implies the next one
+    "deterministic": True,
+    "split_reductions": False,
+    "dynamic_scale_rblock": False,
+    "benchmark_fusion": False,
+    "benchmark_combo_kernel": False,
+    "combo_kernels": False,
+    "coordinate_descent_tuning": False,
+    "max_autotune": False,
+    "triton.multi_kernel": 0,
+    "triton.cooperative_reductions": False,
 }
 
 register_attention(ATTENTION_NAME, tree_attention_forward)
@@ -50,6 +68,7 @@ class VarlenForward(TreeForward):
         self._run: Any = self._plain
         self._long: Any = None  # `[T]` bool, only during a call
         self._fused: FusedLinears | None = None
+        self._row_by_row: RowByRow | None = None
 
     def __call__(
         self,
@@ -110,6 +129,7 @@ class VarlenForward(TreeForward):
         tokens = ids, positions
         ids, positions, index = _aligned(ids), _aligned(positions), _aligned(index)
         plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
+        plan = replace(plan, invariant=self._row_by_row is not None)
         if long is not None:
             long = _aligned(long[:, None].expand(-1, tree.new).flatten()[nodes])
             torch._dynamo.maybe_mark_dynamic(long, 0)
@@ -180,11 +200,20 @@ class VarlenForward(TreeForward):
         """
         with linear_calls(self._model) as calls:
             forward()
-        self._fused = FusedLinears(self._model, same_inputs(calls))
+        self._fused = FusedLinears(self._model, same_inputs(calls), thin=self._row_by_row is None)
+
+    def compute_row_by_row(self, row_by_row: RowByRow | None) -> None:
+        """Compute each token of later calls as it would be alone, bit for bit, or as fast as may be where this is None.
+
+        Args:
+            row_by_row: What makes the model compute so.
+        """
+        self._row_by_row = row_by_row
 
     def compile(self, compiled: bool = True) -> None:
         """Run later calls compiled by torch.compile, or as they are written."""
-        self._run = torch.compile(self._plain, fullgraph=True, options=COMPILE_OPTIONS) if compiled else self._plain
+        options = COMPILE_OPTIONS if self._row_by_row is None else COMPILE_OPTIONS | _fixed_order()
+        self._run = torch.compile(self._plain, fullgraph=True, options=options) if compiled else self._plain
 
     def _plain(
         self,
@@ -232,8 +261,9 @@ class VarlenForward(TreeForward):
         before = self._config._attn_implementation
         self._config._attn_implementation = replacement_for(before, attention)
         running = RUNNING_PLAN.set(plan)
+        row_by_row = nullcontext() if self._row_by_row is None else self._row_by_row.running()
         try:
-            with self._recording(threads_apart=threads_apart), self._choosing_rope():
+            with self._recording(threads_apart=threads_apart), self._choosing_rope(), row_by_row:
                 yield
         finally:
             RUNNING_PLAN.reset(running)
@@ -265,3 +295,11 @@ def _by_row(tree: Tree, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]
 def _aligned(x: Tensor) -> Tensor:
     """Return `[M]` padded with zeros to a multiple of `TOKEN_MULTIPLE`."""
     return torch.nn.functional.pad(x, (0, -len(x) % TOKEN_MULTIPLE))
+
+
+def _fixed_order() -> dict[str, Any]:
+    """Return the options of `_FIXED_ORDER` that this version of torch has."""
+    from torch._inductor import config  # takes seconds to import
+
+    names = config.shallow_copy_dict() if hasattr(config, "shallow_copy_dict") else config.get_config_copy()
+    return {name: value for name, value in _FIXED_ORDER.items() if name in names}
