@@ -25,12 +25,12 @@ def make_batch_invariant(target: Target, draft_model: Target | None, *, compile:
     target.make_batch_invariant()
     if draft_model is None or draft_model is target:
         return
-    if reason := draft_model.paged.reason:
-        raise UnsupportedError(f"batch_invariant=True needs a draft model on a paged cache: {reason}")
     if draft_model.device != target.device:
         raise UnsupportedError(
             f"batch_invariant=True needs both models on one device: the draft model is on {draft_model.device} and the "
             f"target on {target.device}"
         )
+    if reason := draft_model.paged.reason:
+        raise UnsupportedError(f"batch_invariant=True needs a draft model on a paged cache: {reason}")
     if draft_model.device.type == "cpu":
         draft_model.allow_varlen()

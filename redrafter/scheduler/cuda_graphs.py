@@ -259,4 +259,4 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
         )
         return
     if target.batch_invariant:
-        check_rows(target)
+        check_rows(target, store)

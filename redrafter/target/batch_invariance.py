@@ -63,7 +63,7 @@ def support_of(target: InvariantTarget) -> Support:
 def check_products(target: InvariantTarget) -> None:
     """Raise `UnsupportedError` if a forward multiplies matrices by other operators than our own, naming where."""
     with torch.inference_mode(), record_products(target.model) as products:
-        _read(target, [7])
+        _read(target, [7], _small_pool(target))
     if products:
         module, operator = products[0]
         raise UnsupportedError(
@@ -72,25 +72,35 @@ def check_products(target: InvariantTarget) -> None:
         )
 
 
-def check_rows(target: InvariantTarget) -> None:
-    """Raise `UnsupportedError` if a text's logits depend on how many of its tokens share a forward."""
+def check_rows(target: InvariantTarget, pool: KVCachePool | None = None) -> None:
+    """Raise `UnsupportedError` if a text's logits depend on how many of its tokens share a forward.
+
+    Args:
+        target: The target, which computes row by row.
+        pool: Where keys and values go, in blocks that hold nothing; None for memory of their own.
+    """
+    pool = _small_pool(target) if pool is None else pool
     with torch.inference_mode():
-        expected = _read(target, WAYS[0])
-        if any(not torch.equal(_read(target, way), expected) for way in WAYS[1:]):
+        expected = _read(target, WAYS[0], pool)
+        if any(not torch.equal(_read(target, way, pool), expected) for way in WAYS[1:]):
+            where = _first_difference(target, pool)
             raise UnsupportedError(
-                f"{target.name} cannot be batch-invariant: {_first_difference(target)} depends on how many tokens "
-                "share a forward"
+                f"{target.name} cannot be batch-invariant: {where} depends on how many tokens share a forward"
             )
 
 
-def _read(target: InvariantTarget, sizes: Sequence[int]) -> Tensor:
-    """Return the logits of a text, `[T, V]`, that is read in forwards of these numbers of tokens, in a new cache."""
-    bounds = [x for x in (target.context, target.fixed_rope_context) if x is not None]
+def _small_pool(target: InvariantTarget) -> KVCachePool:
+    return KVCachePool(target.paged_shapes, 2 + -(-TOKENS // BLOCK_SIZE))
+
+
+def _read(target: InvariantTarget, sizes: Sequence[int], pool: KVCachePool) -> Tensor:
+    """Return the logits of a text, `[T, V]`, that is read in forwards of these numbers of tokens."""
+    blocks = min(pool.num_blocks - 1, 1 + -(-TOKENS // BLOCK_SIZE))
+    bounds = [x for x in (target.context, target.fixed_rope_context, blocks * BLOCK_SIZE) if x is not None]
     count = min([sum(sizes), *bounds])
     ids = (torch.arange(count, device=target.device) * 7919 + 11) % target.vocab_size
-    blocks = -(-TOKENS // BLOCK_SIZE) + 1
     table = torch.arange(1, 1 + blocks, dtype=torch.int32, device=target.device)[None]
-    cache = PagedCache(KVCachePool(target.paged_shapes, 1 + blocks), table)
+    cache = PagedCache(pool, table)
     logits, first = [], 0
     for size in sizes:
         if piece := ids[first : first + size].tolist():
@@ -101,7 +111,7 @@ def _read(target: InvariantTarget, sizes: Sequence[int]) -> Tensor:
     return torch.cat(logits)
 
 
-def _first_difference(target: InvariantTarget) -> str:
+def _first_difference(target: InvariantTarget, pool: KVCachePool) -> str:
     """Name the first layer whose output depends on the number of tokens in the forward."""
     stack = decoder_stack(target.model, target.config.num_hidden_layers)
     outputs: list[Tensor] = []
@@ -109,7 +119,7 @@ def _first_difference(target: InvariantTarget) -> str:
     for way in WAYS:
         seen: list[Tensor] = []
         with watch_outputs(list(stack or ()), lambda x, seen=seen: seen.append(x)):  # type: ignore[misc]
-            _read(target, way)
+            _read(target, way, pool)
         layers = len(stack or ())
         by_layer = [
             torch.cat([x[0, :size] for x, size in zip(seen[i::layers], way, strict=False)]) for i in range(layers)

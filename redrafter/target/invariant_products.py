@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,6 +49,8 @@ class RowByRow:
         stack.enter_context(_InvariantLinears())
         if self._on_cpu:
             stack.enter_context(_FullVectors())
+        else:  # two sizes that happen to be equal when the forward is compiled stay two, and all sizes share a variant
+            stack.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         return stack
 
 

@@ -301,5 +301,5 @@ def _fixed_order() -> dict[str, Any]:
     """Return the options of `_FIXED_ORDER` that this version of torch has."""
     from torch._inductor import config  # takes seconds to import
 
-    names = config.shallow_copy_dict() if hasattr(config, "shallow_copy_dict") else config.get_config_copy()
+    names = config.get_config_copy()
     return {name: value for name, value in _FIXED_ORDER.items() if name in names}

@@ -1,0 +1,142 @@
+"""Batch-invariant engines in half precision: the same text and the same logits, bit for bit, whatever is beside it."""
+
+import pytest
+import torch
+
+from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from helpers.scheduling import launch_ahead, nothing_is_held, random_sequences, run
+from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError
+from redrafter.cache.paged import KVCachePool
+from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.engine.batch_invariance import make_batch_invariant
+from redrafter.engine.options import EngineOptions
+from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
+from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.target.target import Target
+
+OPTIONS = EngineOptions(kv_cache_free_gpu_memory_fraction=0.01, max_seq_len=96, batch_invariant=True)
+TREES = [(1, 5), (5, 5), (10, 3)]
+NEW = 12
+SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 1.0, "seed": 7}}
+
+
+def tiny_target(model_type, dtype=torch.bfloat16):
+    return Target(tiny_model(model_type).to(dtype))
+
+
+@pytest.fixture(scope="module", params=["gemma3_text", "qwen3_moe"])
+def target(request):
+    return tiny_target(request.param)
+
+
+def engine_of(target, beams=5, depth=5, options=OPTIONS):
+    return ReDrafter(target, tiny_drafter().to(target.dtype), TreeShape(beams, depth, 999), options=options)
+
+
+def write(engine, ids, mask, **arguments):
+    """Return the texts `[B, L]` and the logits by step, `[B, new, V]`."""
+    arguments = {"return_dict_in_generate": True, "output_logits": True} | arguments
+    out = engine.generate(ids, mask, max_new_tokens=NEW, min_new_tokens=NEW, **arguments)
+    return out.sequences, torch.stack(out.logits, dim=1)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_drafts_change_no_bit(target, setting):
+    ids, mask = uneven_batch(rows=8)
+    text, logits = write(engine_of(target), ids, mask, speculate=False, **SETTINGS[setting])
+    for beams, depth in TREES:
+        drafted_text, drafted_logits = write(engine_of(target, beams, depth), ids, mask, **SETTINGS[setting])
+        assert torch.equal(drafted_text, text)
+        assert torch.equal(drafted_logits, logits)
+
+
+def test_other_rows_change_no_bit(target):
+    ids, mask = uneven_batch(rows=8)
+    engine = engine_of(target)
+    text, logits = write(engine, ids, mask, **SETTINGS["sampled"])
+    for row in (0, 3):
+        prompt = ids[row : row + 1, mask[row].argmax() :]
+        alone = write(engine, prompt, None, do_sample=True, temperature=1.0, seed=7 + row)
+        assert torch.equal(alone[0][0, prompt.shape[1] :], text[row, ids.shape[1] :])
+        assert torch.equal(alone[1][0], logits[row])
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_only_with_the_mode_drafts_change_no_bit_in_float32(invariant):
+    """Guard the tests above: without it, the numbers that they compare differ."""
+    ids, mask = uneven_batch(rows=8)
+    options = OPTIONS if invariant else EngineOptions()
+    engine = engine_of(tiny_target("llama", torch.float32), options=options)
+    plain, drafted = (write(engine, ids, mask, speculate=s, do_sample=False)[1] for s in (False, True))
+    assert torch.equal(plain, drafted) is invariant
+
+
+def test_texts_before_and_after_preemption_and_reuse_of_prefixes_are_the_same(target):
+    engine = engine_of(target, 3, 4)
+    texts = []
+    for blocks, speculate, limits in (
+        (200, False, {"max_batch_size": 1}),
+        (11, True, {}),
+        (60, True, {"max_num_tokens": 50}),
+    ):
+        graphs = CUDAGraphRunner(engine.target, KVCachePool(engine.target.paged_shapes, blocks))
+        for _ in range(2):  # the second time, with the prefixes of the first
+            sequences = random_sequences(8, longest=30, max_new_tokens=50)
+            scheduler = Scheduler(engine, graphs, Limits(**limits), speculate)
+            run(scheduler, sequences)
+            texts.append([sequence.sink.tokens for sequence in sequences])
+            nothing_is_held(scheduler)
+        assert bool(scheduler.preempted) is (blocks == 11)
+    assert all(text == texts[0] for text in texts)
+
+
+def test_prompts_that_are_read_beside_trees_give_the_same_texts(target, monkeypatch):
+    engine = engine_of(target, 3, 4)
+    texts = []
+    for ahead in (False, True):
+        if ahead:
+            launch_ahead(monkeypatch)
+        sequences = random_sequences(8, longest=30)
+        run(
+            Scheduler(engine, CUDAGraphRunner(engine.target, KVCachePool(engine.target.paged_shapes, 200)), Limits()),
+            sequences,
+            1,
+        )
+        texts.append([sequence.sink.tokens for sequence in sequences])
+    assert texts[0] == texts[1]
+
+
+def test_a_draft_model_and_prompt_lookup_write_the_same():
+    ids, mask = uneven_batch(rows=3)
+    model, small = tiny_model("llama").to(torch.bfloat16), tiny_model("qwen2", num_hidden_layers=1).to(torch.bfloat16)
+    engines = [
+        DraftTarget(Target(model), Target(small), draft_len=3, num_beams=2, options=OPTIONS),
+        DraftTarget.from_pretrained(model, model, batch_invariant=True, max_seq_len=96),
+        PromptLookup.from_pretrained(model, batch_invariant=True, max_seq_len=96),
+        engine_of(Target(model)),
+    ]
+    results = [write(engine, ids, mask, **SETTINGS["sampled"]) for engine in engines]
+    for text, logits in results:
+        assert torch.equal(text, results[0][0])
+        assert torch.equal(logits, results[0][1])
+
+
+def test_a_gpu_needs_the_compiled_forward(monkeypatch):
+    bound = tiny_target("llama")
+    monkeypatch.setattr(bound, "device", torch.device("cuda"))
+    with pytest.raises(ArgumentError, match="leave out compile=False"):
+        make_batch_invariant(bound, None, compile=False)
+
+
+def test_a_draft_model_on_another_device_is_refused(monkeypatch):
+    draft = Target(tiny_model("qwen2", num_hidden_layers=1))
+    monkeypatch.setattr(draft, "device", torch.device("meta"))
+    with pytest.raises(UnsupportedError, match="the draft model is on meta"):
+        make_batch_invariant(tiny_target("llama"), draft, compile=True)
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_what_is_no_truth_value_is_refused(value):
+    with pytest.raises(ArgumentError, match="batch_invariant must be True or False"):
+        EngineOptions(batch_invariant=value)
