@@ -67,6 +67,10 @@ class LoadOptions:
         EngineOptions.max_seq_len, "most tokens of a text, prompt included (default: the model's context)"
     )
     compile: bool = option(EngineOptions.compile, "do not compile the model on a GPU: it starts sooner and runs slower")
+    batch_invariant: bool = option(
+        EngineOptions.batch_invariant,
+        "write the same text whatever is computed beside it, bit for bit: drafts, other texts, cut prompts; slower",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,20 @@
 """Engines whose texts do not depend on what is computed beside them."""
 
+from collections.abc import Iterable
+
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.target.target import Target
 
-__all__ = ["make_batch_invariant"]
+__all__ = ["check_processors", "make_batch_invariant"]
+
+# Hugging Face's processors that sum over the vocabulary in an order which, on a GPU, suits the number of rows.
+_BY_ROWS = {
+    "EpsilonLogitsWarper": "epsilon_cutoff",
+    "EtaLogitsWarper": "eta_cutoff",
+    "LogitNormalization": "renormalize_logits",
+    "TopHLogitsWarper": "top_h",
+    "TypicalLogitsWarper": "typical_p",
+}
 
 
 def make_batch_invariant(target: Target, draft_model: Target | None, *, compile: bool) -> None:
@@ -34,3 +45,23 @@ def make_batch_invariant(target: Target, draft_model: Target | None, *, compile:
         raise UnsupportedError(f"batch_invariant=True needs a draft model on a paged cache: {reason}")
     if draft_model.device.type == "cpu":
         draft_model.allow_varlen()
+
+
+def check_processors(target: Target, processors: Iterable[object]) -> None:
+    """Refuse logits processors by which a batch-invariant target would draw other tokens in another batch.
+
+    Args:
+        target: The model whose text is wanted.
+        processors: Hugging Face's objects.
+
+    Raises:
+        UnsupportedError: There is such a processor; the message names its argument.
+    """
+    if not target.batch_invariant or target.device.type == "cpu":
+        return
+    for processor in processors:
+        if argument := _BY_ROWS.get(type(processor).__name__):
+            raise UnsupportedError(
+                f"{argument} sums in an order that suits the number of rows, which batch_invariant=True rules out: use "
+                "top_p, top_k or min_p"
+            )

@@ -15,6 +15,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from redrafter.engine.argument_checks import check_modes
+from redrafter.engine.batch_invariance import check_processors
 from redrafter.engine.model_inputs import check_prepared
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.prompt_checks import check_ids, check_length, read_mask
@@ -122,6 +123,7 @@ def read_request(
         processor.of_request(rows, eos) if isinstance(processor, GrammarProcessor) else processor
         for processor in processors
     )
+    check_processors(target, processors)
     given = with_temperature(processors, temperature, rows, sampled=config.do_sample)
     functions, slow = read_processors(given, width=width, prompt=length.to(target.device), vocabulary=target.vocab_size)
     want_scores = bool(config.return_dict_in_generate and config.output_scores)

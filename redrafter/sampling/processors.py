@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from redrafter.sampling.prefixes import Prefixes
+from redrafter.sampling.row_sums import row_softmax, running_sum
 
 __all__ = [
     "Processor",
@@ -188,8 +189,8 @@ class RowTopP(RowProcessor):
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at the unlikeliest tokens, which together hold 1 - p at most."""
-        ascending, index = scores.sort(dim=-1)
-        removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - self.p).float()[:, None, None]
+        ascending, index = scores.sort(dim=-1, stable=True)  # of equal scores, the same ones are kept in any batch
+        removed = running_sum(row_softmax(ascending)) <= (1 - self.p).float()[:, None, None]
         removed[..., -1] = False
         removed &= (self.p < 1)[:, None, None]
         return scores.masked_fill(removed.scatter(-1, index, removed), -math.inf)
@@ -207,7 +208,7 @@ class RowMinP(RowProcessor):
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at tokens that are too unlikely."""
-        probs = scores.softmax(dim=-1)
+        probs = row_softmax(scores)
         top = probs.max(dim=-1, keepdim=True)
         removed = (probs < self.p[:, None, None] * top.values).scatter(-1, top.indices, False)
         return scores.masked_fill(removed, -math.inf)

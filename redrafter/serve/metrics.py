@@ -102,6 +102,12 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that the engine has told last, as a registry calls it."""
+        yield self._family(
+            GaugeMetricFamily,
+            "redrafter:batch_invariant",
+            "1 where a text does not depend on what is computed beside it, bit for bit",
+            self._engine.facts.batch_invariant,
+        )
         load = self._engine.load
         for kind, name, help, value in (
             (GaugeMetricFamily, "num_requests_running", "Texts that are read or written", load.running),
@@ -119,9 +125,15 @@ class Metrics:
                 load.preempted,
             ),
         ):
-            family = kind(f"vllm:{name}", help, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
+            yield self._family(kind, f"vllm:{name}", help, value)
+
+    def _family(
+        self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, help: str, value: float
+    ) -> Metric:
+        """Return a metric of one number."""
+        family = kind(name, help, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
 
     def _counter(self, name: str, help: str) -> Counter:
         return Counter(f"vllm:{name}", help, ["model_name"], registry=self.registry).labels(self._model)

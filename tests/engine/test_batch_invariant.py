@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from transformers.generation.logits_process import TypicalLogitsWarper
 
 from helpers.models import tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import launch_ahead, nothing_is_held, random_sequences, run
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError
+from redrafter.app.loading import Pair
+from redrafter.app.options import LoadOptions
 from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.engine.batch_invariance import make_batch_invariant
+from redrafter.engine.batch_invariance import check_processors, make_batch_invariant
 from redrafter.engine.options import EngineOptions
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
@@ -34,10 +37,11 @@ def engine_of(target, beams=5, depth=5, options=OPTIONS):
     return ReDrafter(target, tiny_drafter().to(target.dtype), TreeShape(beams, depth, 999), options=options)
 
 
-def write(engine, ids, mask, **arguments):
+def write(engine, ids, mask, new=NEW, **arguments):
     """Return the texts `[B, L]` and the logits by step, `[B, new, V]`."""
-    arguments = {"return_dict_in_generate": True, "output_logits": True} | arguments
-    out = engine.generate(ids, mask, max_new_tokens=NEW, min_new_tokens=NEW, **arguments)
+    out = engine.generate(
+        ids, mask, max_new_tokens=new, min_new_tokens=new, return_dict_in_generate=True, output_logits=True, **arguments
+    )
     return out.sequences, torch.stack(out.logits, dim=1)
 
 
@@ -68,26 +72,26 @@ def test_only_with_the_mode_drafts_change_no_bit_in_float32(invariant):
     ids, mask = uneven_batch(rows=8)
     options = OPTIONS if invariant else EngineOptions()
     engine = engine_of(tiny_target("llama", torch.float32), options=options)
-    plain, drafted = (write(engine, ids, mask, speculate=s, do_sample=False)[1] for s in (False, True))
+    plain, drafted = (write(engine, ids, mask, 24, speculate=s, do_sample=False)[1] for s in (False, True))
     assert torch.equal(plain, drafted) is invariant
 
 
-def test_texts_before_and_after_preemption_and_reuse_of_prefixes_are_the_same(target):
-    engine = engine_of(target, 3, 4)
+def test_texts_before_and_after_preemption_and_reuse_of_prefixes_are_the_same():
+    engine = engine_of(tiny_target("qwen3"), 3, 4)
     texts = []
     for blocks, speculate, limits in (
         (200, False, {"max_batch_size": 1}),
-        (11, True, {}),
+        (9, True, {}),
         (60, True, {"max_num_tokens": 50}),
     ):
         graphs = CUDAGraphRunner(engine.target, KVCachePool(engine.target.paged_shapes, blocks))
         for _ in range(2):  # the second time, with the prefixes of the first
-            sequences = random_sequences(8, longest=30, max_new_tokens=50)
+            sequences = random_sequences(6, longest=30, max_new_tokens=50)
             scheduler = Scheduler(engine, graphs, Limits(**limits), speculate)
             run(scheduler, sequences)
             texts.append([sequence.sink.tokens for sequence in sequences])
             nothing_is_held(scheduler)
-        assert bool(scheduler.preempted) is (blocks == 11)
+        assert bool(scheduler.preempted) is (blocks == 9)
     assert all(text == texts[0] for text in texts)
 
 
@@ -140,3 +144,17 @@ def test_a_draft_model_on_another_device_is_refused(monkeypatch):
 def test_what_is_no_truth_value_is_refused(value):
     with pytest.raises(ArgumentError, match="batch_invariant must be True or False"):
         EngineOptions(batch_invariant=value)
+
+
+def test_processors_that_sum_by_rows_are_refused_on_a_gpu(monkeypatch):
+    engine = engine_of(tiny_target("llama"))
+    ids, mask = uneven_batch(rows=1)
+    engine.generate(ids, mask, max_new_tokens=2, do_sample=True, typical_p=0.9)
+    monkeypatch.setattr(engine.target, "device", torch.device("cuda"))
+    with pytest.raises(UnsupportedError, match="typical_p sums in an order that suits the number of rows"):
+        check_processors(engine.target, [TypicalLogitsWarper(0.9)])
+
+
+def test_flags_make_an_engine_batch_invariant():
+    options = LoadOptions(batch_invariant=True, tuning="none", max_seq_len=64, kv_cache_free_gpu_memory_fraction=0.01)
+    assert Pair.load(options).engine.target.batch_invariant

@@ -115,6 +115,10 @@ def test_a_counter_is_there_before_the_first_request(program, name):
     assert program.first_metrics[f"vllm:{name}"] == 0
 
 
+def test_metrics_say_whether_texts_are_batch_invariant(program):
+    assert program.first_metrics["redrafter:batch_invariant"] == 0
+
+
 def test_a_histogram_is_there_before_the_first_request(program):
     assert "vllm:request_time_per_output_token_seconds_count" in program.first_metrics
 

@@ -61,6 +61,7 @@ class ServedEngine:
             _sampling_defaults(engine),
             scheduler.batch.depth,
             limits.reuse,
+            engine.target.batch_invariant,
         )
         return cls(pair, scheduler, facts)
 
@@ -90,8 +91,9 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     drafts = "no drafts"
     if proposer is not None and pair.method != PLAIN:
         drafts = f"{pair.method}, {draft_shape(proposer) or 'no drafts at one row'}"
+    invariant = ", batch-invariant" if target.batch_invariant else ""
     return (
-        f"{target.name}, {dtype_name(target.dtype)} on {target.device}; {drafts}",
+        f"{target.name}, {dtype_name(target.dtype)} on {target.device}{invariant}; {drafts}",
         f"up to {options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
         f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values",
     )

@@ -40,6 +40,7 @@ class EngineFacts:
         sampling: Sampling parameters of requests that leave them out, by name.
         draft_depth: Levels of the deepest tree of drafts.
         reuse: Whether prompts are looked for in the cache.
+        batch_invariant: Whether a text does not depend on what is computed beside it, bit for bit.
     """
 
     model: str
@@ -50,6 +51,7 @@ class EngineFacts:
     sampling: Mapping[str, float]
     draft_depth: int
     reuse: bool
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
