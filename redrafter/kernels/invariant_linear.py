@@ -28,7 +28,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: Weight as `nn.Linear` has it, `[F, D]`.
         bias: Bias, `[F]`; None for none.
     """
-    return _in_blocks(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+    return _in_blocks(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
 
 
 @invariant_linear.register_fake

@@ -15,7 +15,7 @@ from redrafter.attention.positions import find_slot_readers
 from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import KVCache, PagedCache
-from redrafter.errors import MismatchError, UnsupportedError
+from redrafter.errors import MismatchError, UnsupportedError, first_line
 from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.aux_hidden import decoder_layers
@@ -28,6 +28,7 @@ from redrafter.target.padded_forward import PaddedForward
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import warn_of_shared_scales
 from redrafter.target.rope import SwitchingRope, dynamic_context, find_rope, warn_of_dynamic_rope
+from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.target.support import Support
 from redrafter.target.supported import check_supported, head_width, name_model_in_errors
 from redrafter.target.tree_forward import ModelParts, TreeForward
@@ -174,6 +175,9 @@ class Target:
         except UnsupportedError:
             self.varlen_forward.compute_row_by_row(None)
             raise
+        except MODEL_ERRORS as error:
+            self.varlen_forward.compute_row_by_row(None)
+            raise UnsupportedError(f"{self.name} cannot be batch-invariant: {first_line(error)}") from error
         self.allow_varlen()
         self.prompt_reader.read_in_chunks()
         self.batch_invariant = True

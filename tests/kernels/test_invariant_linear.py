@@ -45,6 +45,10 @@ def test_it_equals_the_product_of_torch(dtype):
     torch.testing.assert_close(found, linear(x, weight, bias), atol=tolerance, rtol=tolerance)
 
 
+def test_there_may_be_no_rows():
+    assert invariant_linear(torch.ones(2, 0, 8), torch.ones(5, 8), None).shape == (2, 0, 5)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_of_experts_have_the_bits_of_a_product_with_that_expert_alone(transposed):
     x, expert = random(41, 24), torch.arange(41) * 7 % 5

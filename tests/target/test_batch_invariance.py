@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.models import VOCAB, tiny_model
+from helpers.models import VOCAB, assert_close_by_scale, tiny_model
 from redrafter import UnsupportedError
 from redrafter.attention import invariant_attention
 from redrafter.attention.prompt_chunks import PromptChunks
@@ -67,6 +67,13 @@ def read(target, ids, sizes, cache=None):
 def expected(model, dtype):
     """Return the logits of the text, `[T, V]`, most tokens the only ones of their forwards."""
     return read(target(model, dtype), text(), [1] * 42 + [48] + [1] * 10 + [106])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@torch.inference_mode()
+def test_logits_are_those_of_the_model(model):
+    bound = target(model, torch.float32)
+    assert_close_by_scale(read(bound, text(), [TEXT]), bound.model(input_ids=text()).logits[0], 1e-4)
 
 
 @each_form
@@ -175,6 +182,19 @@ def test_an_order_that_follows_from_the_number_of_tokens_is_refused(broken, monk
         bound.make_batch_invariant()
     assert not bound.batch_invariant
     assert not bound.varlen.ok
+
+
+def test_a_model_that_fails_in_this_mode_is_refused(monkeypatch):
+    bound = Target(tiny_model("llama"))
+
+    def fail(*_):
+        raise RuntimeError("no such product")
+
+    monkeypatch.setattr(invariant_linear, "_in_blocks", fail)
+    with pytest.raises(UnsupportedError, match="cannot be batch-invariant: no such product"):
+        bound.make_batch_invariant()
+    monkeypatch.undo()
+    assert torch.equal(read(bound, text(), [5]), read(bound, text(), [5]))
 
 
 def test_products_that_are_no_linear_layers_are_refused_by_name():
