@@ -15,7 +15,7 @@ from redrafter.attention.positions import find_slot_readers
 from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import KVCache, PagedCache
-from redrafter.errors import MismatchError, UnsupportedError, first_line
+from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.aux_hidden import decoder_layers
@@ -160,10 +160,15 @@ class Target:
         On a GPU that holds once the forward is compiled, which is when its rows are compared.
 
         Raises:
+            ArgumentError: The model was compiled before.
             UnsupportedError: This model cannot be computed so.
         """
         if self.batch_invariant:
             return
+        if self.device.type == "cuda" and self.varlen_forward.linears_fused:
+            raise ArgumentError(
+                f"{self.name} was compiled for an engine without batch_invariant=True; load the model anew"
+            )
         reason = support_of(self).reason or (self.device.type == "cuda" and self.varlen.reason)
         if reason:
             raise UnsupportedError(f"{self.name} cannot be batch-invariant: {reason}")

@@ -4,13 +4,14 @@ import pytest
 import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
 
-from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
 from helpers.scheduling import launch_ahead, nothing_is_held, random_sequences, run
-from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError
+from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.batch_invariance import check_processors, make_batch_invariant
 from redrafter.engine.options import EngineOptions
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
@@ -131,6 +132,13 @@ def test_a_gpu_needs_the_compiled_forward(monkeypatch):
     monkeypatch.setattr(bound, "device", torch.device("cuda"))
     with pytest.raises(ArgumentError, match="leave out compile=False"):
         make_batch_invariant(bound, None, compile=False)
+
+
+def test_a_model_that_was_compiled_before_is_refused(monkeypatch):
+    bound = paged(Engine(tiny_target("llama"), PlainProposer())).target
+    monkeypatch.setattr(bound, "device", torch.device("cuda"))
+    with pytest.raises(ArgumentError, match="load the model anew"):
+        make_batch_invariant(bound, None, compile=True)
 
 
 def test_a_draft_model_on_another_device_is_refused(monkeypatch):

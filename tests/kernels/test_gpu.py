@@ -9,6 +9,7 @@ import torch
 
 from helpers.models import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import DraftTarget, Engine, RecurrentDrafter, ReDrafter
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.engine.options import EngineOptions
 from redrafter.scheduler.cuda_graphs import CapturedStep
 from redrafter.target.target import Target
@@ -230,3 +231,20 @@ def test_rejection_sampling_keeps_the_distribution(devices):
     ]
     noise = max(float((each / total - law).abs().sum() / 2) for each in true)
     assert float((counts / total - law).abs().sum() / 2) < 1.3 * noise
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
+def test_batch_invariant_steps_change_no_bit(architecture, dtype):
+    ids, mask = batch()
+    options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, batch_invariant=True)
+    target = Target(tiny_model(architecture).to("cuda", dtype))
+    engine = ReDrafter(target, tiny_drafter().to("cuda", dtype), TreeShape(5, 5, 999), options=options)
+    arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True}
+    for kind in ({"do_sample": False}, SAMPLING, PROCESSED):
+        plain, drafted = (engine.generate(ids, mask, speculate=s, **arguments, **kind) for s in (False, True))
+        assert torch.equal(drafted.sequences, plain.sequences)
+        assert torch.equal(torch.stack(drafted.logits), torch.stack(plain.logits))
+    row = engine.generate(ids[:1, mask[0].argmax() :], **arguments, do_sample=False)
+    whole = engine.generate(ids, mask, **arguments, do_sample=False)
+    assert torch.equal(torch.stack(row.logits)[:, 0], torch.stack(whole.logits)[:, 0])
