@@ -1,0 +1,459 @@
+"""Tree attention whose sums have one order: what a token attends to has the same bits however it came to be computed.
+
+A token's keys are visited by their absolute positions, in tiles of `TILE` positions. The online softmax begins anew at
+the fixed positions that `_split_end` names, and what these splits found is folded in their order. So a token that is
+decoded alone, in a tree, or within a prompt takes the same sums:
+
+- For trees, one kernel attends to the tiles of committed tokens, which all nodes share; a second one, a program for each
+  node, gathers the node's own ancestors behind them, and folds the splits.
+- For chunks of prompts, whose tokens see all tokens before them, one kernel does all.
+
+The kernels are compiled without fused multiply-adds, which a compiler would place as it sees fit in each of them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.launch import supports_dependent_launch
+from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
+
+__all__ = ["ordered_attention"]
+
+TILE = tl.constexpr(64)  # positions
+SHORT_SPLIT, LONG_SPLIT = tl.constexpr(256), tl.constexpr(1024)  # positions of a split before and from LONG_FROM on
+LONG_FROM = tl.constexpr(4096)
+TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
+MAX_PART_BYTES = 256 << 20  # of what splits found; beyond it a program takes all splits of its queries
+MAX_QUERIES = 64  # of a program
+SUMS = tl.constexpr(16)  # equal sums of weights, since a product has so many columns at least
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _split_of(position):
+    """Return the number of the split that holds a position."""
+    return tl.where(
+        position < LONG_FROM, position // SHORT_SPLIT, LONG_FROM // SHORT_SPLIT + (position - LONG_FROM) // LONG_SPLIT
+    )
+
+
+@triton.jit
+def _split_end(position):
+    """Return the position behind the split that holds a position."""
+    size = tl.where(position < LONG_FROM, SHORT_SPLIT, LONG_SPLIT)
+    return (position // size + 1) * size
+
+
+@triton.jit
+def _split_start(split):
+    """Return the first position of a split."""
+    short = LONG_FROM // SHORT_SPLIT
+    return tl.where(split < short, split * SHORT_SPLIT, LONG_FROM + (split - short) * LONG_SPLIT)
+
+
+@triton.jit
+def _store_part(PART, TOPS, at, top, total, acc, live, dv, DV: tl.constexpr):
+    """Store the state of a softmax for each query, as part `at` of all parts."""
+    tl.store(TOPS + at * 2, top, live)
+    tl.store(TOPS + at * 2 + 1, tl.max(total, 1), live)
+    tl.store(PART + at[:, None] * DV + dv, acc, live[:, None] & (dv < DV))
+
+
+@triton.jit
+def _load_part(PART, TOPS, at, live, dv, DV: tl.constexpr):
+    """Return what `_store_part` stored: maximum, sum of weights, and weighted sum of values."""
+    top = tl.load(TOPS + at * 2, live, float("-inf"))
+    total = tl.load(TOPS + at * 2 + 1, live, 0.0)[:, None] + tl.zeros([at.shape[0], SUMS], tl.float32)
+    return top, total, tl.load(PART + at[:, None] * DV + dv, live[:, None] & (dv < DV), 0.0)
+
+
+@triton.jit
+def _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP: tl.constexpr):
+    """Add one tile of keys to an online softmax; keys that are not visible add exactly nothing.
+
+    The weights are summed by a product with ones, whose order of summation does not depend on the number of queries,
+    as that of `tl.sum` would. All columns of `total` are the same.
+    """
+    x = tl.dot(q, k, input_precision="ieee") * scale
+    if SOFTCAP > 0:
+        x = SOFTCAP * (2 * tl.sigmoid(2 / SOFTCAP * x) - 1)  # tanh
+    x = tl.where(visible, x * LOG2E, float("-inf"))
+    new_top = tl.maximum(top, tl.max(x, 1))
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(x - anchor[:, None]).to(v.dtype)
+    shrink = tl.exp2(top - anchor)
+    ones = tl.full([TILE, total.shape[1]], 1.0, v.dtype)
+    total = tl.dot(weights, ones, total * shrink[:, None], input_precision="ieee")
+    return new_top, total, tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+
+
+@triton.jit
+def _fold(top, total, acc, split_top, split_total, split_acc):
+    """Add what one split found to what the splits before it found."""
+    new_top = tl.maximum(top, split_top)
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    old, new = tl.exp2(top - anchor)[:, None], tl.exp2(split_top - anchor)[:, None]
+    return new_top, total * old + split_total * new, acc * old + split_acc * new
+
+
+@triton.jit
+def _finish(top, total, acc, SINKS, q_of, live, HAS_SINKS: tl.constexpr):
+    """Return the attention of queries, some of which may have been spent on sinks."""
+    if HAS_SINKS:
+        sink = tl.load(SINKS + q_of, live, 0.0).to(tl.float32) * LOG2E
+        ones = tl.full(total.shape, 1.0, tl.float32)
+        top, total, acc = _fold(top, total, acc, sink, ones, tl.zeros(acc.shape, tl.float32))
+    total = tl.max(total, 1)
+    return acc * tl.math.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(total > 0, total, 1.0))[:, None]
+
+
+@triton.jit
+def _first_tile(position, WINDOW: tl.constexpr):
+    """Return where the first tile begins of which a token at a position sees anything."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
+    return first
+
+
+@triton.jit
+def _cached(STORE, TABLE, s, seen, blocks, stride, head, WIDTH: tl.constexpr, PAGE: tl.constexpr):
+    """Return the addresses of a head's keys or values at positions of a row."""
+    page = tl.load(TABLE + s // PAGE, seen & (s // PAGE < blocks), 0).to(tl.int64)
+    return STORE + (page * PAGE + s % PAGE) * stride + head * WIDTH
+
+
+@triton.jit
+def _store_new(
+    NEW, STORE, TABLE, token, position, own, blocks, new_token, new_head, stride, head, d, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Store a head's keys or values of tokens in the cache, at positions of their row."""
+    x = tl.load(NEW + token[:, None] * new_token + head * new_head + d, own[:, None] & (d < WIDTH), 0.0)
+    inside = own & (position // PAGE < blocks)
+    at = _cached(STORE, TABLE, position, inside, blocks, stride, head, WIDTH, PAGE)
+    tl.store(at[:, None] + d, x, inside[:, None] & (d < WIDTH))
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _store_chain_kernel(
+    K, V, KEYS, VALUES, LENGTH, START, TABLE, k_token, k_head, v_token, v_head, cache_k, cache_v, blocks,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
+    FOLLOW: tl.constexpr,
+):  # fmt: skip
+    """Store the keys and values of `TILE` tokens of a row whose new tokens are a chain."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    node = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    own = node < tl.load(START + row + 1) - behind
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    _store_new(K, KEYS, TABLE + row * blocks, behind + node, n + node, own, blocks, k_token, k_head, cache_k, head, dk, DK, PAGE)
+    _store_new(V, VALUES, TABLE + row * blocks, behind + node, n + node, own, blocks, v_token, v_head, cache_v, head, dv, DV, PAGE)
+
+
+@triton.jit(do_not_specialize=["nodes", "cached", "blocks", "parts", "tiles", "programs"])
+def _attend_committed_kernel(
+    Q, K, V, KEYS, VALUES, LENGTH, START, DEPTH, TABLE, PART, TOPS,
+    q_token, q_head, k_token, k_head, v_token, v_head, cache_k, cache_v,
+    scale, nodes, cached, blocks, parts, tiles, programs,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    FOLDED: tl.constexpr, FOLLOW: tl.constexpr,
+):  # fmt: skip
+    """Store the new keys and values of a tile of queries, and attend with it to splits of its row's committed tokens.
+
+    What each split found goes to `PART` and `TOPS`; with `FOLDED`, one program takes all splits of its queries, and two
+    parts are left: all splits but the last folded, and the last. The tile that holds the row's first new position, and what is
+    behind it, is left to `_attend_nodes_kernel`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
+    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    count = (tl.load(START + row + 1) - behind).to(tl.int32)
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    if tile * BLOCK_M >= count * GROUP:
+        return
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node, q_of = m // GROUP, head * GROUP + m % GROUP
+    live = node < count
+    dk, dv, j = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, TILE)
+    token = behind + node
+    q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
+    position = n + tl.load(DEPTH + row * (cached + nodes) + cached + node, live, 0).to(tl.int32)
+    if tl.program_id(2) == 0:
+        own = live & (m % GROUP == 0)
+        _store_new(K, KEYS, TABLE + row * blocks, token, n + cached + node, own, blocks, k_token, k_head, cache_k, head, dk, DK, PAGE)
+        _store_new(V, VALUES, TABLE + row * blocks, token, n + cached + node, own, blocks, v_token, v_head, cache_v, head, dv, DV, PAGE)
+    whole = n // TILE * TILE
+    first = _first_tile(n, WINDOW)
+    folded_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    folded_total = tl.zeros([BLOCK_M, SUMS], tl.float32)
+    folded_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    top, total, acc = folded_top, folded_total, folded_acc
+    out = (token * (HEADS * GROUP) + q_of) * parts
+    end = tl.where(whole > first, _split_of(whole - 1) + 1, 0)
+    begin = _split_of(first) + tl.program_id(2)
+    for step in range(0, tl.cdiv(tl.maximum(end - begin, 0), programs)):
+        split = begin + step * programs
+        if FOLDED:
+            folded_top, folded_total, folded_acc = _fold(folded_top, folded_total, folded_acc, top, total, acc)
+        start = _split_start(split)
+        high = tl.minimum(_split_end(start), whole)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M, SUMS], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for low in range(tl.maximum(start, first), high, TILE):
+            s = low + j
+            k_at = _cached(KEYS, TABLE + row * blocks, s, s >= 0, blocks, cache_k, head, DK, PAGE)
+            v_at = _cached(VALUES, TABLE + row * blocks, s, s >= 0, blocks, cache_v, head, DV, PAGE)
+            k = tl.load(k_at[None, :] + dk[:, None], dk[:, None] < DK, 0.0)
+            v = tl.load(v_at[:, None] + dv, dv < DV, 0.0)
+            visible = live[:, None] & (s >= 0)[None, :]
+            if WINDOW > 0:
+                visible = visible & (position[:, None] - s[None, :] < WINDOW)
+            top, total, acc = _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP)
+        if not FOLDED:
+            _store_part(PART, TOPS, out + split, top, total, acc, live, dv, DV)
+    if FOLDED:
+        _store_part(PART, TOPS, out, folded_top, folded_total, folded_acc, live, dv, DV)
+        _store_part(PART, TOPS, out + 1, top, total, acc, live, dv, DV)
+
+
+@triton.jit(do_not_specialize=["nodes", "cached", "blocks", "parts", "tokens"])
+def _attend_nodes_kernel(
+    Q, KEYS, VALUES, LENGTH, START, DEPTH, ANCESTORS, TABLE, SINKS, OUT, PART, TOPS,
+    q_token, q_head, cache_k, cache_v, scale, tokens, nodes, cached, blocks, parts,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FOLDED: tl.constexpr, FOLLOW: tl.constexpr,
+):  # fmt: skip
+    """Attend with one new node to the positions from its row's last tile of committed tokens on, and fold all splits.
+
+    A row past the last one stands for padding, whose output is set to 0.
+    """
+    row, node = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, tile = tl.program_id(2) % HEADS, tl.program_id(2) // HEADS
+    dk, dv, j = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, TILE)
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, q_of = m < GROUP, head * GROUP + m
+    behind = tl.load(START + row)
+    token = behind + node
+    if row == tl.num_programs(0) - 1:
+        for step in range(0, tl.cdiv(tokens - token, tl.num_programs(1)).to(tl.int32)):
+            out = OUT + ((token + step * tl.num_programs(1)) * (HEADS * GROUP) + q_of)[:, None] * DV + dv
+            tl.store(out, tl.zeros([BLOCK_M, BLOCK_DV], OUT.dtype.element_ty), live[:, None] & (dv < DV))
+        return
+    n, end = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row + 1)
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    if token >= end:
+        return
+    all_nodes = cached + nodes
+    q = tl.load(Q + token * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
+    depth = tl.load(DEPTH + row * all_nodes + cached + node).to(tl.int32)
+    position = n + depth
+    other = tl.arange(0, BLOCK_N)
+    is_ancestor = tl.load(ANCESTORS + (row * nodes + node) * all_nodes + other, other < all_nodes, 0) != 0
+    ancestor_at = n + tl.load(DEPTH + row * all_nodes + other, other < all_nodes, 0).to(tl.int32)
+    ancestor_at = tl.where(is_ancestor, ancestor_at, -1)  # position of each node in this one's text
+
+    # The last split of the committed tokens, which may go on behind them. What is done with is stored as a part.
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M, SUMS], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    whole, first = n // TILE * TILE, _first_tile(n, WINDOW)
+    part = (token * (HEADS * GROUP) + q_of) * parts
+    split = _split_of(first)
+    if whole > first:
+        split = _split_of(whole - 1)
+        top, total, acc = _load_part(PART, TOPS, part + (1 if FOLDED else split), live, dv, DV)
+    tail = tl.maximum(whole, _first_tile(position, WINDOW))
+    for step in range(0, tl.cdiv(position + 1 - tail, TILE)):
+        low = tail + step * TILE
+        if _split_of(low) != split:
+            if FOLDED:
+                old_top, old_total, old_acc = _load_part(PART, TOPS, part, live, dv, DV)
+                if split == _split_of(first):
+                    old_top, old_total, old_acc = top, total, acc
+                else:
+                    old_top, old_total, old_acc = _fold(old_top, old_total, old_acc, top, total, acc)
+                _store_part(PART, TOPS, part, old_top, old_total, old_acc, live, dv, DV)
+            else:
+                _store_part(PART, TOPS, part + split, top, total, acc, live, dv, DV)
+            split = _split_of(low)
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M, SUMS], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        s = low + j
+        ancestor = tl.sum(tl.where(ancestor_at[None, :] == s[:, None], other[None, :], 0), 1)
+        seen = s <= position
+        slot = tl.where(s < n, s, n + ancestor)
+        k_at = _cached(KEYS, TABLE + row * blocks, slot, seen, blocks, cache_k, head, DK, PAGE)
+        v_at = _cached(VALUES, TABLE + row * blocks, slot, seen, blocks, cache_v, head, DV, PAGE)
+        k = tl.load(k_at[None, :] + dk[:, None], seen[None, :] & (dk[:, None] < DK), 0.0)
+        v = tl.load(v_at[:, None] + dv, seen[:, None] & (dv < DV), 0.0)
+        visible = live[:, None] & seen[None, :]
+        if WINDOW > 0:
+            visible = visible & (position - s < WINDOW)[None, :]
+        top, total, acc = _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP)
+    begin = _split_of(first)
+    if split > begin:
+        if FOLDED:
+            old_top, old_total, old_acc = _load_part(PART, TOPS, part, live, dv, DV)
+        else:
+            old_top, old_total, old_acc = _load_part(PART, TOPS, part + begin, live, dv, DV)
+            for step in range(1, split - begin):
+                next_top, next_total, next_acc = _load_part(PART, TOPS, part + begin + step, live, dv, DV)
+                old_top, old_total, old_acc = _fold(old_top, old_total, old_acc, next_top, next_total, next_acc)
+        top, total, acc = _fold(old_top, old_total, old_acc, top, total, acc)
+    acc = _finish(top, total, acc, SINKS, q_of, live, HAS_SINKS)
+    out = OUT + (token * (HEADS * GROUP) + q_of)[:, None] * DV + dv
+    tl.store(out, acc.to(OUT.dtype.element_ty), live[:, None] & (dv < DV))
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _attend_chain_kernel(
+    Q, KEYS, VALUES, LENGTH, START, TABLE, SINKS, OUT, q_token, q_head, cache_k, cache_v, scale, blocks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, FOLLOW: tl.constexpr,
+):  # fmt: skip
+    """Attend with one tile of the queries of a row whose new tokens are a chain, and are in the cache."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)  # the last ones see most
+    n, behind = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row)
+    count = (tl.load(START + row + 1) - behind).to(tl.int32)
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    if tile * BLOCK_M >= count * GROUP:
+        return
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node, q_of = m // GROUP, head * GROUP + m % GROUP
+    live = node < count
+    dk, dv, j = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV), tl.arange(0, TILE)
+    token = behind + node
+    q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
+    position = n + node
+    end = n + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, count)  # behind the last position seen
+    low = _first_tile(n + tile * BLOCK_M // GROUP, WINDOW)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M, SUMS], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    while low < end:
+        high = tl.minimum(_split_end(low), end)
+        split_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        split_total = tl.zeros([BLOCK_M, SUMS], tl.float32)
+        split_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for start in range(low, high, TILE):
+            s = start + j
+            k_at = _cached(KEYS, TABLE + row * blocks, s, s < end, blocks, cache_k, head, DK, PAGE)
+            v_at = _cached(VALUES, TABLE + row * blocks, s, s < end, blocks, cache_v, head, DV, PAGE)
+            k = tl.load(k_at[None, :] + dk[:, None], (s < end)[None, :] & (dk[:, None] < DK), 0.0)
+            v = tl.load(v_at[:, None] + dv, (s < end)[:, None] & (dv < DV), 0.0)
+            visible = live[:, None] & (s[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (position[:, None] - s[None, :] < WINDOW)
+            split_top, split_total, split_acc = _update_softmax(
+                q, k, v, visible, split_top, split_total, split_acc, scale, SOFTCAP
+            )  # fmt: skip
+        top, total, acc = _fold(top, total, acc, split_top, split_total, split_acc)
+        low = high
+    acc = _finish(top, total, acc, SINKS, q_of, live, HAS_SINKS)
+    out = OUT + (token * (HEADS * GROUP) + q_of)[:, None] * DV + dv
+    tl.store(out, acc.to(OUT.dtype.element_ty), live[:, None] & (dv < DV))
+
+
+def _block_m(queries: int, wide: bool) -> int:
+    """Return the queries of a program, for so many that share keys.
+
+    Sixteen are multiplied by another instruction of the tensor cores than 64, which sums in the same order.
+    """
+    return 16 if queries <= 16 or wide else MAX_QUERIES
+
+
+def _parts(positions: int) -> int:
+    """Return the number of splits that so many positions have."""
+    short = LONG_FROM.value // SHORT_SPLIT.value
+    past = max(positions - LONG_FROM.value, 0)
+    return min(triton.cdiv(positions, SHORT_SPLIT.value), short) + triton.cdiv(past, LONG_SPLIT.value)
+
+
+def ordered_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    key_layer: int,
+    values: Tensor,
+    value_layer: int,
+    length: Tensor,
+    starts: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    table: Tensor,
+    chunk_starts: Tensor,
+    chunk_lengths: Tensor,
+    chunk_table: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Store and attend as the operator `redrafter.attention.tree_attention.tree_attention`; the same arguments."""
+    rows, chunks = length.shape[0] - 1, chunk_starts.shape[0] - 2
+    all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
+    nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)
+    heads, dk, dv = value.shape[1], query.shape[2], value.shape[2]
+    group = query.shape[1] // heads
+    wide = query.element_size() > 2 or max(dk, dv) > 128
+    assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
+    out = query.new_empty(*query.shape[:2], dv)
+    keys, values = keys[key_layer], values[value_layer]
+    follow = supports_dependent_launch(query.device)
+    sizes: dict[str, Any] = dict(
+        DK=dk, DV=dv, BLOCK_DK=max(triton.next_power_of_2(dk), 16), BLOCK_DV=max(triton.next_power_of_2(dv), 16),
+        PAGE=BLOCK_SIZE, FOLLOW=follow, launch_pdl=follow,
+    )  # fmt: skip
+    how = sizes | dict(HEADS=heads, GROUP=group, WINDOW=window, SOFTCAP=softcap, num_stages=2, enable_fp_fusion=False)
+    of_query, of_cache = (query.stride(0), query.stride(1)), (keys.stride(0), values.stride(0))
+    of_new = key.stride(0), key.stride(1), value.stride(0), value.stride(1)
+
+    block_m = _block_m(nodes * group, wide)
+    tiles, parts = triton.cdiv(nodes * group, block_m), _parts(blocks * BLOCK_SIZE)
+    programs = max(TARGET_PROGRAMS // (rows * heads * tiles), 1)
+    folded = programs == 1 or query.shape[0] * heads * group * parts * dv * 4 > MAX_PART_BYTES
+    programs, parts = (1, 2) if folded else (min(programs, parts), parts)
+    part = query.new_empty(query.shape[0] * heads * group * parts * dv, dtype=torch.float32)
+    tops = query.new_empty(query.shape[0] * heads * group * parts * 2, dtype=torch.float32)
+    _attend_committed_kernel[(rows, heads * tiles, programs)](
+        query, key, value, keys, values, length, starts, depth, table, part, tops,
+        *of_query, *of_new, *of_cache, scale, nodes, all_nodes - nodes, blocks, parts, tiles, programs,
+        FOLDED=folded, BLOCK_M=block_m, num_warps=4, **how,
+    )  # fmt: skip
+    block_m = _block_m(group, wide)
+    _attend_nodes_kernel[(rows + 1, nodes, heads * triton.cdiv(group, block_m))](
+        query, keys, values, length, starts, depth, ancestors, table, sinks, out, part, tops,
+        *of_query, *of_cache, scale, query.shape[0], nodes, all_nodes - nodes, blocks, parts,
+        BLOCK_N=max(triton.next_power_of_2(all_nodes), 16), HAS_SINKS=sinks is not None, FOLDED=folded,
+        BLOCK_M=block_m, num_warps=4, **how,
+    )  # fmt: skip
+    if chunks:
+        most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE  # the padding is one more chunk
+        blocks, block_m = (chunk_table.shape[0] - 1) // (chunks + 1), _block_m(MAX_QUERIES, wide)
+        _store_chain_kernel[(chunks + 1, heads, triton.cdiv(most, TILE.value))](
+            key, value, keys, values, chunk_lengths, chunk_starts, chunk_table, *of_new, *of_cache, blocks,
+            num_warps=4, **sizes,
+        )  # fmt: skip
+        _attend_chain_kernel[(chunks + 1, heads, triton.cdiv(most * group, block_m))](
+            query, keys, values, chunk_lengths, chunk_starts, chunk_table, sinks, out,
+            *of_query, *of_cache, scale, blocks, HAS_SINKS=sinks is not None, BLOCK_M=block_m, num_warps=4, **how,
+        )  # fmt: skip
+    return out
