@@ -12,14 +12,13 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
+from redrafter import kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.elementwise import in_full_vectors
+from redrafter.kernels.splits import FAR_SPLIT, NEAR, NEAR_SPLIT, TILE
 
 __all__ = ["invariant_attention", "splits"]
 
-TILE = 64  # positions that are weighed together
-NEAR = 4096  # positions whose splits are short
-NEAR_SPLIT, FAR_SPLIT = 256, 1024  # positions of a split before and behind that
 TOKENS = 8  # of every product: a batch of another number of matrices may be multiplied in another order
 
 
@@ -48,10 +47,10 @@ def invariant_attention(
 ) -> Tensor:
     """Store the new keys and values in the cache, and attend from each token to the positions of its text, in order.
 
-    This is the slow reference, for any device; a kernel for a GPU is to be registered with `register_kernel("cuda")`.
+    This is the slow reference, for any device; on a GPU, Triton kernels stand in its place.
     The key at position s of a node behind n committed tokens is that of the token s if s < n, else that of the node's
-    own ancestor at depth s - n. Tiles of 64 positions begin at position 0. Positions below 4,096 are in splits of 256,
-    later ones in splits of 1,024; each split begins with an empty state, takes its tiles in order, and the states are
+    own ancestor at depth s - n. Tiles of 64 positions begin at position 0. Positions below 4,096 are in splits of 128,
+    later ones in splits of 512; each split begins with an empty state, takes its tiles in order, and the states are
     folded in the order of the splits. Sinks come last. Positions that a token does not see weigh exactly 0, so tiles
     and splits without any that it sees change nothing. All sums are in float32.
 
@@ -96,6 +95,10 @@ def invariant_attention(
 @invariant_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
+
+
+if kernels.TRITON:
+    invariant_attention.register_kernel("cuda")(kernels.ordered_attention)
 
 
 class _Places:

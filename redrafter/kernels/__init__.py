@@ -13,6 +13,9 @@ __all__ = [
     "find_ancestors",
     "gumbel",
     "is_supported_weight",
+    "ordered_attention",
+    "ordered_expert_linear",
+    "ordered_linear",
     "sample_tokens",
     "split_k_linear",
     "top_continuations",
@@ -26,5 +29,7 @@ if TRITON:
     from redrafter.kernels.beam import top_continuations
     from redrafter.kernels.commit import commit
     from redrafter.kernels.linear import MAX_THIN_TOKENS, is_supported_weight, split_k_linear
+    from redrafter.kernels.ordered_attention import ordered_attention
+    from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear
     from redrafter.kernels.sample import gumbel, sample_tokens
     from redrafter.kernels.tree import find_ancestors

@@ -6,13 +6,15 @@ order is always the same. It was measured, in float32, float16 and bfloat16, for
 threads, that a row's bits then depend neither on its place in the block nor on the other rows. The order may well
 depend on the number of threads and on the CPU.
 
-Kernels for a GPU are to be registered here with `register_kernel("cuda")`; until then that device runs the same blocks,
-of which nothing is known there.
+On a GPU every output is one sum in ascending order. Where torch's product is found to sum so for a shape, it is used;
+else a kernel of our own.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
+
+from redrafter import kernels
 
 __all__ = ["invariant_expert_linear", "invariant_linear"]
 
@@ -61,3 +63,15 @@ def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weight.T + bias`, `[R, F]`, in products of `BLOCK` rows; the last ones of `x [R, D]` may be zeros."""
     blocks = pad(x, (0, 0, 0, -len(x) % BLOCK)).contiguous().split(BLOCK)
     return torch.cat([linear(block, weight, bias) for block in blocks])[: len(x)]
+
+
+if kernels.TRITON:
+    from redrafter.kernels.torch_order import torch_keeps_order, torch_linear
+
+    @invariant_linear.register_kernel("cuda")
+    def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        multiply = torch_linear if torch_keeps_order(flat, weight, bias) else kernels.ordered_linear
+        return multiply(flat, weight, bias).view(*x.shape[:-1], -1)
+
+    invariant_expert_linear.register_kernel("cuda")(kernels.ordered_expert_linear)

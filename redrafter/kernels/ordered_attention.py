@@ -18,15 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redrafter.kernels import splits
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.launch import supports_dependent_launch
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
 
 __all__ = ["ordered_attention"]
 
-TILE = tl.constexpr(64)  # positions
-SHORT_SPLIT, LONG_SPLIT = tl.constexpr(256), tl.constexpr(1024)  # positions of a split before and from LONG_FROM on
-LONG_FROM = tl.constexpr(4096)
+TILE, NEAR = tl.constexpr(splits.TILE), tl.constexpr(splits.NEAR)
+NEAR_SPLIT, FAR_SPLIT = tl.constexpr(splits.NEAR_SPLIT), tl.constexpr(splits.FAR_SPLIT)
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
 MAX_PART_BYTES = 256 << 20  # of what splits found; beyond it a program takes all splits of its queries
 MAX_QUERIES = 64  # of a program
@@ -38,22 +38,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _split_of(position):
     """Return the number of the split that holds a position."""
     return tl.where(
-        position < LONG_FROM, position // SHORT_SPLIT, LONG_FROM // SHORT_SPLIT + (position - LONG_FROM) // LONG_SPLIT
+        position < NEAR, position // NEAR_SPLIT, NEAR // NEAR_SPLIT + (position - NEAR) // FAR_SPLIT
     )
 
 
 @triton.jit
 def _split_end(position):
     """Return the position behind the split that holds a position."""
-    size = tl.where(position < LONG_FROM, SHORT_SPLIT, LONG_SPLIT)
+    size = tl.where(position < NEAR, NEAR_SPLIT, FAR_SPLIT)
     return (position // size + 1) * size
 
 
 @triton.jit
 def _split_start(split):
     """Return the first position of a split."""
-    short = LONG_FROM // SHORT_SPLIT
-    return tl.where(split < short, split * SHORT_SPLIT, LONG_FROM + (split - short) * LONG_SPLIT)
+    short = NEAR // NEAR_SPLIT
+    return tl.where(split < short, split * NEAR_SPLIT, NEAR + (split - short) * FAR_SPLIT)
 
 
 @triton.jit
@@ -310,7 +310,7 @@ def _attend_nodes_kernel(
             old_top, old_total, old_acc = _load_part(PART, TOPS, part, live, dv, DV)
         else:
             old_top, old_total, old_acc = _load_part(PART, TOPS, part + begin, live, dv, DV)
-            for step in range(1, split - begin):
+            for step in tl.range(1, split - begin, num_stages=3):
                 next_top, next_total, next_acc = _load_part(PART, TOPS, part + begin + step, live, dv, DV)
                 old_top, old_total, old_acc = _fold(old_top, old_total, old_acc, next_top, next_total, next_acc)
         top, total, acc = _fold(old_top, old_total, old_acc, top, total, acc)
@@ -381,9 +381,8 @@ def _block_m(queries: int, wide: bool) -> int:
 
 def _parts(positions: int) -> int:
     """Return the number of splits that so many positions have."""
-    short = LONG_FROM.value // SHORT_SPLIT.value
-    past = max(positions - LONG_FROM.value, 0)
-    return min(triton.cdiv(positions, SHORT_SPLIT.value), short) + triton.cdiv(past, LONG_SPLIT.value)
+    near = min(positions, splits.NEAR)
+    return triton.cdiv(near, splits.NEAR_SPLIT) + triton.cdiv(positions - near, splits.FAR_SPLIT)
 
 
 def ordered_attention(
@@ -448,7 +447,7 @@ def ordered_attention(
     if chunks:
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE  # the padding is one more chunk
         blocks, block_m = (chunk_table.shape[0] - 1) // (chunks + 1), _block_m(MAX_QUERIES, wide)
-        _store_chain_kernel[(chunks + 1, heads, triton.cdiv(most, TILE.value))](
+        _store_chain_kernel[(chunks + 1, heads, triton.cdiv(most, splits.TILE))](
             key, value, keys, values, chunk_lengths, chunk_starts, chunk_table, *of_new, *of_cache, blocks,
             num_warps=4, **sizes,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A linear layer whose sums have one order: the output of a token does not depend on how many tokens there are.
+"""Linear layers whose sums have one order: the output of a token does not depend on how many tokens there are.
 
 Every output is one sum over the input features, in ascending order, in a float32 accumulator of the tensor cores. Tiles
 differ by the number of tokens, so that a product is about as fast as torch's; the order of a sum does not.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from redrafter.kernels.launch import supports_dependent_launch
 
-__all__ = ["ordered_linear"]
+__all__ = ["Tiling", "ordered_expert_linear", "ordered_linear"]
 
 
 class Tiling(NamedTuple):
@@ -32,6 +32,9 @@ class Tiling(NamedTuple):
     step: int
     stages: int
     warps: int
+
+
+EXPERTS = Tiling(16, 64, 128, 4, 4)  # for the few tokens that each expert has
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -69,10 +72,46 @@ def _ordered_linear_kernel(
     tl.store(at, acc.to(OUT.dtype.element_ty), live & (f < features)[None, :])
 
 
-def _choose_tiling(tokens: int, features: int, half: bool) -> Tiling:
-    """Choose the tiling by size, as measured on an H200.
+@triton.jit
+def _ordered_expert_linear_kernel(
+    X, W, ROWS, ENDS, TILES, OUT, features, inner, w_expert, w_feature, w_inner,
+    EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+    STEP: tl.constexpr, FOLLOW: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of one expert's rows with a tile of its weight, over all input features.
 
-    All of them have 64 tokens or more: a tile of fewer is multiplied by another instruction of the tensor cores.
+    `ROWS` are the rows by expert, `ENDS` how many of them are before the end of each expert's, and `TILES` how many
+    tiles.
+    """
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(0)
+    e = tl.arange(0, BLOCK_EXPERTS)
+    ends = tl.load(TILES + e, e < EXPERTS, 0x7FFFFFFF)
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    if expert >= EXPERTS:
+        return
+    before = tl.maximum(expert - 1, 0)
+    first_tile = tl.where(expert > 0, tl.load(TILES + before), 0)
+    first_row = tl.where(expert > 0, tl.load(ENDS + before), 0)
+    t = first_row + (tile - first_tile) * TOKENS + tl.arange(0, TOKENS)
+    live = t < tl.load(ENDS + expert)
+    row = tl.load(ROWS + t, live, 0)
+    f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    k = tl.arange(0, STEP)
+    x_at = X + row[:, None] * inner + k[None, :]
+    w_at = W + expert.to(tl.int64) * w_expert + f.to(tl.int64)[None, :] * w_feature + k.to(tl.int64)[:, None] * w_inner
+    acc = tl.zeros([TOKENS, FEATURES], tl.float32)
+    for start in range(0, inner, STEP):
+        inside = start + k < inner
+        w = tl.load(w_at + start * w_inner, inside[:, None] & (f < features)[None, :], 0.0)
+        x = tl.load(x_at + start, live[:, None] & inside[None, :], 0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    tl.store(OUT + row[:, None] * features + f[None, :], acc.to(OUT.dtype.element_ty), live[:, None] & (f < features)[None, :])
+
+
+def _choose_tiling(tokens: int, features: int, half: bool) -> Tiling:
+    """Choose the tiling by size, as measured on an H200; every one of them sums in the same order.
 
     Args:
         tokens: Tokens of the product.
@@ -80,11 +119,16 @@ def _choose_tiling(tokens: int, features: int, half: bool) -> Tiling:
         half: Whether the numbers have two bytes.
     """
     if not half:
-        return Tiling(64, 32, 32, 2, 4)
+        return Tiling(16, 32, 32, 2, 4)
+    size = 0 if features < 6144 else 1 if features < 16384 else 2
+    if tokens <= 16:
+        return (Tiling(16, 32, 256, 6, 4), Tiling(16, 64, 128, 6, 4), Tiling(16, 64, 256, 3, 4))[size]
     if tokens <= 64:
-        return Tiling(64, 32, 128, 5, 4)
-    if tokens <= 512:
-        return Tiling(128, 64, 64, 4, 4)
+        return (Tiling(64, 32, 128, 6, 4), Tiling(64, 64, 64, 8, 4), Tiling(64, 64, 64, 6, 4))[size]
+    if tokens <= 128:
+        return (Tiling(64, 64, 64, 8, 4), Tiling(64, 128, 64, 6, 4), Tiling(128, 128, 64, 4, 8))[size]
+    if tokens <= 256 and size == 0:
+        return Tiling(64, 128, 64, 6, 4)
     return Tiling(128, 128, 64, 4, 8)
 
 
@@ -93,7 +137,7 @@ def ordered_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling
 
     Args:
         x: Inputs, `[T, D]`.
-        weight: Weight as `nn.Linear` has it, `[F, D]`, contiguous.
+        weight: Weight as `nn.Linear` has it, `[F, D]`.
         bias: `[F]`; None for none.
         tiling: How the product is cut; None for what suits its size. It changes no bit.
     """
@@ -101,13 +145,40 @@ def ordered_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiling
     features = weight.shape[0]
     tiling = _choose_tiling(tokens, features, x.element_size() == 2) if tiling is None else tiling
     out = x.new_empty(tokens, features)
-    if not tokens:
+    if not out.numel():
         return out
     follow = supports_dependent_launch(x.device)
     _ordered_linear_kernel[(triton.cdiv(tokens, tiling.tokens), triton.cdiv(features, tiling.features))](
-        x.contiguous(), weight, bias, out, tokens, features, inner,
+        x.contiguous(), weight.contiguous(), bias, out, tokens, features, inner,
         TOKENS=tiling.tokens, FEATURES=tiling.features, STEP=tiling.step,
         WHOLE=features % tiling.features == 0 and inner % tiling.step == 0, HAS_BIAS=bias is not None,
         FOLLOW=follow, launch_pdl=follow, num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return out
+
+
+def ordered_expert_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    """Return the product of each row with the weight of its expert, `[R, F]`, with the bits of `ordered_linear`.
+
+    Nothing is read on the host.
+
+    Args:
+        x: Inputs, `[R, D]`.
+        weight: Weights of E experts, `[E, F, D]`, of any strides.
+        expert: The expert of each row, `[R]` int64.
+    """
+    (rows, inner), (experts, features, _) = x.shape, weight.shape
+    out = x.new_empty(rows, features)
+    if not out.numel():
+        return out
+    tiling = EXPERTS if x.element_size() == 2 else Tiling(16, 32, 32, 2, 4)
+    counts = (expert[:, None] == torch.arange(experts, device=expert.device)).sum(0)
+    ends, tiles = counts.cumsum(0).int(), (-(-counts // tiling.tokens)).cumsum(0).int()
+    most = min(rows, experts) + rows // tiling.tokens  # tiles of all experts together
+    follow = supports_dependent_launch(x.device)
+    _ordered_expert_linear_kernel[(most, triton.cdiv(features, tiling.features))](
+        x.contiguous(), weight, expert.argsort(stable=True), ends, tiles, out, features, inner, *weight.stride(),
+        EXPERTS=experts, BLOCK_EXPERTS=triton.next_power_of_2(experts), TOKENS=tiling.tokens, FEATURES=tiling.features,
+        STEP=tiling.step, FOLLOW=follow, launch_pdl=follow, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out
