@@ -237,7 +237,7 @@ def _attend_nodes_kernel(
 ):  # fmt: skip
     """Attend with one new node to the positions from its row's last tile of committed tokens on, and fold all splits.
 
-    A row past the last one stands for padding, whose output is set to 0.
+    A row past the last one stands for padding, up to token `tokens`, whose output is set to 0.
     """
     row, node = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, tile = tl.program_id(2) % HEADS, tl.program_id(2) // HEADS
@@ -246,14 +246,14 @@ def _attend_nodes_kernel(
     live, q_of = m < GROUP, head * GROUP + m
     behind = tl.load(START + row)
     token = behind + node
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
     if row == tl.num_programs(0) - 1:
         for step in range(0, tl.cdiv(tokens - token, tl.num_programs(1)).to(tl.int32)):
             out = OUT + ((token + step * tl.num_programs(1)) * (HEADS * GROUP) + q_of)[:, None] * DV + dv
             tl.store(out, tl.zeros([BLOCK_M, BLOCK_DV], OUT.dtype.element_ty), live[:, None] & (dv < DV))
         return
     n, end = tl.load(LENGTH + row).to(tl.int32), tl.load(START + row + 1)
-    if FOLLOW:
-        tl.extra.cuda.gdc_wait()
     if token >= end:
         return
     all_nodes = cached + nodes
@@ -271,17 +271,18 @@ def _attend_nodes_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     whole, first = n // TILE * TILE, _first_tile(n, WINDOW)
     part = (token * (HEADS * GROUP) + q_of) * parts
-    split = _split_of(first)
-    if whole > first:
+    tail = tl.maximum(whole, _first_tile(position, WINDOW))
+    begin = _split_of(tl.where(tail > whole, tail, first))  # the first split of which the node sees anything
+    split = begin
+    if (whole > first) & (tail == whole):
         split = _split_of(whole - 1)
         top, total, acc = _load_part(PART, TOPS, part + (1 if FOLDED else split), live, dv, DV)
-    tail = tl.maximum(whole, _first_tile(position, WINDOW))
     for step in range(0, tl.cdiv(position + 1 - tail, TILE)):
         low = tail + step * TILE
         if _split_of(low) != split:
             if FOLDED:
                 old_top, old_total, old_acc = _load_part(PART, TOPS, part, live, dv, DV)
-                if split == _split_of(first):
+                if split == begin:
                     old_top, old_total, old_acc = top, total, acc
                 else:
                     old_top, old_total, old_acc = _fold(old_top, old_total, old_acc, top, total, acc)
@@ -304,7 +305,6 @@ def _attend_nodes_kernel(
         if WINDOW > 0:
             visible = visible & (position - s < WINDOW)[None, :]
         top, total, acc = _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP)
-    begin = _split_of(first)
     if split > begin:
         if FOLDED:
             old_top, old_total, old_acc = _load_part(PART, TOPS, part, live, dv, DV)
@@ -440,7 +440,7 @@ def ordered_attention(
     block_m = _block_m(group, wide)
     _attend_nodes_kernel[(rows + 1, nodes, heads * triton.cdiv(group, block_m))](
         query, keys, values, length, starts, depth, ancestors, table, sinks, out, part, tops,
-        *of_query, *of_cache, scale, query.shape[0], nodes, all_nodes - nodes, blocks, parts,
+        *of_query, *of_cache, scale, 0 if chunks else query.shape[0], nodes, all_nodes - nodes, blocks, parts,
         BLOCK_N=max(triton.next_power_of_2(all_nodes), 16), HAS_SINKS=sinks is not None, FOLDED=folded,
         BLOCK_M=block_m, num_warps=4, **how,
     )  # fmt: skip

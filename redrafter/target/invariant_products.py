@@ -90,7 +90,8 @@ def _takes_one_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def record_products(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
     """Record torch's own products of matrices inside the context: the name of the module, and of the operator.
 
-    Products over one number are left out: such a sum has no order.
+    Products over one number are left out: such a sum has no order. So is what runs outside of the model, as a drafter's
+    layer does, which changes no text.
 
     Args:
         model: The model whose modules are named.
@@ -116,8 +117,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if PRODUCT.fullmatch(name) and not _sums_one_number(name, args):
-            self._found.append((self._calls[-1] if self._calls else "", name.removeprefix("aten::")))
+        if self._calls and PRODUCT.fullmatch(name) and not _sums_one_number(name, args):
+            self._found.append((self._calls[-1], name.removeprefix("aten::")))
         return func(*args, **(kwargs or {}))
 
 
