@@ -1,14 +1,16 @@
 """Tree attention whose sums have one order: what a token attends to has the same bits however it came to be computed.
 
 A token's keys are visited by their absolute positions, in tiles of `TILE` positions. The online softmax begins anew at
-the fixed positions that `_split_end` names, and what these splits found is folded in their order. So a token that is
-decoded alone, in a tree, or within a prompt takes the same sums:
+fixed positions, and what these splits found is folded in their order. So a token that is decoded alone, in a tree, or
+within a prompt takes the same sums:
 
-- For trees, one kernel attends to the tiles of committed tokens, which all nodes share; a second one, a program for each
-  node, gathers the node's own ancestors behind them, and folds the splits.
+- For trees, one kernel attends to the tiles of committed tokens, which all nodes share. A second one, with a program
+  for each node, gathers the node's own ancestors behind them, and folds the splits.
 - For chunks of prompts, whose tokens see all tokens before them, one kernel does all.
 
-The kernels are compiled without fused multiply-adds, which a compiler would place as it sees fit in each of them.
+Sixteen queries are multiplied by another instruction of the tensor cores than 64, but in the same order. Weights are
+summed by products with ones for the same reason. The kernels are compiled without fused multiply-adds, which a compiler
+would place as it sees fit in each of them.
 """
 
 from typing import Any
@@ -37,9 +39,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _split_of(position):
     """Return the number of the split that holds a position."""
-    return tl.where(
-        position < NEAR, position // NEAR_SPLIT, NEAR // NEAR_SPLIT + (position - NEAR) // FAR_SPLIT
-    )
+    return tl.where(position < NEAR, position // NEAR_SPLIT, NEAR // NEAR_SPLIT + (position - NEAR) // FAR_SPLIT)
 
 
 @triton.jit
@@ -130,14 +130,18 @@ def _cached(STORE, TABLE, s, seen, blocks, stride, head, WIDTH: tl.constexpr, PA
 
 @triton.jit
 def _store_new(
-    NEW, STORE, TABLE, token, position, own, blocks, new_token, new_head, stride, head, d, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
+    K, V, KEYS, VALUES, TABLE, token, position, own, k_token, k_head, v_token, v_head, cache_k, cache_v, blocks, head,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Store a head's keys or values of tokens in the cache, at positions of their row."""
-    x = tl.load(NEW + token[:, None] * new_token + head * new_head + d, own[:, None] & (d < WIDTH), 0.0)
+    """Store a head's keys and values of tokens in the cache, at positions of their row."""
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    key = tl.load(K + token[:, None] * k_token + head * k_head + dk, own[:, None] & (dk < DK), 0.0)
+    value = tl.load(V + token[:, None] * v_token + head * v_head + dv, own[:, None] & (dv < DV), 0.0)
     inside = own & (position // PAGE < blocks)
-    at = _cached(STORE, TABLE, position, inside, blocks, stride, head, WIDTH, PAGE)
-    tl.store(at[:, None] + d, x, inside[:, None] & (d < WIDTH))
+    k_at = _cached(KEYS, TABLE, position, inside, blocks, cache_k, head, DK, PAGE)
+    v_at = _cached(VALUES, TABLE, position, inside, blocks, cache_v, head, DV, PAGE)
+    tl.store(k_at[:, None] + dk, key, inside[:, None] & (dk < DK))
+    tl.store(v_at[:, None] + dv, value, inside[:, None] & (dv < DV))
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -153,9 +157,10 @@ def _store_chain_kernel(
     own = node < tl.load(START + row + 1) - behind
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
-    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    _store_new(K, KEYS, TABLE + row * blocks, behind + node, n + node, own, blocks, k_token, k_head, cache_k, head, dk, DK, PAGE)
-    _store_new(V, VALUES, TABLE + row * blocks, behind + node, n + node, own, blocks, v_token, v_head, cache_v, head, dv, DV, PAGE)
+    _store_new(
+        K, V, KEYS, VALUES, TABLE + row * blocks, behind + node, n + node, own, k_token, k_head, v_token, v_head,
+        cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["nodes", "cached", "blocks", "parts", "tiles", "programs"])
@@ -170,8 +175,8 @@ def _attend_committed_kernel(
     """Store the new keys and values of a tile of queries, and attend with it to splits of its row's committed tokens.
 
     What each split found goes to `PART` and `TOPS`; with `FOLDED`, one program takes all splits of its queries, and two
-    parts are left: all splits but the last folded, and the last. The tile that holds the row's first new position, and what is
-    behind it, is left to `_attend_nodes_kernel`.
+    parts are left: all splits but the last folded, and the last. Only whole tiles are attended to; the one that holds
+    the row's first new position, and what is behind it, is left to `_attend_nodes_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
@@ -189,9 +194,10 @@ def _attend_committed_kernel(
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
     position = n + tl.load(DEPTH + row * (cached + nodes) + cached + node, live, 0).to(tl.int32)
     if tl.program_id(2) == 0:
-        own = live & (m % GROUP == 0)
-        _store_new(K, KEYS, TABLE + row * blocks, token, n + cached + node, own, blocks, k_token, k_head, cache_k, head, dk, DK, PAGE)
-        _store_new(V, VALUES, TABLE + row * blocks, token, n + cached + node, own, blocks, v_token, v_head, cache_v, head, dv, DV, PAGE)
+        _store_new(
+            K, V, KEYS, VALUES, TABLE + row * blocks, token, n + cached + node, live & (m % GROUP == 0),
+            k_token, k_head, v_token, v_head, cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE,
+        )  # fmt: skip
     whole = n // TILE * TILE
     first = _first_tile(n, WINDOW)
     folded_top = tl.full([BLOCK_M], float("-inf"), tl.float32)

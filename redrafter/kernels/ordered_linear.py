@@ -107,7 +107,11 @@ def _ordered_expert_linear_kernel(
         w = tl.load(w_at + start * w_inner, inside[:, None] & (f < features)[None, :], 0.0)
         x = tl.load(x_at + start, live[:, None] & inside[None, :], 0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
-    tl.store(OUT + row[:, None] * features + f[None, :], acc.to(OUT.dtype.element_ty), live[:, None] & (f < features)[None, :])
+    tl.store(
+        OUT + row[:, None] * features + f[None, :],
+        acc.to(OUT.dtype.element_ty),
+        live[:, None] & (f < features)[None, :],
+    )
 
 
 def _choose_tiling(tokens: int, features: int, half: bool) -> Tiling:

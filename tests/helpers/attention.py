@@ -3,6 +3,7 @@
 import torch
 from torch.nn.functional import pad
 
+from redrafter.attention.tree_attention import tree_attention
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.tree.token_tree import chain, tree_of
@@ -91,3 +92,19 @@ def problem(
 def on_cpu(arguments):
     """Copy arguments to the CPU, where the operator runs its slow reference."""
     return [x.cpu().clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+def check_attention(kernel, arguments, *, scale=0.3, window=0, softcap=0.0, sinks=None, tolerance=2e-5):
+    """Fail unless a kernel and the reference of tree attention write the same cache and return the same."""
+    other = on_cpu(arguments)
+    expected = tree_attention(*other, scale, window, softcap, None if sinks is None else sinks.cpu())
+    found = kernel(*arguments, scale, window, softcap, sinks).cpu()
+    for pool in (3, 5):
+        # Block 0 is left out: nobody reads it.
+        assert torch.equal(arguments[pool][:, BLOCK_SIZE:].cpu(), other[pool][:, BLOCK_SIZE:])
+    if len(arguments[12]) > 2:  # beside chunks, padding comes out as any finite numbers
+        assert found.isfinite().all()
+        end = int(arguments[12][-2])
+        found, expected = found[:end], expected[:end]
+    worst = (found - expected).abs().max()
+    assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance), worst

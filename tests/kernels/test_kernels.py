@@ -2,6 +2,7 @@
 
 import os
 import pkgutil
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -12,7 +13,7 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton")
 
-from helpers.attention import DEVICE, on_cpu, problem
+from helpers.attention import DEVICE, check_attention, on_cpu, problem
 from helpers.models import assert_close_by_scale
 from redrafter import kernels
 from redrafter.attention.tree_attention import tree_attention
@@ -25,21 +26,7 @@ from redrafter.sampling.noise import gumbel, streams
 from redrafter.tree.beam_search import top_continuations
 from redrafter.tree.token_tree import tree_of
 
-
-def check(arguments, *, scale=0.3, window=0, softcap=0.0, sinks=None, tolerance=2e-5):
-    """Fail unless kernel and reference write the same cache and return the same."""
-    other = on_cpu(arguments)
-    expected = tree_attention(*other, scale, window, softcap, None if sinks is None else sinks.cpu())
-    found = kernel(*arguments, scale, window, softcap, sinks).cpu()
-    for pool in (3, 5):
-        # Block 0 is left out: nobody reads it.
-        assert torch.equal(arguments[pool][:, BLOCK_SIZE:].cpu(), other[pool][:, BLOCK_SIZE:])
-    if len(arguments[12]) > 2:  # beside chunks, padding comes out as any finite numbers
-        assert found.isfinite().all()
-        end = int(arguments[12][-2])
-        found, expected = found[:end], expected[:end]
-    worst = (found - expected).abs().max()
-    assert torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance), worst
+check = partial(check_attention, kernel)
 
 
 @pytest.mark.parametrize("nodes", [1, 7, 26])

@@ -1,0 +1,134 @@
+"""Kernels whose sums have one order: equal to their references, and the same bits however a token comes."""
+
+import os
+from functools import partial
+from importlib import import_module
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+pytest.importorskip("triton")
+
+from torch.nn.functional import linear
+
+from helpers.attention import DEVICE, check_attention, problem
+from helpers.models import assert_close_by_scale
+from helpers.token_forms import FORMS, SETTINGS, TokenForms
+from redrafter.kernels import ordered_attention, ordered_expert_linear, ordered_linear, splits
+from redrafter.kernels.ordered_linear import Tiling
+
+module = import_module("redrafter.kernels.ordered_attention")  # the package has a function of that name
+HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot multiply bfloat16
+ROWS = [1, 2, 7, 26, 64, 200, 256] if CUDA else [1, 26, 70]
+TILINGS = [Tiling(16, 32, 64, 2, 4), Tiling(64, 64, 128, 3, 4), Tiling(128, 128, 64, 4, 8)]
+ATTENTION = TokenForms(ordered_attention, torch.device(DEVICE))
+check = partial(check_attention, ordered_attention)
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_same_bits(found, expected):
+    """Fail unless the numbers are the same on a GPU; the interpreter's products depend on the place in a tile."""
+    if CUDA:
+        assert torch.equal(found, expected)
+    else:
+        assert_close_by_scale(found, expected, 1e-3 if found.dtype == torch.float16 else 1e-6)
+
+
+def cancelling(tokens, inner, features, dtype):
+    """Return inputs and a weight whose products are 0 but for rounding, which shows the order of every sum."""
+    x, weight = random(tokens, inner // 2, dtype=dtype), random(features, inner // 2, dtype=dtype, seed=1)
+    return torch.cat([x, -x], dim=1), torch.cat([weight, weight], dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "inner", "features"), [(1, 128, 64), (26, 100, 70), (70, 256, 33)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_equals_that_of_torch(tokens, inner, features, biased, dtype):
+    x, weight = random(tokens, inner, dtype=dtype), random(features, inner, dtype=dtype, seed=1)
+    bias = random(features, dtype=dtype, seed=2) if biased else None
+    expected = linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert_close_by_scale(ordered_linear(x, weight, bias).float(), expected, 1e-3 if dtype == torch.float16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_the_number_of_tokens_changes_no_bit(tiling, dtype):
+    x, weight = cancelling(max(ROWS), 256, 160, dtype)
+    whole = ordered_linear(x, weight, None, tiling)
+    for tokens in ROWS:
+        assert torch.equal(ordered_linear(x[:tokens], weight, None, tiling), whole[:tokens])
+
+
+@pytest.mark.skipif(not CUDA, reason="the interpreter multiplies tiles of other sizes in other orders")
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("tiling", [None, *TILINGS])
+def test_the_tiling_changes_no_bit(tiling, dtype):
+    x, weight = cancelling(max(ROWS), 4096, 160, dtype)
+    whole = ordered_linear(x, weight, None, TILINGS[0])
+    for tokens in ROWS:
+        assert torch.equal(ordered_linear(x[:tokens], weight, None, tiling), whole[:tokens])
+
+
+def test_another_order_of_a_sum_is_seen():
+    """Guard the tests above: the same numbers, summed in another order, round to something else."""
+    x, weight = cancelling(26, 256, 160, torch.float16)
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    assert not torch.equal(ordered_linear(x[:, order], weight[:, order]), ordered_linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [1, 41])
+def test_a_row_of_an_expert_has_the_bits_of_a_product_with_that_expert_alone(rows, transposed, dtype):
+    x, expert = random(rows, 100, dtype=dtype), torch.arange(rows, device=DEVICE) * 7 % 5
+    weight = random(6, 100, 70, dtype=dtype).transpose(1, 2) if transposed else random(6, 70, 100, dtype=dtype)
+    found = ordered_expert_linear(x, weight, expert)
+    for row in range(rows):
+        assert_same_bits(found[row], ordered_linear(x[row : row + 1], weight[expert[row]])[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (dict(lengths=[130, 67], nodes=7), {}),
+        (dict(lengths=[0], nodes=26), {}),
+        (dict(lengths=[1, 0, 300], nodes=1), {}),
+        (dict(lengths=[37, 5], nodes=9, heads=3, group=1, dk=24, dv=40), {}),
+        (dict(lengths=[37], nodes=3, heads=1, group=20), {}),
+        (dict(lengths=[90, 300], nodes=12), dict(window=33)),
+        (dict(lengths=[50, 20], nodes=6, padding=4), dict(softcap=2.0)),
+        (dict(lengths=[50, 20], nodes=6, padding=4), dict(sinks=torch.linspace(-1, 2, 4).to(DEVICE))),
+        (dict(lengths=[90, 3, 15], nodes=20, new=4), dict(window=4)),
+        (dict(lengths=[30, 10, 5], nodes=7, held=[7, 2, 1]), {}),
+        (dict(lengths=[20], nodes=5, chunks=((300, 20), (0, 9)), room=3, padding=3), {}),
+        pytest.param(dict(lengths=[5], nodes=300, heads=1, group=1, causal=True), dict(window=20), id="window"),
+    ],
+)
+def test_attention_equals_the_reference(arguments, settings):
+    check(problem(**arguments), **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 5}])
+def test_one_program_may_fold_all_splits_of_its_queries(monkeypatch, settings):
+    monkeypatch.setattr(module, "TARGET_PROGRAMS", 1)
+    check(problem([300, 3, 126], 9), **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("n", [62, 300] if not CUDA else [3, 62, 64, 126, 300, 4094, 5000])
+def test_a_token_attends_with_the_same_bits_in_any_form(n, setting, form, dtype):
+    states = ATTENTION.random_text(n + 5, dtype)
+    expected = ATTENTION.alone(n, dtype, setting)
+    assert_same_bits(ATTENTION.come_as(form, states, n, **SETTINGS[setting]), expected)
+
+
+def test_splits_begin_where_tiles_do():
+    assert splits.NEAR % splits.NEAR_SPLIT == splits.NEAR_SPLIT % splits.TILE == splits.FAR_SPLIT % splits.TILE == 0
