@@ -288,11 +288,8 @@ def _attend_nodes_kernel(
         if _split_of(low) != split:
             if FOLDED:
                 old_top, old_total, old_acc = _load_part(PART, TOPS, part, live, dv, DV)
-                if split == begin:
-                    old_top, old_total, old_acc = top, total, acc
-                else:
-                    old_top, old_total, old_acc = _fold(old_top, old_total, old_acc, top, total, acc)
-                _store_part(PART, TOPS, part, old_top, old_total, old_acc, live, dv, DV)
+                top, total, acc = _fold(old_top, old_total, old_acc, top, total, acc)
+                _store_part(PART, TOPS, part, top, total, acc, live, dv, DV)
             else:
                 _store_part(PART, TOPS, part + split, top, total, acc, live, dv, DV)
             split = _split_of(low)
