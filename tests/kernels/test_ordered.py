@@ -23,6 +23,9 @@ from redrafter.kernels.ordered_linear import Tiling
 module = import_module("redrafter.kernels.ordered_attention")  # the package has a function of that name
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot multiply bfloat16
 ROWS = [1, 2, 7, 26, 64, 200, 256] if CUDA else [1, 26, 70]
+TEXTS = [(62, torch.float32), (300, torch.float16)]  # tokens before those that are compared
+if CUDA:
+    TEXTS += [(n, dtype) for n in (3, 62, 64, 126, 300, 4094, 5000) for dtype in (*HALF, torch.float32)]
 TILINGS = [Tiling(16, 32, 64, 2, 4), Tiling(64, 64, 128, 3, 4), Tiling(128, 128, 64, 4, 8)]
 ATTENTION = TokenForms(ordered_attention, torch.device(DEVICE))
 check = partial(check_attention, ordered_attention)
@@ -120,11 +123,10 @@ def test_one_program_may_fold_all_splits_of_its_queries(monkeypatch, settings):
     check(problem([300, 3, 250, 126], 9, causal=True), **settings)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(("n", "dtype"), TEXTS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("n", [62, 300] if not CUDA else [3, 62, 64, 126, 300, 4094, 5000])
-def test_a_token_attends_with_the_same_bits_in_any_form(n, setting, form, dtype):
+def test_a_token_attends_with_the_same_bits_in_any_form(setting, form, n, dtype):
     states = ATTENTION.random_text(n + 5, dtype)
     expected = ATTENTION.alone(n, dtype, setting)
     assert_same_bits(ATTENTION.come_as(form, states, n, **SETTINGS[setting]), expected)
