@@ -102,7 +102,7 @@ if kernels.TRITON:
 
 
 class _Places:
-    """Where the positions of the texts of T tokens are in the pools.
+    """Locates the positions of the texts of T tokens in the pools.
 
     Attributes:
         table: Blocks of each token's text in order of position, `[T, blocks]` int64.

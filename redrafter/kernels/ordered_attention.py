@@ -73,6 +73,13 @@ def _load_part(PART, TOPS, at, live, dv, DV: tl.constexpr):
 
 
 @triton.jit
+def _empty_softmax(QUERIES: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the state of a softmax over no keys: maximum, sums of weights, and weighted sum of values."""
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    return top, tl.zeros([QUERIES, SUMS], tl.float32), tl.zeros([QUERIES, WIDTH], tl.float32)
+
+
+@triton.jit
 def _update_softmax(q, k, v, visible, top, total, acc, scale, SOFTCAP: tl.constexpr):
     """Add one tile of keys to an online softmax; keys that are not visible add exactly nothing.
 
@@ -200,10 +207,8 @@ def _attend_committed_kernel(
         )  # fmt: skip
     whole = n // TILE * TILE
     first = _first_tile(n, WINDOW)
-    folded_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    folded_total = tl.zeros([BLOCK_M, SUMS], tl.float32)
-    folded_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    top, total, acc = folded_top, folded_total, folded_acc
+    folded_top, folded_total, folded_acc = _empty_softmax(BLOCK_M, BLOCK_DV)
+    top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
     out = (token * (HEADS * GROUP) + q_of) * parts
     end = tl.where(whole > first, _split_of(whole - 1) + 1, 0)
     begin = _split_of(first) + tl.program_id(2)
@@ -213,9 +218,7 @@ def _attend_committed_kernel(
             folded_top, folded_total, folded_acc = _fold(folded_top, folded_total, folded_acc, top, total, acc)
         start = _split_start(split)
         high = tl.minimum(_split_end(start), whole)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M, SUMS], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
         for low in range(tl.maximum(start, first), high, TILE):
             s = low + j
             k_at = _cached(KEYS, TABLE + row * blocks, s, s >= 0, blocks, cache_k, head, DK, PAGE)
@@ -272,9 +275,7 @@ def _attend_nodes_kernel(
     ancestor_at = tl.where(is_ancestor, ancestor_at, -1)  # position of each node in this one's text
 
     # The last split of the committed tokens, which may go on behind them. What is done with is stored as a part.
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M, SUMS], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
     whole, first = n // TILE * TILE, _first_tile(n, WINDOW)
     part = (token * (HEADS * GROUP) + q_of) * parts
     tail = tl.maximum(whole, _first_tile(position, WINDOW))
@@ -293,9 +294,7 @@ def _attend_nodes_kernel(
             else:
                 _store_part(PART, TOPS, part + split, top, total, acc, live, dv, DV)
             split = _split_of(low)
-            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M, SUMS], tl.float32)
-            acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
         s = low + j
         ancestor = tl.sum(tl.where(ancestor_at[None, :] == s[:, None], other[None, :], 0), 1)
         seen = s <= position
@@ -347,14 +346,10 @@ def _attend_chain_kernel(
     position = n + node
     end = n + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, count)  # behind the last position seen
     low = _first_tile(n + tile * BLOCK_M // GROUP, WINDOW)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M, SUMS], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
     while low < end:
         high = tl.minimum(_split_end(low), end)
-        split_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        split_total = tl.zeros([BLOCK_M, SUMS], tl.float32)
-        split_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        split_top, split_total, split_acc = _empty_softmax(BLOCK_M, BLOCK_DV)
         for start in range(low, high, TILE):
             s = start + j
             k_at = _cached(KEYS, TABLE + row * blocks, s, s < end, blocks, cache_k, head, DK, PAGE)
@@ -422,7 +417,7 @@ def ordered_attention(
     follow = supports_dependent_launch(query.device)
     sizes: dict[str, Any] = dict(
         DK=dk, DV=dv, BLOCK_DK=max(triton.next_power_of_2(dk), 16), BLOCK_DV=max(triton.next_power_of_2(dv), 16),
-        PAGE=BLOCK_SIZE, FOLLOW=follow, launch_pdl=follow,
+        PAGE=BLOCK_SIZE, FOLLOW=follow, launch_pdl=follow, num_warps=4,
     )  # fmt: skip
     how = sizes | dict(HEADS=heads, GROUP=group, WINDOW=window, SOFTCAP=softcap, num_stages=2, enable_fp_fusion=False)
     of_query, of_cache = (query.stride(0), query.stride(1)), (keys.stride(0), values.stride(0))
@@ -438,24 +433,24 @@ def ordered_attention(
     _attend_committed_kernel[(rows, heads * tiles, programs)](
         query, key, value, keys, values, length, starts, depth, table, part, tops,
         *of_query, *of_new, *of_cache, scale, nodes, all_nodes - nodes, blocks, parts, tiles, programs,
-        FOLDED=folded, BLOCK_M=block_m, num_warps=4, **how,
+        FOLDED=folded, BLOCK_M=block_m, **how,
     )  # fmt: skip
     block_m = _block_m(group, wide)
     _attend_nodes_kernel[(rows + 1, nodes, heads * triton.cdiv(group, block_m))](
         query, keys, values, length, starts, depth, ancestors, table, sinks, out, part, tops,
         *of_query, *of_cache, scale, 0 if chunks else query.shape[0], nodes, all_nodes - nodes, blocks, parts,
         BLOCK_N=max(triton.next_power_of_2(all_nodes), 16), HAS_SINKS=sinks is not None, FOLDED=folded,
-        BLOCK_M=block_m, num_warps=4, **how,
+        BLOCK_M=block_m, **how,
     )  # fmt: skip
     if chunks:
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE  # the padding is one more chunk
         blocks, block_m = (chunk_table.shape[0] - 1) // (chunks + 1), _block_m(MAX_QUERIES, wide)
         _store_chain_kernel[(chunks + 1, heads, triton.cdiv(most, splits.TILE))](
             key, value, keys, values, chunk_lengths, chunk_starts, chunk_table, *of_new, *of_cache, blocks,
-            num_warps=4, **sizes,
+            **sizes,
         )  # fmt: skip
         _attend_chain_kernel[(chunks + 1, heads, triton.cdiv(most * group, block_m))](
             query, keys, values, chunk_lengths, chunk_starts, chunk_table, sinks, out,
-            *of_query, *of_cache, scale, blocks, HAS_SINKS=sinks is not None, BLOCK_M=block_m, num_warps=4, **how,
+            *of_query, *of_cache, scale, blocks, HAS_SINKS=sinks is not None, BLOCK_M=block_m, **how,
         )  # fmt: skip
     return out

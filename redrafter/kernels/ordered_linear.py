@@ -17,7 +17,7 @@ __all__ = ["Tiling", "ordered_expert_linear", "ordered_linear"]
 
 
 class Tiling(NamedTuple):
-    """How a product is cut into programs.
+    """Describes how a product is cut into programs.
 
     Attributes:
         tokens: Tokens per program.

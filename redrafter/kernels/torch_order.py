@@ -1,4 +1,4 @@
-"""Whether torch's matrix product sums in the order of `ordered_linear`, found out by comparing bits.
+"""Find out, by comparing bits, whether torch's matrix product sums in the order of `ordered_linear`.
 
 A library of matrix products chooses a kernel by the shape. Most of these sum as `ordered_linear` does, over all input
 features in ascending order; the others cut a long sum into parts.

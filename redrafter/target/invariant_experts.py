@@ -22,7 +22,11 @@ def expert_configs(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def invariant_experts(configs: Sequence[Any]) -> Iterator[None]:
-    """Have experts computed row by row inside the context. configs: what `expert_configs` returns."""
+    """Have experts computed row by row inside the context.
+
+    Args:
+        configs: What `expert_configs` returns.
+    """
     before = [config._experts_implementation for config in configs]
     try:
         for config in configs:

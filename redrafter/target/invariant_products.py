@@ -38,7 +38,12 @@ class RowByRow:
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
-        """Prepare the context. model: the model; device: where it is."""
+        """Prepare the context.
+
+        Args:
+            model: The model.
+            device: Where it is.
+        """
         self._configs = expert_configs(model)
         self._on_cpu = device.type == "cpu"
 
