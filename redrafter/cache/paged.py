@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from redrafter.cache.dense import DenseCache, LayerShape, group_by_shape
 from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.tree.token_tree import Tree
+from redrafter.tree.token_tree import Tree, chain
 
 __all__ = ["KVCache", "KVCachePool", "PagedCache", "stack_block_tables"]
 
@@ -128,6 +129,20 @@ class PagedCache:
             chunk_lengths=pad(chunks.lengths, (0, 2)),
             chunk_table=_flatten_with_spare(torch.cat([chunks.table, padding_table])),
         )
+
+    def plan_chains(self, tree: Tree, length: Tensor, windows: tuple[int, ...], tokens: int) -> Plan:
+        """Return what attention needs for a forward over chains alone: each is a chunk of its row, beside no tree.
+
+        Args:
+            tree: The chains of B rows, all of whose nodes are new.
+            length: Committed tokens of each row, `[B]` int64.
+            windows: Positions that each layer looks back, 0 for all.
+            tokens: Tokens of the forward, padding included.
+        """
+        no_tree = replace(chain(tree.tokens[:1, :1]), counts=torch.zeros_like(length[:1]), total=0)
+        chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table)
+        nowhere = PagedCache(self.pool, torch.zeros_like(self.table[:1]))
+        return nowhere.plan(no_tree, torch.zeros_like(length[:1]), windows, chunks, tokens)
 
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:

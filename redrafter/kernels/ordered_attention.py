@@ -443,7 +443,8 @@ def ordered_attention(
         BLOCK_M=block_m, **how,
     )  # fmt: skip
     if chunks:
-        most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE  # the padding is one more chunk
+        # Without trees the chunks may have more tokens than there is room for. The padding is one more chunk.
+        most = max(chunks * TOKENS_PER_CHUNK, query.shape[0] - rows * nodes) + TOKEN_MULTIPLE
         blocks, block_m = (chunk_table.shape[0] - 1) // (chunks + 1), _block_m(MAX_QUERIES, wide)
         _store_chain_kernel[(chunks + 1, heads, triton.cdiv(most, splits.TILE))](
             key, value, keys, values, chunk_lengths, chunk_starts, chunk_table, *of_new, *of_cache, blocks,

@@ -46,6 +46,8 @@ _FIXED_ORDER: dict[str, Any] = {
     "triton.cooperative_reductions": False,
 }
 
+MAX_NODES_APART = 16  # of a chain whose nodes attend one by one, as those of a tree do, where sums have one order
+
 register_attention(ATTENTION_NAME, tree_attention_forward)
 
 
@@ -128,8 +130,12 @@ class VarlenForward(TreeForward):
             positions = positions.clamp(max=self._context - 1)  # what is past the end is never kept
         tokens = ids, positions
         ids, positions, index = _aligned(ids), _aligned(positions), _aligned(index)
-        plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
-        plan = replace(plan, invariant=self._row_by_row is not None)
+        invariant = self._row_by_row is not None
+        if invariant and chunks is None and tree.is_chain and tree.new > MAX_NODES_APART:
+            plan = cache.plan_chains(tree, length, self._kinds.windows, len(ids))
+        else:
+            plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
+        plan = replace(plan, invariant=invariant)
         if long is not None:
             long = _aligned(long[:, None].expand(-1, tree.new).flatten()[nodes])
             torch._dynamo.maybe_mark_dynamic(long, 0)

@@ -64,6 +64,11 @@ class Tree:
         """How many nodes of all rows together the next forward computes."""
         return self.tokens.shape[0] * self.new if self.total is None else self.total
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each row is a chain of which the next forward computes all nodes."""
+        return not self.branches and self.new == self.tokens.shape[1]
+
     def row_starts(self) -> Tensor:
         """Return the index of each row's first node among those that the next forward computes, and `size`, `[B+1]`."""
         rows = self.tokens.shape[0]

@@ -1,7 +1,7 @@
 """The forms in which a token can come to attention over a paged cache: alone, in a chain, a tree, a chunk, a batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,14 @@ SETTINGS = {
     "window": {"window": 70},
     "softcap and sinks": {"softcap": 2.0, "sinks": torch.linspace(-1, 2, HEADS * GROUP)},
 }
-FORMS = AS_CHAIN, AS_TREE, AS_CHUNK, AS_LAST_NODE, AMONG_ROWS = "chain", "tree", "chunk", "last node", "among rows"
+FORMS = AS_CHAIN, AS_TREE, AS_CHUNK, AS_PROMPT, AS_LAST_NODE, AMONG_ROWS = (
+    "chain",
+    "tree",
+    "chunk",
+    "prompt",
+    "last node",
+    "among rows",
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,10 @@ class TokenForms:
     def attend(self, cache, tree, length, states, chunks=None, **settings):
         """Attend in the first layer of a cache with queries, keys and values of its new nodes."""
         plan = cache.plan(tree, torch.tensor(length, device=self.device), (0,), chunks, len(states[0]))
+        return self.attend_by(plan, states, **settings)
+
+    def attend_by(self, plan, states, **settings):
+        """Attend in the first layer of the cache that was planned for."""
         settings = {"scale": 0.3, "window": 0, "softcap": 0.0, "sinks": None} | settings
         if settings["sinks"] is not None:
             settings["sinks"] = settings["sinks"].to(self.device)
@@ -68,7 +79,15 @@ class TokenForms:
     def come_as(self, form, states, n, **settings):
         """Return the output of the last five tokens of a text, which come behind n in some form."""
         dtype, last = states[0].dtype, [x[n:] for x in states]
-        cache = self.empty_cache(n + 13, dtype, rows=2 if form == AMONG_ROWS else 1)
+        cache = self.empty_cache(n + 13, dtype, rows=2 if form in (AS_PROMPT, AMONG_ROWS) else 1)
+        if form == AS_PROMPT:  # of which all but three tokens are new, behind the prompt of another row
+            first = min(n, 3)
+            self.hold(cache, [x[:first] for x in states])
+            counts = torch.tensor([5, n + 5 - first], device=self.device)
+            tree = replace(self.chain_of(int(counts[1]), rows=2), counts=counts, total=int(counts.sum()))
+            both = [torch.cat([x[:5], x[first:]]) for x in states]
+            plan = cache.plan_chains(tree, torch.tensor([0, first], device=self.device), (0,), len(both[0]))
+            return self.attend_by(plan, both, **settings)[-5:]
         if form == AS_CHUNK:
             first = max(n - 37, 0)  # of the chunk, behind what was read before
             self.hold(cache, [x[:first] for x in states])
