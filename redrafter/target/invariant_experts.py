@@ -16,7 +16,8 @@ EXPERTS_NAME = "redrafter_invariant"
 
 def expert_configs(model: nn.Module) -> list[Any]:
     """Return the configs in which the experts of a model look up their implementation, each once."""
-    experts: list[Any] = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    traits = "has_gate", "has_bias", "is_transposed"  # that transformers gives to modules of experts
+    experts: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in traits)]
     return list({id(module.config): module.config for module in experts}.values())
 
 

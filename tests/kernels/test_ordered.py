@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from helpers.attention import DEVICE, check_attention, problem
 from helpers.models import assert_close_by_scale
 from helpers.token_forms import FORMS, SETTINGS, TokenForms
-from redrafter.kernels import ordered_attention, ordered_expert_linear, ordered_linear, splits
+from redrafter.kernels import ordered_attention, ordered_expert_linear, ordered_linear, splits, torch_order
 from redrafter.kernels.ordered_linear import Tiling
 
 module = import_module("redrafter.kernels.ordered_attention")  # the package has a function of that name
@@ -83,6 +83,27 @@ def test_another_order_of_a_sum_is_seen():
     x, weight = cancelling(26, 256, 160, torch.float16)
     order = torch.randperm(256, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     assert not torch.equal(ordered_linear(x[:, order], weight[:, order]), ordered_linear(x, weight))
+
+
+def in_two_parts(x, weight, bias):
+    """Return the product by sums that are cut at a quarter."""
+    cut = x.shape[1] // 4
+    total = linear(x[:, :cut].float(), weight[:, :cut].float()) + linear(x[:, cut:].float(), weight[:, cut:].float())
+    return (total if bias is None else total + bias).to(x.dtype)
+
+
+@pytest.mark.skipif(not CUDA, reason="what torch's product on a GPU is compared with runs there alone")
+@pytest.mark.parametrize(("multiply", "kept"), [(in_two_parts, False), (ordered_linear, True)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("inner", [32, 4096])
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_product_in_another_order_is_not_used(monkeypatch, dtype, inner, biased, multiply, kept):
+    monkeypatch.setattr(torch_order, "_KNOWN", {})
+    monkeypatch.setattr(torch_order, "torch_linear", multiply)
+    # Whatever the weight is: of zeros, every order gives the same.
+    weight, bias = torch.zeros(64, inner, device=DEVICE, dtype=dtype), torch.zeros(64, device=DEVICE, dtype=dtype)
+    x = random(26, inner, dtype=dtype)
+    assert torch_order.torch_keeps_order(x, weight, bias if biased else None) == kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
