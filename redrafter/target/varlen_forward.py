@@ -146,7 +146,8 @@ class VarlenForward(TreeForward):
         hidden = hidden[: len(tokens[0])]
         if self._drafter_layer is not None:
             above = tree.tokens.shape[1] - tree.new
-            slots = cache.slots(length[:, None] + torch.arange(above, above + tree.new, device=length.device))[nodes]
+            offsets = length[:, None] + torch.arange(above, above + tree.new, device=length.device)  # [B, M]
+            slots = cache.slots(offsets.clamp(max=cache.window - 1))[nodes]  # past the end are nodes that a row has not
             slots = slots if chunks is None else torch.cat([slots, chunks.slots()])
             self._drafter_layer.write(cache, slots, *tokens, hidden)
         return logits[:wanted], hidden

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import TypicalLogitsWarper
 
-from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch
-from helpers.scheduling import launch_ahead, nothing_is_held, random_sequences, run
+from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch
+from helpers.scheduling import KINDS, alone, launch_ahead, make_sequence, nothing_is_held, random_sequences, run
 from redrafter import ArgumentError, DraftTarget, Engine, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
@@ -166,3 +166,15 @@ def test_processors_that_sum_by_rows_are_refused_on_a_gpu(monkeypatch):
 def test_flags_make_an_engine_batch_invariant():
     options = LoadOptions(batch_invariant=True, tuning="none", max_seq_len=64, kv_cache_free_gpu_memory_fraction=0.01)
     assert Pair.load(options).engine.target.batch_invariant
+
+
+def test_a_prompt_of_which_most_is_in_the_cache_is_read_beside_a_whole_one():
+    target = tiny_target("llama")
+    drafter = tiny_drafter(context_window=12, context_head_dim=8).to(target.dtype)
+    engine = ReDrafter(target, drafter, TreeShape(3, 3, 999), options=OPTIONS)
+    graphs = CUDAGraphRunner(target, KVCachePool(target.paged_shapes, 40))
+    first, second = torch.randint(3, VOCAB, (2, 60), generator=torch.Generator().manual_seed(3)).tolist()
+    for prompts in ([first], [first, second]):
+        sequences = [make_sequence(prompt, 12, KINDS["sampled"]) for prompt in prompts]
+        run(Scheduler(engine, graphs, Limits()), sequences)
+        assert [sequence.sink.tokens for sequence in sequences] == [alone(engine, sequence) for sequence in sequences]
