@@ -117,6 +117,9 @@ def _describe_model(base: SourceBase) -> dict[str, Any]:
         facts["ranks"] = len(base.ranks)
     if base.quantization_method is not None:
         facts["quantised"] = base.quantization_method
+    if base.trtllm_config is None:
+        quantised = base.quantization_method is not None
+        facts["batch_invariant"] = "no: it is quantised" if quantised else "tried when --batch-invariant loads it"
     return facts
 
 

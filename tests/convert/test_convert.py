@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,16 @@ def test_a_merged_drafter_reads_the_text_as_it_did(saved, tmp_path):
     found = ReDrafter.from_pretrained(output).drafter
     assert found.config.context_window == describe(str(output))["drafter"]["context_window"] == 7
     assert all(torch.equal(weight, drafter.get_parameter(name)) for name, weight in found.named_parameters())
+
+
+@pytest.mark.parametrize(("method", "answer"), [(None, "tried when"), ("awq", "no: it is quantised")])
+def test_info_says_whether_a_base_can_be_batch_invariant(saved, tmp_path, method, answer):
+    base = shutil.copytree(saved / "base", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    if method:
+        config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (base / "config.json").write_text(json.dumps(config))
+    assert describe(str(base))["model"]["batch_invariant"].startswith(answer)
 
 
 def test_base_files_are_as_they_were(saved, tmp_path):
