@@ -23,7 +23,7 @@ from redrafter.target.target import Target
 from redrafter.tree.accept import Path, accept
 from redrafter.tree.token_tree import Tree, chain
 
-__all__ = ["StepOutput", "draw_first_tokens", "read_prompts", "step"]
+__all__ = ["DraftPrompts", "StepOutput", "draw_first_tokens", "read_prompts", "step"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,23 @@ class StepOutput:
     def pack_for_host(self) -> Tensor:
         """Return all that the host needs in one tensor: tokens, accepted length, drafts verified, `[B, K+3]` int64."""
         return torch.cat([self.tokens, self.path.accepted[:, None], self.drafted[:, None]], dim=1)
+
+
+@dataclass(frozen=True)
+class DraftPrompts:
+    """Prompts as a draft model with another vocabulary reads them.
+
+    Attributes:
+        tokens: Each row's prompt in the draft model's ids, padded on the right with any, `[B, T]` int64.
+        start: Tokens that its cache already holds, `[B]` int64.
+        upto: Position to stop before, `[B]` int64.
+        counts: How many tokens are read of each row.
+    """
+
+    tokens: Tensor
+    start: Tensor
+    upto: Tensor
+    counts: Sequence[int]
 
 
 def step(
@@ -111,7 +128,8 @@ def step(
     if tree.branches:
         cache.commit(state.length, path.nodes)
         if draft_cache is not None:
-            draft_cache.commit(state.length, path.nodes if tree.slots is None else tree.slots.gather(1, path.nodes))
+            draft_length = state.length if tree.draft_length is None else tree.draft_length
+            draft_cache.commit(draft_length, path.nodes if tree.slots is None else tree.slots.gather(1, path.nodes))
 
     # 6. Advance. The token drawn at the end of the path is the next pending token.
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
@@ -129,6 +147,7 @@ def read_prompts(
     counts: Sequence[int] | None = None,
     draft_model: Target | None = None,
     draft_cache: KVCache | None = None,
+    draft_prompts: DraftPrompts | None = None,
     show: Callable[[int, int, Tensor], object] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Read prompts, or the beginnings of prompts, into the cache without drawing a token.
@@ -142,6 +161,7 @@ def read_prompts(
         counts: How many tokens are read of each row; None where all of `tokens` are, whatever `upto` says.
         draft_model: The LM that drafts and must read the prompts as well; None where no model does.
         draft_cache: The draft model's keys and values; written in place.
+        draft_prompts: What the draft model reads; None where that is what the target reads.
         show: Called with the logits of the tokens read, as `Target.prefill` describes; None where nobody needs them.
 
     Returns:
@@ -150,13 +170,17 @@ def read_prompts(
     if draft_model is not None:
         assert draft_cache is not None, "a draft model has a cache"
         device = draft_model.device
-        draft_model.prefill(
-            draft_model.clamp_to_vocab(tokens.to(device)),
-            upto.to(device),
-            draft_cache,
-            start=None if start is None else start.to(device),
-            counts=counts,
-        )
+        if draft_prompts is None:
+            draft_model.prefill(
+                draft_model.clamp_to_vocab(tokens.to(device)),
+                upto.to(device),
+                draft_cache,
+                start=None if start is None else start.to(device),
+                counts=counts,
+            )
+        else:
+            read = draft_prompts
+            draft_model.prefill(read.tokens, read.upto, draft_cache, start=read.start, counts=read.counts)
     return target.prefill(tokens, upto, cache, start=start, counts=counts, show=show)
 
 

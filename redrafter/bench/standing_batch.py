@@ -11,6 +11,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from redrafter.drafting.proposer import Proposer
+from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.call import Outcome, Row, queued
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request, read_request
@@ -54,6 +55,7 @@ class OneProposer:
         plain: The proposer that drafts nothing.
         proposer: The proposer.
         rejection_sampling: Whether sampled drafts are kept by rejection sampling.
+        draft_vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
     """
 
     target: Target
@@ -61,11 +63,13 @@ class OneProposer:
     plain: Proposer
     proposer: Proposer
     rejection_sampling: bool = False
+    draft_vocabulary: VocabularyMap | None = None
 
     @classmethod
     def of(cls, engine: Engine, proposer: Proposer) -> "OneProposer":
         """Return the models of an engine with this proposer alone."""
-        return cls(engine.target, proposer.model, engine.plain, proposer, engine.rejection_sampling)
+        vocabulary = None if proposer.model is None else engine.draft_vocabulary
+        return cls(engine.target, proposer.model, engine.plain, proposer, engine.rejection_sampling, vocabulary)
 
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer."""

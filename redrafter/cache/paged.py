@@ -62,26 +62,28 @@ class KVCachePool:
 
     @classmethod
     def in_free_memory(
-        cls, models: Sequence[Sequence[LayerShape]], *, fraction: float, max_blocks: int
+        cls, models: Sequence[Sequence[LayerShape]], *, scales: Sequence[int], fraction: float, max_blocks: int
     ) -> list["KVCachePool"]:
-        """Allocate one pool for each model, all of the same number of blocks, in the memory that is free now.
+        """Allocate one pool for each model in the memory that is free now.
 
         Args:
             models: What the layers of each model store.
+            scales: How many blocks each model has for one of the first model.
             fraction: Part of the device's free memory to use, from 0 to 1.
-            max_blocks: The most blocks that rows can need, block 0 not included.
+            max_blocks: The most blocks that rows can need of the first model, block 0 not included.
 
         Raises:
             CacheFullError: There is no memory for a single block.
         """
         free = _free_memory(models[0][0].device)
-        num_blocks = min(int(free * fraction) // sum(map(cls.block_bytes, models)), max_blocks + 1)
+        sizes = [scale * cls.block_bytes(shapes) for shapes, scale in zip(models, scales, strict=True)]
+        num_blocks = min(int(free * fraction) // sum(sizes), max_blocks + 1)
         if num_blocks < 2:
             raise CacheFullError(
                 f"{free / 2**30:.2f} GiB of memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
                 "it holds not one block of keys and values: raise it, or free memory"
             )
-        return [cls(shapes, num_blocks) for shapes in models]
+        return [cls(shapes, scale * num_blocks) for shapes, scale in zip(models, scales, strict=True)]
 
 
 class PagedCache:

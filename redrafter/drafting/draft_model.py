@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.proposer import State
+from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.sampling.noise import DRAFT
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler
@@ -30,6 +31,10 @@ class DraftModelProposer:
     noise, so a draft model equal to the target guesses every token. Its cache follows the accepted path as the target's
     does. Each step reads the last committed token again, the only one that the draft model may not have read.
 
+    A draft model with another vocabulary drafts the tokens that both have, and reads each token of the target as its
+    own tokens of the same bytes. What is drafted and processed is in the target's ids throughout; only the draft
+    model's forwards are in its own.
+
     Attributes:
         model: The draft model.
         vocab_size: V, ids of the target. Ids that the draft model has beyond are padding; ids that it lacks are never
@@ -41,6 +46,7 @@ class DraftModelProposer:
         confidence: Ends a search early. It is called with the number of active rows and returns a probability; the
             search ends once the best beam is, on average over those rows, less likely than that. None to search K
             steps always, as a captured step must.
+        vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
     """
 
     model: Target
@@ -50,11 +56,13 @@ class DraftModelProposer:
     nodes: int
     sampled: bool = False
     confidence: Callable[[int], float] | None = None
+    vocabulary: VocabularyMap | None = None
 
     @property
     def scratch_slots(self) -> int:
         """Slots after a row's committed tokens that a step writes to, those of nodes that are cut included."""
-        return 1 + self.beams * self.depth
+        nodes = 1 + self.beams * self.depth
+        return nodes if self.vocabulary is None else max(nodes, 1 + self.vocabulary.max_pieces)
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
@@ -80,18 +88,27 @@ class DraftModelProposer:
         """Return the tree, and per level the scores `[B, W, V]` that its tokens were chosen from, before noise."""
         lattice = _Lattice(state.pending)
         level_scores: list[Tensor] = []
+        length = state.length
+        if self.vocabulary is not None:  # the pending token's pieces but the last stand with the committed ones
+            length = self.vocabulary.draft_length(state.tokens, state.length + 1) - 1
 
         def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
             if k:
                 lattice.add(tokens, sources)
             tree, window = lattice.tree, min(cache.window, state.tokens.shape[1])
-            logits = self._new_logits(tree, state.length, cache) if k else self._first_logits(state, cache)  # [B, w, V]
+            logits = (
+                self._new_logits(tree, length, cache) if k else self._first_logits(state, length, cache)
+            )  # [B, w, V]
             prefixes = Prefixes(state.tokens, state.length, sampler.prompt, sampler.limit, tree, window)
             scores = sampler.process(logits, prefixes)
+            if self.vocabulary is not None:
+                scores = self.vocabulary.never_draft_others(scores, MIN_SCORE)
             level_scores.append(scores)
             if noise is not None:
                 scores = scores + noise[:, k, None]
-            return scores if scores is logits else scores.clamp(min=MIN_SCORE)  # a grammar may allow no token at all
+            if scores is logits or self.vocabulary is not None:
+                return scores
+            return scores.clamp(min=MIN_SCORE)  # a grammar may allow no token at all
 
         def should_stop(total: Tensor) -> bool:
             rows = zip(total[:, 0].tolist(), state.active.tolist(), strict=True)  # the best beam is the first
@@ -106,20 +123,38 @@ class DraftModelProposer:
             nodes=self.nodes,
             should_stop=should_stop if self.confidence else None,
         )
-        return tree, level_scores
+        return tree if self.vocabulary is None else replace(tree, draft_length=length), level_scores
 
-    def _first_logits(self, state: State, cache: KVCache) -> Tensor:
+    def _first_logits(self, state: State, length: Tensor, cache: KVCache) -> Tensor:
         """Return the draft model's logits at the pending token, `[B, 1, V]`.
 
         The last committed token is read before it: when a step accepts all its drafts, the last of them is one that the
         draft model has drafted and not read.
+
+        Args:
+            state: The rows.
+            length: Tokens of the draft model's text before the pending token, or before the last of its pieces, `[B]`.
+            cache: The draft model's keys and values.
         """
         before = (state.length - 1).clamp(min=0)  # rows without tokens are idle and write to block 0
         pair = state.tokens.gather(1, before[:, None] + torch.arange(2, device=before.device))  # [B, 2]
-        return self._new_logits(chain(pair), before, cache, logits_index=torch.ones_like(before))
+        if self.vocabulary is None:
+            return self._new_logits(chain(pair), before, cache, logits_index=torch.ones_like(before))
+        # A draft that was accepted and not read is one piece. Past the pieces of a pending token that has fewer than m,
+        # slots are filled that the first nodes of the search overwrite.
+        counts = self.vocabulary.counts[pair[:, 1]]  # [B]
+        most = int(counts.max()) if counts.device.type == "cpu" else self.vocabulary.max_pieces
+        pieces = self.vocabulary.pieces[pair[:, 1], :most]
+        read = torch.cat([self.vocabulary.last_piece(pair[:, :1]), pieces], dim=1)  # [B, 1 + m]
+        logits, _ = self.model.verify(chain(read), (length - counts).clamp(min=0), cache, counts)
+        return self.vocabulary.restrict(logits)
 
     def _new_logits(self, tree: Tree, length: Tensor, cache: KVCache, logits_index: Tensor | None = None) -> Tensor:
         """Return the logits at the tree's new nodes over the target's ids, `[B, M, V]`."""
+        if self.vocabulary is not None:
+            # Drafts are shared tokens; the root is in the cache already.
+            tree = replace(tree, tokens=self.vocabulary.draft_ids[tree.tokens])
+            return self.vocabulary.restrict(self.model.verify(tree, length, cache, logits_index)[0])
         tree = replace(tree, tokens=self.model.clamp_to_vocab(tree.tokens))
         logits, _ = self.model.verify(tree, length, cache, logits_index)
         if logits.shape[-1] < self.vocab_size:

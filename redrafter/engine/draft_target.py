@@ -8,9 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind
-from redrafter.checkpoints.tokenizers import check_vocabularies
+from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
+from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, UnsupportedError
@@ -44,7 +45,9 @@ TOKENS_PER_FORWARD = 1.2  # what a target's forward is worth when drafting pays
 
 
 class DraftTarget(Engine):
-    """A target and a draft model: a smaller LM with the same vocabulary, untrained for this and unchanged.
+    """A target and a draft model: a smaller LM, untrained for this and unchanged.
+
+    With the target's own vocabulary it drafts best. One with another tokenizer drafts the tokens that both have.
 
     Example:
         ```python
@@ -63,10 +66,19 @@ class DraftTarget(Engine):
         node_budget: int | None = None,
         acceptance: Acceptance = "match",
         adaptive: bool = False,
+        vocabulary: VocabularyMap | None = None,
         options: EngineOptions | None = None,
     ):
-        """Take the arguments of `from_pretrained`, with both models bound."""
-        _check(draft_len, num_beams, node_budget, acceptance, adaptive, target, draft_model)
+        """Take the arguments of `from_pretrained`, with both models bound and their tokenizers compared."""
+        _check(draft_len, num_beams, node_budget, acceptance, adaptive)
+        if vocabulary is not None:
+            vocabulary = vocabulary.fit(target.vocab_size, draft_model.vocab_size).to(draft_model.device)
+        common = min(target.vocab_size, draft_model.vocab_size) if vocabulary is None else vocabulary.shared_count
+        if num_beams > common:
+            raise ArgumentError(
+                f"num_beams={num_beams} is more than the tokens that the draft model can draft: {common}"
+            )
+        self._vocabulary = vocabulary
         self.acceptance, self.adaptive, self.draft_len = acceptance, adaptive, draft_len
         self._draft_cost = _cost(draft_model) / _cost(target)
         self._node_cost = NODE_COST_FORWARDS.get(target.device.type, 0.0)
@@ -82,10 +94,16 @@ class DraftTarget(Engine):
                 node_count(node_budget, num_beams, length, target.device),
                 sampled=self.rejection_sampling,
                 confidence=self._doubt if adaptive and not captured else None,
+                vocabulary=vocabulary,
             )
             for length in sorted(lengths)
         }
         super().__init__(target, self._by_length[draft_len], options)
+
+    @property
+    def draft_vocabulary(self) -> VocabularyMap | None:
+        """What the draft model has for each of the target's tokens; None where its ids are the target's."""
+        return self._vocabulary
 
     @property
     def rejection_sampling(self) -> bool:
@@ -103,6 +121,8 @@ class DraftTarget(Engine):
         node_budget: int | None = None,
         acceptance: Acceptance = "match",
         adaptive: bool = False,
+        tokenizer: Tokenizer | None = None,
+        draft_tokenizer: Tokenizer | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         draft_device: str | torch.device | None = None,
@@ -120,7 +140,8 @@ class DraftTarget(Engine):
 
         Args:
             model: The target.
-            draft_model: The draft model, with the target's vocabulary.
+            draft_model: The draft model. Where its tokenizer is another one than the target's, it drafts the tokens
+                that stand for the same bytes in both vocabularies, and reads the others as several of its own.
             draft_len: Tokens drafted per step, one after the other.
             num_beams: Above 1, the draft model's likeliest continuations make a tree.
             node_budget: Nodes of that tree verified per step, 1 + num_beams * draft_len at most; None for as many as
@@ -130,6 +151,9 @@ class DraftTarget(Engine):
                 same distribution (greedy decoding is the same in both).
             adaptive: Draft at most draft_len tokens, fewer where drafts were not kept of late or where the draft model
                 itself is in doubt.
+            tokenizer: The target's tokenizer, or where it is; None for the one beside the target, which a model that is
+                loaded already is looked up for by its name.
+            draft_tokenizer: The same for the draft model.
             dtype: As in `ReDrafter.from_pretrained`.
             device: As in `ReDrafter.from_pretrained`.
             draft_device: The draft model's device; None for the target's.
@@ -145,14 +169,14 @@ class DraftTarget(Engine):
 
         Raises:
             CheckpointError: When a model cannot be loaded.
-            MismatchError: When the vocabularies differ in more than padding.
+            MismatchError: When the vocabularies have too few tokens in common, or cannot be compared.
             UnsupportedError: When a model, or a combination of arguments, cannot be decoded here.
             ArgumentError: For an argument that is unknown or out of range.
         """
         options = EngineOptions(
             kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile, batch_invariant
         )
-        check_vocabularies(model, draft_model, trust_remote_code)
+        vocabulary = map_unlike_vocabularies(model, draft_model, tokenizer, draft_tokenizer, trust_remote_code)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
         target = bind(model, device=device, **load, **model_kwargs)
         if draft_device is None and isinstance(draft_model, str | Path):
@@ -168,6 +192,7 @@ class DraftTarget(Engine):
             node_budget=node_budget,
             acceptance=acceptance,
             adaptive=adaptive,
+            vocabulary=vocabulary,
             options=options,
         )
 
@@ -190,8 +215,6 @@ def _check(
     node_budget: int | None,
     acceptance: str,
     adaptive: bool,
-    target: Target,
-    draft_model: Target,
 ) -> None:
     for name, value in (("draft_len", draft_len), ("num_beams", num_beams), ("node_budget", node_budget)):
         if value is None and name == "node_budget":
@@ -206,8 +229,6 @@ def _check(
             f"acceptance='rejection' is exact for one sampled chain only: leave out num_beams={num_beams}, or use "
             "acceptance='match', which takes trees"
         )
-    if num_beams > min(target.vocab_size, draft_model.vocab_size):
-        raise ArgumentError(f"num_beams={num_beams} is more than the draft model's vocabulary")
 
 
 def _cost(model: Target) -> float:

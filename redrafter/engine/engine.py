@@ -15,9 +15,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from redrafter.cache.block_manager import BlockManager
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
+from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.argument_checks import check_arguments, check_modes, known_arguments
 from redrafter.engine.batch_invariance import make_batch_invariant
 from redrafter.engine.call_arguments import (
@@ -114,6 +114,7 @@ class Engine:
             max_seq_len=self.options.max_seq_len,
             rows=rows,
             compile=self.options.compile,
+            draft_pieces=1 if self.draft_vocabulary is None else self.draft_vocabulary.max_pieces,
         )
 
     def open_graphs(self) -> CUDAGraphRunner:
@@ -149,7 +150,10 @@ class Engine:
             sampler = replace(sampler, keep_scores=True)
         if sampler.by_row:
             rows = min(rows, self.options.max_batch_size)
-        batch = owner.batches.take(self.target, graphs, sampler, rows, draft_model, self.options.max_batch_size)
+        vocabulary = drafting.draft_vocabulary if speculate else None
+        batch = owner.batches.take(
+            self.target, graphs, sampler, rows, draft_model, vocabulary, self.options.max_batch_size
+        )
         limits = Limits(
             rows,
             sys.maxsize,
@@ -166,6 +170,11 @@ class Engine:
 
     def lengths_for(self, rows: int) -> AdaptiveDraftLength | None:
         """Return what chooses the draft length of each step of `rows` rows; None for one length throughout."""
+        return None
+
+    @property
+    def draft_vocabulary(self) -> VocabularyMap | None:
+        """What the draft model has for each of the target's tokens; None where its ids are the target's."""
         return None
 
     @property
@@ -190,7 +199,7 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Read the next prompts from the first token on, as if never seen. No batch may be open."""
         if (graphs := (self.lender or self).graphs) is not None:
-            graphs.blocks = BlockManager(graphs.store.num_blocks)
+            graphs.forget_prefixes()
 
     def lend_to(self, other: "Engine") -> None:
         """Let another engine on the same target use this one's GPU memory and captured steps beside its own."""

@@ -4,6 +4,7 @@ import threading
 from collections import defaultdict
 from weakref import WeakKeyDictionary
 
+from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, bucket
 from redrafter.scheduler.row_caches import DenseRows, PagedRows
@@ -36,6 +37,7 @@ class IdleBatches:
         sampler: Sampler,
         rows: int,
         draft_model: Target | None,
+        vocabulary: VocabularyMap | None,
         max_batch_size: int,
     ) -> RunningBatch:
         """Return an empty running batch.
@@ -46,10 +48,12 @@ class IdleBatches:
             sampler: How the rows of the call draw.
             rows: Most rows at once.
             draft_model: The model that drafts, or None.
+            vocabulary: What that model has for each of the target's tokens; None where its ids are the target's.
             max_batch_size: Most rows at once of later calls.
         """
         if graphs is None:
-            return RunningBatch(target, CallSampling(sampler, rows), rows, DenseRows(target, draft_model, rows))
+            dense = DenseRows(target, draft_model, rows)
+            return RunningBatch(target, CallSampling(sampler, rows), rows, dense)
         graphs.check_adapters()
         capacity = rows
         # Settings that are as large as the vocabulary are held for no more rows than needed.
@@ -59,7 +63,7 @@ class IdleBatches:
         with self._lock:
             batch = self._idle[key].pop() if sampler.by_row and self._idle[key] else None
         if batch is None:
-            caches = PagedRows(graphs, draft_model is not None)
+            caches = PagedRows(graphs, draft_model is not None, vocabulary)
             batch = RunningBatch(target, CallSampling(sampler, capacity), capacity, caches, graphs)
         assert isinstance(batch.sampling, CallSampling)
         batch.sampling.begin(sampler)

@@ -144,24 +144,31 @@ class CUDAGraphRunner:
     """Makes captured steps of one target, on one pool of paged memory.
 
     A target and its draft model hold a row's text in blocks of the same ids, so one manager of blocks serves both,
-    and a prefix that is found is found in both.
+    and a prefix that is found is found in both. A draft model with another vocabulary, whose texts have other lengths,
+    has blocks of its own.
 
     Attributes:
         target: The model that verifies.
         store: The target's keys and values.
         draft_store: A draft model's keys and values, or None.
         blocks: Which blocks are free, taken, and hold a prefix.
+        draft_blocks: The same for a draft model with another vocabulary, unused with any other; None without one.
         lock: Guards `blocks`, and whatever is launched, against schedulers in several threads: graphs share memory, so
             what a step drew must be copied before another step is launched.
     """
 
     def __init__(self, target: Target, store: KVCachePool, draft_store: KVCachePool | None = None):
         self.target, self.store, self.draft_store = target, store, draft_store
-        self.blocks = BlockManager(store.num_blocks)
+        self.forget_prefixes()
         self.lock = threading.RLock()
         self._capturable = True
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._adapters = active_adapters(target.model)
+
+    def forget_prefixes(self) -> None:
+        """Read the next prompts from the first token on, as if never seen. No sequence may hold blocks."""
+        self.blocks = BlockManager(self.store.num_blocks)
+        self.draft_blocks = None if self.draft_store is None else BlockManager(self.draft_store.num_blocks)
 
     def check_adapters(self) -> None:
         """Raise `ArgumentError` where the target's adapters changed since the first request.
@@ -183,6 +190,7 @@ class CUDAGraphRunner:
         max_seq_len: int | None,
         rows: int = MOST_ROWS,
         compile: bool = True,
+        draft_pieces: int = 1,
     ) -> "CUDAGraphRunner":
         """Take memory for keys and values and, on a GPU, prepare the models' forwards.
 
@@ -193,11 +201,13 @@ class CUDAGraphRunner:
             max_seq_len: Most tokens of a text, where the model's context does not say less; None for what it says.
             rows: Rows of the longest text that memory is taken for, at most.
             compile: Whether forwards are compiled.
+            draft_pieces: The most tokens of the draft model for one of the target.
         """
         longest = min(x for x in (target.context, max_seq_len, MAX_TEXT_TOKENS) if x is not None)
         models = [target] if draft_model is None else [target, draft_model]
         stores = KVCachePool.in_free_memory(
             [model.paged_shapes for model in models],
+            scales=[1, draft_pieces][: len(models)],
             fraction=memory_fraction,
             max_blocks=rows * -(-(longest + EXTRA_SLOTS) // BLOCK_SIZE),
         )

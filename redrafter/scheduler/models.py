@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from redrafter.drafting.proposer import Proposer
+from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.errors import UnsupportedError
 from redrafter.target.target import Target
 
@@ -19,6 +20,10 @@ class Models(Protocol):
     @property
     def draft_model(self) -> Target | None:
         """The model that drafts, or None."""
+
+    @property
+    def draft_vocabulary(self) -> VocabularyMap | None:
+        """What that model has for each of the target's tokens; None where its ids are the target's."""
 
     @property
     def plain(self) -> Proposer:

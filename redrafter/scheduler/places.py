@@ -175,4 +175,4 @@ class Places:
         if sequence.row is not None:
             self._batch.remove(sequence)
         self.prefilling.pop(sequence, None)
-        sequence.prefilled = 0
+        sequence.prefilled = sequence.draft_prefilled = 0

@@ -16,7 +16,7 @@ from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.prefill_budget import Chunk, PrefillPace, choose_chunks
 from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.step import read_prompts
+from redrafter.step import DraftPrompts, read_prompts
 from redrafter.target.target import Target
 
 __all__ = ["PrefilledRows", "Prefiller"]
@@ -123,10 +123,28 @@ class Prefiller:
             counts=[count for _, count in chunks],
             draft_model=self._draft_model,
             draft_cache=caches.draft,
+            draft_prompts=self._draft_prompts(sequences, ends),
             show=show if sequences[0].needs_scores else None,
         )
         done = _take_note(chunks)
         return PrefilledRows(sequences, tokens, upto, logits, hidden, caches, range(len(sequences))).at(done)
+
+    def _draft_prompts(self, sequences: Sequence[TokenSequence], ends: Sequence[int]) -> DraftPrompts | None:
+        """Return what a draft model with another vocabulary reads, where the target reads sequences up to `ends`.
+
+        It is taken as read.
+        """
+        texts = [sequence.draft_text for sequence in sequences if sequence.draft_text is not None]
+        if self._draft_model is None or not texts:
+            return None
+        lengths = [sequence.draft_length(end) for sequence, end in zip(sequences, ends, strict=True)]
+        starts = [sequence.draft_prefilled for sequence in sequences]
+        for sequence, length in zip(sequences, lengths, strict=True):
+            sequence.draft_prefilled = length
+        device, counts = self._draft_model.device, [end - start for start, end in zip(starts, lengths, strict=True)]
+        tokens = _stack([text.ids for text in texts], lengths)
+        tokens, start, upto = (to_device(x, device) for x in (tokens, starts, lengths))
+        return DraftPrompts(tokens, start, upto, counts)
 
     @property
     def can_read_beside(self) -> bool:
@@ -177,7 +195,11 @@ def _take_note(chunks: Sequence[Chunk]) -> list[int]:
 
 def _stack_tokens(sequences: Sequence[TokenSequence], counts: Sequence[int]) -> Tensor:
     """Return the first `counts` tokens of sequences, padded with one 0 at least, `[B, T]` int64 on the host."""
-    padded = torch.zeros(len(sequences), max(counts, default=0) + 1, dtype=torch.long)
-    for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-        padded[row, :count] = torch.tensor(sequence.tokens[:count])
+    return _stack([sequence.tokens for sequence in sequences], counts)
+
+
+def _stack(texts: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
+    padded = torch.zeros(len(texts), max(counts, default=0) + 1, dtype=torch.long)
+    for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
+        padded[row, :count] = torch.tensor(text[:count])
     return padded

@@ -7,14 +7,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import KVCache, PagedCache, stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer
+from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.scheduler.sequence_blocks import tables_of
+from redrafter.scheduler.sequence_blocks import draft_tables_of, tables_of
 from redrafter.target.target import Target
 
 __all__ = ["CachePair", "DenseRows", "PagedRows", "RowCaches"]
@@ -58,12 +60,13 @@ class RowCaches(Protocol):
     def clear(self, row: int) -> None:
         """Let nobody find what a row holds."""
 
-    def of_step(self, rows: int, longest: int, proposer: Proposer) -> CachePair:
+    def of_step(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
         """Return the caches of the first rows, ready for a step.
 
         Args:
             rows: How many rows.
             longest: Committed tokens of the longest of them.
+            longest_draft: Tokens of the longest of them as the draft model reads it.
             proposer: What drafts in the step.
         """
 
@@ -73,55 +76,74 @@ class PagedRows:
 
     Attributes:
         tables: Ids of the blocks of each row, `[R, M]` int32; 0 where a row has fewer.
+        draft_tables: The same for a draft model with another vocabulary, `[R, M']` int32; None without one.
     """
 
-    def __init__(self, graphs: CUDAGraphRunner, has_draft_model: bool):
+    def __init__(self, graphs: CUDAGraphRunner, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
         """Begin without rows.
 
         Args:
             graphs: The blocks.
             has_draft_model: Whether a draft model reads the texts too.
+            vocabulary: What that model has for each of the target's tokens; None where its ids are the target's.
         """
         self._graphs, self._draft_store = graphs, graphs.draft_store if has_draft_model else None
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=graphs.target.device)
+        self._vocabulary, self.draft_tables = vocabulary, None if vocabulary is None else self.tables.clone()
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make block tables for so many rows and positions; see `RowCaches`."""
-        old = self.tables
-        self.tables = torch.zeros(rows, positions // BLOCK_SIZE, dtype=old.dtype, device=old.device)
-        self.tables[: old.shape[0], : old.shape[1]] = old
+        self.tables = _enlarged(self.tables, rows, positions // BLOCK_SIZE)
+        if self._vocabulary is not None and self.draft_tables is not None:
+            slots = len(self._vocabulary.start) + self._vocabulary.max_pieces * positions
+            self.draft_tables = _enlarged(self.draft_tables, rows, -(-slots // BLOCK_SIZE))
 
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
         """Return the caches of sequences that hold blocks; see `RowCaches`."""
-        return self._on(stack_block_tables(tables_of(sequences), self.tables.device))
+        device = self.tables.device
+        tables = stack_block_tables(tables_of(sequences), device)
+        if self.draft_tables is None:
+            return self._on(tables, tables)
+        return self._on(tables, stack_block_tables(draft_tables_of(sequences), device))
 
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
         """Write the block tables of sequences into the rows from `first` on; see `RowCaches`."""
-        self.tables[first : first + len(sequences)] = self._stack(sequences)
+        written = slice(first, first + len(sequences))
+        self.tables[written] = self._stack(tables_of(sequences), self.tables)
+        if self.draft_tables is not None:
+            self.draft_tables[written] = self._stack(draft_tables_of(sequences), self.draft_tables)
 
     def update(self, sequences: Sequence[TokenSequence]) -> None:
         """Copy the ids of blocks into the rows of sequences, after these were given some."""
         rows = to_device([sequence.row for sequence in sequences], self.tables.device, torch.long)
-        self.tables.index_copy_(0, rows, self._stack(sequences))
+        self.tables.index_copy_(0, rows, self._stack(tables_of(sequences), self.tables))
+        if self.draft_tables is not None:
+            self.draft_tables.index_copy_(0, rows, self._stack(draft_tables_of(sequences), self.draft_tables))
 
-    def _stack(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """Return the ids of the blocks of sequences, as wide as `tables`."""
-        return stack_block_tables(tables_of(sequences), self.tables.device, self.tables.shape[1])
+    @staticmethod
+    def _stack(block_tables: Sequence[BlockTable], like: Tensor) -> Tensor:
+        """Return the ids of the blocks of block tables, as wide as `like`."""
+        return stack_block_tables(block_tables, like.device, like.shape[1])
 
     def move(self, source: int, to: int) -> None:
         """Copy the block table of one row to another; see `RowCaches`."""
-        self.tables[to] = self.tables[source]
+        for tables in self._all_tables():
+            tables[to] = tables[source]
 
     def clear(self, row: int) -> None:
         """Let a row write to block 0, which belongs to nobody; see `RowCaches`."""
-        self.tables[row] = 0
+        for tables in self._all_tables():
+            tables[row] = 0
 
-    def of_step(self, rows: int, longest: int, proposer: Proposer) -> CachePair:
+    def of_step(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
         """Return the caches of the first rows; see `RowCaches`."""
-        return self._on(self.tables[:rows])
+        return self._on(self.tables[:rows], self._all_tables()[-1][:rows])
 
-    def _on(self, tables: Tensor) -> CachePair:
-        drafts = None if self._draft_store is None else PagedCache(self._draft_store, tables)
+    def _all_tables(self) -> list[Tensor]:
+        return [self.tables] if self.draft_tables is None else [self.tables, self.draft_tables]
+
+    def _on(self, tables: Tensor, draft_tables: Tensor) -> CachePair:
+        drafts = None if self._draft_store is None else PagedCache(self._draft_store, draft_tables)
         return CachePair(PagedCache(self._graphs.store, tables), drafts)
 
 
@@ -139,16 +161,18 @@ class DenseRows:
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
         """Return empty caches with space for the prompts; see `RowCaches`."""
         slots = max(sequence.prefill_length for sequence in sequences)
+        draft_slots = max(sequence.draft_length(sequence.prefill_length) for sequence in sequences)
         # What the first prompts are read into becomes the caches of all rows.
         rows = len(sequences) if self._caches else self._all_rows
-        return self._make(rows, len(sequences), slots)
+        return self._make(rows, len(sequences), slots, draft_slots)
 
-    def _make(self, rows: int, used: int, slots: int) -> CachePair:
+    def _make(self, rows: int, used: int, *slots: int) -> CachePair:
+        """Return empty caches for `rows` rows, of which the first `used` take part, with slots for each model."""
         models = [model for model in (self._target, self._draft_model) if model is not None]
         caches: list[DenseCache] = [model.new_cache(rows) for model in models]
-        for cache in caches:
+        for cache, count in zip(caches, slots, strict=False):
             cache.use_rows(used)
-            cache.reserve(slots)
+            cache.reserve(count)
         return CachePair(*caches)
 
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
@@ -157,7 +181,7 @@ class DenseRows:
             self._caches = read
             if list(rows) == list(range(len(rows))):
                 return
-            self._caches = self._make(self._all_rows, 1, read.target.window)
+            self._caches = self._make(self._all_rows, 1, *(cache.window for cache in self._pair(read)))
         for mine, part in zip(self._pair(self._caches), self._pair(read), strict=True):
             mine.reserve(max(mine.window, part.window))
             mine.write_rows(first, part, rows)
@@ -170,16 +194,23 @@ class DenseRows:
     def clear(self, row: int) -> None:
         """Do nothing: rows that are not in use take no part in steps; see `RowCaches`."""
 
-    def of_step(self, rows: int, longest: int, proposer: Proposer) -> CachePair:
+    def of_step(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
         """Return the caches, with the first rows in use; see `RowCaches`."""
-        for cache in self._pair(self._caches):
+        for cache, committed in zip(self._pair(self._caches), (longest, longest_draft), strict=False):
             cache.use_rows(rows)
             if rows == proposer.scratch_slots == 1:
-                cache.reserve_one_token(longest)
+                cache.reserve_one_token(committed)
             else:
-                cache.reserve(longest + proposer.depth + proposer.scratch_slots)
+                cache.reserve(committed + proposer.depth + proposer.scratch_slots)
         return self._caches
 
     @staticmethod
     def _pair(caches: Any) -> list[DenseCache]:
         return [caches.target] if caches.draft is None else [caches.target, caches.draft]
+
+
+def _enlarged(tables: Tensor, rows: int, blocks: int) -> Tensor:
+    """Return tables of so many rows and blocks that begin with those of `tables`; 0 elsewhere."""
+    larger = torch.zeros(rows, blocks, dtype=tables.dtype, device=tables.device)
+    larger[: tables.shape[0], : tables.shape[1]] = tables
+    return larger

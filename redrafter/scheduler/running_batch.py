@@ -248,7 +248,7 @@ class RunningBatch:
         if chunks:
             self.reserve(max(sequence.max_length for sequence, _ in chunks))
         rows, proposer, longest = self._size(len(self.rows)), self._proposer(), self._longest()
-        caches = self.caches.of_step(rows, longest, proposer)
+        caches = self.caches.of_step(rows, longest, self._longest_draft(), proposer)
         if self.target.needs_reread(longest):
             state = self._first(rows)
             self.target.reread(state.tokens, state.length, state.active, caches.target)
@@ -285,6 +285,14 @@ class RunningBatch:
         ahead = self.depth + 1  # tokens by which a step may advance a row
         return max(
             len(sequence.tokens) - 1 + ahead * (sequence.launched + (sequence.row is None)) for sequence in self.rows
+        )
+
+    def _longest_draft(self) -> int:
+        """Return the most committed tokens that a row can have as the draft model reads it."""
+        ahead = self.depth + 1
+        return max(
+            sequence.draft_bound(len(sequence.tokens) + ahead * (sequence.launched + (sequence.row is None))) - 1
+            for sequence in self.rows
         )
 
     def _first(self, rows: int) -> State:

@@ -25,6 +25,7 @@ from contextlib import nullcontext
 
 import torch
 
+from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.admission import Admission
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, bucket
@@ -89,12 +90,13 @@ class Scheduler:
         """
         self.engine, self._graphs, self.limits = engine, graphs, limits
         draft_model = engine.draft_model if speculate else None
+        self._draft_vocabulary = engine.draft_vocabulary if speculate else None
         if batch is None:
             assert graphs is not None, "sequences of any kind are on a paged cache"
             check_paged(engine)
             rows = bucket(limits.max_batch_size)
             sampling = SamplingTensors(rows, engine.target.vocab_size, engine.target.device)
-            caches = PagedRows(graphs, draft_model is not None)
+            caches = PagedRows(graphs, draft_model is not None, self._draft_vocabulary)
             batch = RunningBatch(engine.target, sampling, rows, caches, graphs)
         self.batch = batch
         batch.draft_with(engine, limits.max_batch_size, speculate=speculate)
@@ -169,6 +171,9 @@ class Scheduler:
         Raises:
             QueueFullError: Too many sequences wait, see `Limits.refuse_if_full`.
         """
+        if self._draft_vocabulary is not None:
+            for sequence in sequences:
+                sequence.draft_text = DraftText(self._draft_vocabulary)
         self._places.enqueue(sequences, self.limits)
 
     def cancel(self, *sequences: TokenSequence) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from redrafter.cache.block_manager import BlockTable
+from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.guided_text import GuidedText
@@ -134,6 +135,9 @@ class TokenSequence:
         block_table: Blocks of the cache, while the sequence holds a place.
         prefilled: Leading tokens whose keys and values are in these blocks, while its prompt is being read.
         reused: How many of them were in the cache already when the sequence was admitted, at most.
+        draft_text: Its text as a draft model with another vocabulary reads it; None where none does.
+        draft_block_table: Blocks of that model's cache, while the sequence holds a place and there is such a text.
+        draft_prefilled: Leading tokens of that text whose keys and values are in these blocks, as `prefilled`.
         arrival: Number of its arrival, from 1; 0 before it is submitted.
         admitted_round: Round in which it was last given a place; None if it never was.
         row: Its row of the running batch; None while it has none.
@@ -158,6 +162,9 @@ class TokenSequence:
     tokens: list[int] = field(default_factory=list)
     block_table: BlockTable | None = None
     prefilled: int = 0
+    draft_text: DraftText | None = None
+    draft_block_table: BlockTable | None = None
+    draft_prefilled: int = 0
     reused: int = 0
     arrival: int = 0
     admitted_round: int | None = None
@@ -202,6 +209,14 @@ class TokenSequence:
     def wants_logits(self) -> bool:
         """Whether logits are needed beside its tokens."""
         return self.params.logprobs is not None or "logits" in self.keeps
+
+    def draft_length(self, count: int) -> int:
+        """Return how many tokens of the draft model the first `count` tokens are."""
+        return count if self.draft_text is None else self.draft_text.length(self.tokens, count)
+
+    def draft_bound(self, positions: int) -> int:
+        """Return the most tokens of the draft model that the text can be at so many positions."""
+        return positions if self.draft_text is None else self.draft_text.bound(self.tokens, positions)
 
     def append(self, drawn: NewTokens) -> SequenceDelta:
         """Append drawn tokens up to where the sequence ends, and return what was added."""

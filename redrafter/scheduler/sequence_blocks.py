@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from redrafter.cache.block_manager import BlockTable
+from redrafter.cache.block_manager import BlockManager, BlockTable
+from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.sequence import TokenSequence
 
-__all__ = ["SequenceBlocks", "tables_of"]
+__all__ = ["SequenceBlocks", "draft_tables_of", "tables_of"]
 
 
 def tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
@@ -17,8 +18,19 @@ def tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
     return tables
 
 
+def draft_tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
+    """Return the block tables of the draft model's texts of sequences that all have one."""
+    tables = [sequence.draft_block_table for sequence in sequences if sequence.draft_block_table is not None]
+    assert len(tables) == len(sequences), "a sequence has no blocks"
+    return tables
+
+
 class SequenceBlocks:
-    """Gives sequences their blocks of a paged KV cache and takes them back."""
+    """Gives sequences their blocks of a paged KV cache and takes them back.
+
+    A draft model with the target's vocabulary has its keys and values in blocks of the same ids. One with another
+    vocabulary has a text of its own for each sequence, and blocks of its own.
+    """
 
     def __init__(self, graphs: CUDAGraphRunner, has_draft_model: bool, reuse: bool):
         """Hand out the blocks of a runner's cache.
@@ -49,22 +61,48 @@ class SequenceBlocks:
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
         with self._graphs.lock:
             sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, sequence.cache_salt)
+            if sequence.draft_text is not None:
+                try:
+                    sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)
+                except CacheFullError:
+                    self._graphs.blocks.release(sequence.block_table)
+                    sequence.block_table = None
+                    raise
+                sequence.draft_prefilled = sequence.draft_block_table.reused
         if sequence.needs_scores:
             sequence.prompt_scores.clear()  # it may have been preempted halfway
         sequence.prefilled = sequence.block_table.reused
         sequence.reused = max(sequence.reused, sequence.prefilled)
 
+    def _admit_draft_text(self, sequence: TokenSequence, slots: int, reuse: bool) -> BlockTable:
+        """Give a sequence blocks for its draft text, with a cached prefix no longer than what the target has found."""
+        text, blocks = sequence.draft_text, self._graphs.draft_blocks
+        assert text is not None
+        assert blocks is not None
+        assert sequence.block_table is not None
+        draft_slots = sequence.draft_bound(slots)
+        found = sequence.draft_length(sequence.block_table.reused)
+        return blocks.admit(text.ids[: found + 1], draft_slots, reuse, sequence.cache_salt)
+
     def grow(self, sequence: TokenSequence, slots: int) -> bool:
         """Give a sequence blocks for at least so many positions, and return whether it needed more than it had.
 
         Raises:
-            CacheFullError: Too few blocks are free; the sequence is unchanged.
+            CacheFullError: Too few blocks are free. The sequence is unchanged, but for blocks of the target that it was
+                given where only those of a draft model were too few.
         """
-        assert sequence.block_table is not None
-        if slots <= len(sequence.block_table.blocks) * BLOCK_SIZE:
+        grown = self._grow(self._graphs.blocks, sequence.block_table, slots)
+        if sequence.draft_text is None:
+            return grown
+        return self._grow(self._graphs.draft_blocks, sequence.draft_block_table, sequence.draft_bound(slots)) or grown
+
+    def _grow(self, blocks: BlockManager | None, block_table: BlockTable | None, slots: int) -> bool:
+        assert blocks is not None
+        assert block_table is not None
+        if slots <= len(block_table.blocks) * BLOCK_SIZE:
             return False
         with self._graphs.lock:
-            self._graphs.blocks.grow(sequence.block_table, slots)
+            blocks.grow(block_table, slots)
         return True
 
     def publish(self, sequence: TokenSequence, count: int) -> None:
@@ -73,6 +111,11 @@ class SequenceBlocks:
         if self._publishes and self._is_steady(sequence):
             with self._graphs.lock:
                 self._graphs.blocks.publish(sequence.block_table, sequence.tokens[:count])
+                if sequence.draft_text is not None:
+                    assert self._graphs.draft_blocks is not None
+                    assert sequence.draft_block_table is not None
+                    read = sequence.draft_text.ids[: sequence.draft_length(count)]
+                    self._graphs.draft_blocks.publish(sequence.draft_block_table, read)
 
     def release(self, sequence: TokenSequence, keep: bool) -> None:
         """Take the blocks of a sequence back, if it has any.
@@ -87,7 +130,10 @@ class SequenceBlocks:
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
         with self._graphs.lock:
             self._graphs.blocks.release(sequence.block_table)
-        sequence.block_table = None
+            if sequence.draft_block_table is not None:
+                assert self._graphs.draft_blocks is not None
+                self._graphs.draft_blocks.release(sequence.draft_block_table)
+        sequence.block_table = sequence.draft_block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:
         """Tell whether a sequence's blocks hold what those of any sequence with the same text would hold."""

@@ -36,8 +36,10 @@ class Tree:
             nodes are in their final slots already.
         sampled_from: Unnormalised log-probabilities that node i + 1 was sampled from, `[B, N-1, V]` float32; None
             where drafts are not samples of a distribution.
-        slots: Slot of each node in the draft model's cache, counted from n, `[B, N]` int64; None where node i is in
-            slot n + i, or where there is no draft model.
+        slots: Slot of each node in the draft model's cache, counted from its committed tokens, `[B, N]` int64; None
+            where node i is in slot i behind them, or where there is no draft model.
+        draft_length: Committed tokens of each row in the draft model's cache, which `slots` are counted from, `[B]`
+            int64; None where they are as many as the target's.
         counts: How many nodes of each row are verified, the first ones, `[B]` int64; None for all. The tree is ragged
             where there are counts.
         total: The sum of `counts`, a number on the host; None for all nodes.
@@ -51,6 +53,7 @@ class Tree:
     branches: bool = True
     sampled_from: Tensor | None = None
     slots: Tensor | None = None
+    draft_length: Tensor | None = None
     counts: Tensor | None = None
     total: int | None = None
 

@@ -5,7 +5,6 @@ import logging
 import time
 from dataclasses import replace
 
-from redrafter.cache.block_manager import BlockManager
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.scheduler.chunk_buffers import ROOMS
 from redrafter.scheduler.running_batch import MIN_POSITIONS
@@ -42,7 +41,7 @@ def warm_up(scheduler: Scheduler) -> None:
         _write(scheduler, min(2, limits.max_batch_size), length, GREEDY)
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
     scheduler.limits, scheduler.batch.draft_pauses = limits, pauses
-    scheduler.graphs.blocks = BlockManager(scheduler.graphs.store.num_blocks)  # forget these prompts
+    scheduler.graphs.forget_prefixes()
     scheduler.prefiller.restart_pace()  # so that these first durations slow no later forward
 
 

@@ -1,0 +1,148 @@
+"""Compare the tokenizers of a target and its draft model, and map one vocabulary to the other where they differ."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from redrafter.checkpoints.token_bytes import TokenBytes
+from redrafter.checkpoints.tokenizers import load_tokenizer
+from redrafter.drafting.vocabulary_map import VocabularyMap
+from redrafter.errors import CheckpointError, MismatchError, UnsupportedError
+from redrafter.target.target import Target
+
+__all__ = ["map_unlike_vocabularies", "map_vocabularies"]
+
+MAX_PIECES = 4  # of a token; of 8,186 tokens in one base's vocabulary, 76 have more in one of 2,042
+MIN_SHARED = 0.1  # of the smaller vocabulary's tokens of several bytes; with fewer, next to no draft is right
+
+Model = str | Path | PreTrainedModel | Target
+Tokenizer = str | Path | PreTrainedTokenizerBase
+
+
+def map_unlike_vocabularies(
+    model: Model,
+    draft_model: Model,
+    tokenizer: Tokenizer | None,
+    draft_tokenizer: Tokenizer | None,
+    trust_remote_code: bool,
+) -> VocabularyMap | None:
+    """Return what a draft model reads and writes for each token of a model with another vocabulary.
+
+    The models' embedding tables may differ in size: rows past the tokenizer's last id are padding. Loaded models are
+    taken to have one vocabulary where no tokenizer is given, and none is found under their names.
+
+    Args:
+        model: Hub id, directory, loaded model or target.
+        draft_model: The same for the model that drafts.
+        tokenizer: The model's tokenizer, or where it is; None for the one beside the model.
+        draft_tokenizer: The same for the draft model.
+        trust_remote_code: Whether code in the checkpoints may run.
+
+    Returns:
+        The map; None where the tokenizers give the same text the same ids.
+
+    Raises:
+        CheckpointError: If a tokenizer that was named, or that of a model given by name, cannot be loaded.
+        MismatchError: If the vocabularies have too little in common, or cannot be compared.
+    """
+    found = []
+    for checked, given in ((model, tokenizer), (draft_model, draft_tokenizer)):
+        if isinstance(given, PreTrainedTokenizerBase):
+            found.append((str(given.name_or_path or type(given).__name__), given))
+            continue
+        loaded: Any = checked.model if isinstance(checked, Target) else checked
+        name: Any = checked if isinstance(checked, str | Path) else getattr(loaded, "name_or_path", None)
+        name = name if given is None else given
+        if name is None:
+            return None  # no model: refused where it is loaded
+        try:
+            found.append((str(name), load_tokenizer(name, trust_remote_code=trust_remote_code)))
+        except CheckpointError:
+            if name is checked or name is given:
+                raise
+            return None
+    (name, target_tokenizer), (draft_name, its_tokenizer) = found
+    if target_tokenizer.get_vocab() == its_tokenizer.get_vocab():
+        return None
+    try:
+        return map_vocabularies(target_tokenizer, its_tokenizer)
+    except UnsupportedError as error:
+        difference = _difference(target_tokenizer.get_vocab(), its_tokenizer.get_vocab())
+        raise MismatchError(
+            f"the draft model {draft_name} does not write with the tokens of {name} ({difference}): {error}; use one "
+            "of the same family, with the same tokenizer"
+        ) from error
+
+
+def map_vocabularies(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> VocabularyMap:
+    """Map each token of a target to what a draft model with another tokenizer reads and writes for it.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        draft_tokenizer: The draft model's tokenizer.
+
+    Raises:
+        UnsupportedError: A tokenizer's tokens cannot be told as bytes, or the two have too few of them in common.
+    """
+    target, draft = TokenBytes.of(tokenizer), TokenBytes.of(draft_tokenizer)
+    pairs = _pair_by_bytes(target, draft) | _pair_special(tokenizer, draft_tokenizer, target, draft)
+    sizes = [sum(len(text) > 1 for text in tokens.of_id.values()) for tokens in (target, draft)]
+    shared = sum(len(target.of_id.get(id, b"")) > 1 for id in pairs)
+    if shared < max(MIN_SHARED * min(sizes), 1):
+        raise UnsupportedError(
+            f"of {sizes[0]} and {sizes[1]} tokens of several bytes only {shared} are in both, and at least "
+            f"{MIN_SHARED:.0%} of the smaller vocabulary's must be"
+        )
+    size = 1 + max(target.of_id.keys() | target.special.values())
+    pieces, counts = torch.zeros(size, MAX_PIECES, dtype=torch.long), torch.ones(size, dtype=torch.long)
+    draft_ids, is_shared = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.bool)
+    names = {id: name.encode() for name, id in target.special.items()}
+    for id, text in (names | target.of_id).items():
+        if id in pairs:
+            draft_ids[id], is_shared[id] = pairs[id], True
+        # What comes next depends most on what stands last.
+        read = [pairs[id]] if id in pairs else draft.split(text)[-MAX_PIECES:] or [0]
+        pieces[id, : len(read)], counts[id] = torch.tensor(read), len(read)
+    return VocabularyMap(pieces, counts, draft_ids, is_shared, _start(tokenizer, draft_tokenizer))
+
+
+def _pair_by_bytes(target: TokenBytes, draft: TokenBytes) -> dict[int, int]:
+    """Return the draft model's id of each of the target's ids that has one of the same bytes, each at most once."""
+    draft_ids = draft.by_bytes()
+    return {
+        id: draft_id
+        for text, ids in target.by_bytes().items()
+        for id, draft_id in zip(ids, draft_ids.get(text, ()), strict=False)
+    }
+
+
+def _pair_special(
+    tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, target: TokenBytes, draft: TokenBytes
+) -> dict[int, int]:
+    """Return the draft model's id of each special id that has one of the same role or name, each at most once."""
+    roles = [(getattr(tokenizer, role), getattr(draft_tokenizer, role)) for role in ("eos_token_id", "bos_token_id")]
+    names = [(id, draft.special.get(name)) for name, id in target.special.items()]
+    pairs: dict[int, int] = {}
+    for id, draft_id in (*roles, *names):
+        special = id in target.special.values() and draft_id in draft.special.values()
+        if special and id not in pairs and draft_id not in pairs.values():
+            pairs[id] = draft_id
+    return pairs
+
+
+def _start(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the draft model's first token, where its tokenizer begins each text with one and the target's does not."""
+    first, begins = draft_tokenizer.bos_token_id, draft_tokenizer("").input_ids
+    if first is None or begins[:1] != [first] or tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]:
+        return ()
+    return (first,)
+
+
+def _difference(vocabulary: dict[str, int], draft_vocabulary: dict[str, int]) -> str:
+    """Describe the first id that stands for different tokens in two vocabularies, or is in one of them only."""
+    tokens, draft_tokens = ({id: token for token, id in tokens.items()} for tokens in (vocabulary, draft_vocabulary))
+    first = min(id for id in tokens.keys() | draft_tokens.keys() if tokens.get(id) != draft_tokens.get(id))
+    sizes = f"{len(vocabulary)} tokens against {len(draft_vocabulary)}"
+    return f"{sizes}, id {first} is {tokens.get(first)!r} in one and {draft_tokens.get(first)!r} in the other"

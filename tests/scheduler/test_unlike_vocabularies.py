@@ -1,0 +1,66 @@
+"""Continuous batching with a draft model of another vocabulary, whose texts have blocks of their own."""
+
+import pytest
+
+from helpers.models import tiny_model
+from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, random_sequences, run, scheduler
+from helpers.speculation import without_drafts
+from helpers.vocabularies import renumbered
+from redrafter import CacheFullError, DraftTarget
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.target.target import Target
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    draft_model, vocabulary = renumbered(model, 0.67)
+    return DraftTarget(Target(model), Target(draft_model), draft_len=3, vocabulary=vocabulary)
+
+
+def check(engine, served, sequences):
+    for sequence in sequences:
+        assert sequence.sink.tokens == alone(engine, sequence)
+    nothing_is_held(served)
+    assert served.graphs.draft_blocks.num_holds == 0
+
+
+@pytest.mark.parametrize("limits", [{"max_num_tokens": 60}, {"max_batch_size": 3}, {"reuse": False}], ids=str)
+def test_uneven_sequences_that_come_one_by_one(engine, limits):
+    sequences = without_drafts(random_sequences(12, seed=4))
+    served = scheduler(engine, blocks=120, **limits)
+    run(served, sequences, 1)
+    check(engine, served, sequences)
+    assert sum(sequence.stats.accepted for sequence in sequences) > 0
+
+
+def test_sequences_that_give_way_to_others(engine):
+    sequences = random_sequences(12, seed=5, longest=10, max_new_tokens=60)
+    served = scheduler(engine, blocks=24, max_num_tokens=60)  # of either model: the draft model's run out
+    run(served, sequences)
+    assert served.preempted > 1
+    check(engine, served, sequences)
+
+
+def test_a_prefix_is_found_in_both_caches(engine):
+    served = scheduler(engine)
+    first = make_sequence(list(range(3, 63)), 8, KINDS["greedy"])
+    run(served, [first])
+    second = make_sequence([*range(3, 63), 5, 6], 8, KINDS["greedy"])
+    served.submit(second)
+    served.read()
+    assert second.reused == 3 * BLOCK_SIZE
+    assert second.draft_block_table.reused >= 3 * BLOCK_SIZE
+    run(served, [])
+    check(engine, served, [first, second])
+
+
+def test_a_draft_text_that_never_fits_ends_with_an_error(engine):
+    served = scheduler(engine, blocks=7)
+    sequence = make_sequence(list(range(3, 63)), 2, KINDS["greedy"])
+    served.submit(sequence)
+    while not served.idle:
+        served.round()
+    assert isinstance(sequence.sink.deltas[-1].error, CacheFullError)
+    assert served.graphs.blocks.num_holds == served.graphs.draft_blocks.num_holds == 0
