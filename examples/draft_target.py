@@ -1,7 +1,7 @@
 """A small model drafts for a large one that was never trained with it. Needs nothing from outside.
 
 python examples/draft_target.py                    # a stand-in for a large model, made here
-python examples/draft_target.py my-70b my-1b       # yours: hub ids or directories, of one vocabulary
+python examples/draft_target.py my-70b my-1b       # yours: hub ids or directories
 
 The stand-in is the model in the box with 40 layers more that add nothing: it costs twice as much and writes what the
 small one writes, so every draft is kept. A pair of real models keeps fewer.

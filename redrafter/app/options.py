@@ -78,7 +78,9 @@ class DraftOptions:
     """Options of drafting without a recurrent drafter: with a smaller LM, or with a lookup in the text itself."""
 
     draft_model: str | None = option(
-        None, "hub id or directory of a smaller LM with the same vocabulary, to draft with", metavar="D"
+        None,
+        "hub id or directory of a smaller LM to draft with; one with another tokenizer drafts the tokens of both",
+        metavar="D",
     )
     prompt_lookup: bool = option(False, "draft the tokens that followed the same tokens earlier in the text")
     draft_len: int | None = option(None, "tokens drafted per step by --draft-model or --prompt-lookup (default: 4)")

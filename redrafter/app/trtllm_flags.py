@@ -124,9 +124,7 @@ FLAGS: dict[str, tuple[FlagMeaning, ...]] = {
         Refused("--base-model-checkpoint-dir DIR: an engine holds no weights that can be read", CONVERTING),
     ),
     "--engine": (Refused(f"MODEL, {_NO_ENGINE}", SERVING), Refused(f"--model DIR, {_NO_ENGINE}", LOADING)),
-    "--draft-engine-dir": (
-        Refused("--draft-model DIR, a Hugging Face model with the same tokenizer", DRAFT_MODEL_FLAG),
-    ),
+    "--draft-engine-dir": (Refused("--draft-model DIR, a Hugging Face model", DRAFT_MODEL_FLAG),),
     "--tokenizer-dir": (Refused("leave it out: the tokenizer is the one beside the model", RUNNING),),
     "--tokenizer": (Refused("leave it out: the tokenizer is the one beside the model", RUNNING),),
     "--data-type": (Refused("--dtype float16, bfloat16 or float32", "--dtype"),),

@@ -15,6 +15,7 @@ __all__ = ["check_no_load_keywords", "check_reserved_keywords", "unknown_keyword
 _FOREIGN_NAMES = {
     "acceptance_threshold": ("acceptance",),
     "assistant_model": ("draft_model",),
+    "assistant_tokenizer": ("draft_tokenizer",),
     "draft_len": ("draft_len_per_beam",),
     "draft_len_per_beam": ("draft_len",),
     "kv_cache_free_gpu_mem_fraction": ("kv_cache_free_gpu_memory_fraction",),

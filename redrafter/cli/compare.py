@@ -12,6 +12,7 @@ from redrafter.app.engines import DRAFT_MODEL, PLAIN
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.cli.compared_methods import ASSISTED, AssistedMethod, Method, MethodResult, load_pairs, measure_result
 from redrafter.cli.differences import describe_differences
 from redrafter.cli.options import CompareOptions
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     plain = Method(replace(pairs[0], method=PLAIN, drafting_model=None), replace(generation, speculate=False))
     methods = [plain, *(Method(pair, generation) for pair in pairs)]
     if options.assisted:
-        methods.append(_assisted_method(pairs, generation))
+        methods.append(_assisted_method(pairs, generation, load.trust_remote_code))
     batches = [prompts[start : start + options.batch_size] for start in range(0, len(prompts), options.batch_size)]
     _warm_up(methods, batches)
     facts = _facts(pairs[0], prompts, left_out, asdict(load) | asdict(draft) | asdict(generation) | asdict(options))
@@ -76,12 +77,16 @@ def _check_output(options: CompareOptions) -> Path | None:
     return output
 
 
-def _assisted_method(pairs: Sequence[Pair], generation: GenerationOptions) -> AssistedMethod:
+def _assisted_method(pairs: Sequence[Pair], generation: GenerationOptions, trust_remote_code: bool) -> AssistedMethod:
     pair = next(pair for pair in pairs if pair.method == DRAFT_MODEL)
     assert pair.engine.draft_model is not None
-    if pair.engine.draft_model.vocab_size != pair.engine.target.vocab_size:
+    draft_tokenizer = None
+    if pair.engine.draft_vocabulary is not None:
+        assert pair.drafting_model is not None
+        draft_tokenizer = load_tokenizer(pair.drafting_model, trust_remote_code=trust_remote_code)
+    elif pair.engine.draft_model.vocab_size != pair.engine.target.vocab_size:
         raise ArgumentError("--assisted needs tables of one size: transformers refuses a padded draft model")
-    return AssistedMethod(replace(pair, method=ASSISTED), generation)
+    return AssistedMethod(replace(pair, method=ASSISTED), generation, draft_tokenizer=draft_tokenizer)
 
 
 def select_prompts(

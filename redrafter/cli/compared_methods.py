@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.engines import (
     DRAFT_MODEL,
@@ -112,11 +113,17 @@ class Method:
         return self.pair.run(batch, generation, streamer=None)
 
 
+@dataclass
 class AssistedMethod(Method):
     """Assisted generation of transformers with the pair's draft model and transformers' own settings.
 
     A step is a forward pass of the target; the first one reads the prompt too.
+
+    Attributes:
+        draft_tokenizer: The draft model's tokenizer, where it is another one than the target's; else None.
     """
+
+    draft_tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def exact(self) -> bool:
@@ -130,6 +137,8 @@ class AssistedMethod(Method):
         arguments = self.pair.arguments(generation)
         seed = arguments.pop("seed") or 0
         del arguments["speculate"]
+        if self.draft_tokenizer is not None:
+            arguments |= {"tokenizer": self.pair.tokenizer, "assistant_tokenizer": self.draft_tokenizer}
         texts, stats = [], []
         with Stopwatch(model.device) as watch:
             for row, prompt in enumerate(batch):

@@ -37,7 +37,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "negative_prompt_ids": ((None,), "leave it out"),
     "negative_prompt_attention_mask": ((None,), "leave it out"),
     "assistant_model": ((None,), "make the engine with DraftTarget.from_pretrained(model, assistant_model)"),
-    "assistant_tokenizer": ((None,), "leave it out: a draft model has the target's own vocabulary"),
+    "assistant_tokenizer": ((None,), "give it to DraftTarget.from_pretrained, as draft_tokenizer"),
     "custom_generate": ((None,), "call engine.model.generate(custom_generate=...) for another way of decoding"),
     "synced_gpus": ((None, False), "leave it out"),
     "logits_to_keep": ((None, 0, 1), "leave it out, or ask for output_logits=True"),

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.command_line import TEXT, byte_tokenizer, fails
+from helpers.models import tiny_model
+from helpers.tokenizers import TEXTS, byte_level, sentencepiece_like
 from redrafter import ReDrafter, ReDrafterError
 from redrafter import step as step_module
 from redrafter.app import engines
@@ -451,6 +453,17 @@ def test_prompts_that_are_none_are_refused_in_one_line(folder, capsys, tmp_path,
     assert str(tmp_path / name) in err
     with pytest.raises(ReDrafterError, match=re.escape(says)):
         read_prompts(str(tmp_path / name))
+
+
+def test_a_draft_model_with_another_tokenizer_is_measured_beside_assisted_generation(prompts, capsys, tmp_path):
+    for name, tokenizer in (("base", byte_level(TEXTS, 300)), ("small", sentencepiece_like(TEXTS, 500))):
+        tokenizer.save_pretrained(tmp_path / name)
+        tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / name)
+    args = ["--model", str(tmp_path / "base"), "--draft-model", str(tmp_path / "small"), "--prompts", prompts]
+    assert main(["compare", *args, "--assisted", "--max-new-tokens", "9"]) == 0
+    ways = by_way(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert ways["draft model"]["drafted"] > 0
+    assert ways["draft model"]["same"] == ways["HF assisted"]["same"] == len(PROMPTS)
 
 
 @pytest.mark.parametrize(

@@ -148,10 +148,11 @@ def test_the_draft_models_cache_follows_the_accepted_path(llama, some_shared, sh
     assert len(set(accepted)) > 2  # or nothing was shown
 
 
-def test_what_is_found_again_was_read_by_both_models(llama, some_shared):
+@pytest.mark.parametrize("new", range(24, 32))
+def test_what_is_found_again_was_read_by_both_models(llama, some_shared, new):
     engine = paged(make_engine(llama, some_shared, draft_len=3), blocks=200)
     prompt = torch.randint(3, VOCAB, (1, 40), generator=torch.Generator().manual_seed(5))
-    arguments = {"max_new_tokens": 29, "do_sample": False, "eos_token_id": None}
+    arguments = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
     text = engine.generate(prompt, **arguments)
     graphs, draft_text = engine.graphs, DraftText(engine.draft_vocabulary)
     count = draft_text.length(text[0].tolist())

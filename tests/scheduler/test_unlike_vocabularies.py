@@ -52,6 +52,7 @@ def test_a_prefix_is_found_in_both_caches(engine):
     served.read()
     assert second.reused == 3 * BLOCK_SIZE
     assert second.draft_block_table.reused >= 3 * BLOCK_SIZE
+    assert second.draft_prefilled == second.draft_length(len(second.prompt))
     run(served, [])
     check(engine, served, [first, second])
 
@@ -64,3 +65,18 @@ def test_a_draft_text_that_never_fits_ends_with_an_error(engine):
         served.round()
     assert isinstance(sequence.sink.deltas[-1].error, CacheFullError)
     assert served.graphs.blocks.num_holds == served.graphs.draft_blocks.num_holds == 0
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_each_row_keeps_its_own_draft_text(kind):
+    """Of the target under other ids every draft is kept, as long as its cache holds what it has read of that row."""
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    draft_model, vocabulary = renumbered(model)
+    engine = DraftTarget(Target(model), Target(draft_model), draft_len=3, vocabulary=vocabulary)
+    steps = [9, 1, 6, 3, 7, 2, 8]
+    sequences = [
+        make_sequence(list(range(3 + row, 12 + 3 * row)), 1 + 4 * count, KINDS[kind]) for row, count in enumerate(steps)
+    ]
+    run(scheduler(engine, max_batch_size=3), sequences)
+    assert [sequence.stats.accepted for sequence in sequences] == [3 * count for count in steps]
