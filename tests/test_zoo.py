@@ -18,8 +18,10 @@ from zoo.variants import architectures, variants
 BOTH, DENSE = "both caches", "the dense cache"
 SAMPLE = [
     ("afmoe", "window 4", BOTH),
+    ("bloom", "plain", DENSE),
     ("cohere2", "window 67", BOTH),
     ("deepseek_v2", "plain", BOTH),
+    ("falcon", "alibi, long", DENSE),
     ("falcon", "grouped", DENSE),
     ("gemma4_text", "window 67", BOTH),
     ("gpt_bigcode", "plain", BOTH),
@@ -28,6 +30,7 @@ SAMPLE = [
     ("llama4_text", "window 67", DENSE),
     ("ministral3", "scaled, long", BOTH),
     ("modernbert-decoder", "window 67", BOTH),
+    ("mpt", "plain", DENSE),
     ("opt", "plain", BOTH),
     ("phi3", "longrope", BOTH),
     ("phi3", "longrope, long", BOTH),

@@ -7,11 +7,12 @@ silently wrong.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionKind", "additive_mask", "visible_slots"]
+__all__ = ["AttentionKind", "TreeSlots", "additive_mask", "visible_slots"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,35 @@ def visible_slots(length: Tensor, depth: Tensor, ancestors: Tensor, slots: int, 
     assert kind.chunk is not None
     base = length[:, None, None]
     return seen & ((depth[:, -new:, None] + base) // kind.chunk == (position + base) // kind.chunk)
+
+
+@dataclass(frozen=True)
+class TreeSlots:
+    """The slots that a forward over trees reads of each row: who sees them, and at which position each one stands.
+
+    Attributes:
+        length: Committed tokens of each row, `[B]` int64.
+        depth: Depth of each node below the root, `[B, N]` int64.
+        ancestors: Whether each of the last M nodes descends from a node, or is it, `[B, M, N]` bool.
+        count: S, the number of slots, from the first one on.
+    """
+
+    length: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    count: int
+
+    def seen(self, kind: AttentionKind) -> Tensor:
+        """Return the slots that each new node sees under a kind of attention, `[B, M, S]` bool."""
+        return visible_slots(self.length, self.depth, self.ancestors, self.count, kind)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position of what each slot holds, `[B, S]` int64; any position where it holds nothing."""
+        slot = torch.arange(self.count, device=self.length.device)
+        node = slot - self.length[:, None]  # [B, S], negative where committed
+        position = self.length[:, None] + self.depth.gather(1, node.clamp(0, self.depth.shape[1] - 1))
+        return slot.where(node < 0, position)
 
 
 def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:

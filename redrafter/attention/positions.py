@@ -1,44 +1,45 @@
 """Tell positions to attention code that takes them from the cache.
 
-Two architectures of transformers take a token's position from its slot: GPT-Neo masks by slot, Llama-4 scales queries
-by the length of the cache. In a tree, slots and positions differ, and rows of a batch have lengths of their own. While
-a forward runs, stand-ins on those attention modules answer by position; afterwards the model is as it was.
+Some architectures of transformers take a token's position from its slot: GPT-Neo masks by slot, Llama-4 scales queries
+by the length of the cache, and those with ALiBi add a bias to each slot (`alibi.py`). In a tree, slots and positions
+differ, and rows of a batch have lengths of their own. While a forward runs, stand-ins on those attention modules answer
+by position; afterwards the model is as it was.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from redrafter.attention.mask import AttentionKind
+from redrafter.attention.alibi import bias_by_position, has_alibi
+from redrafter.attention.mask import AttentionKind, TreeSlots
 
 __all__ = ["answer_by_position", "find_slot_readers"]
-
-VisibleByKind: TypeAlias = Callable[[AttentionKind], Tensor]
-"""Returns the slots that each new node sees under a kind of attention, `[B, M, S]` bool."""
 
 
 def find_slot_readers(model: nn.Module) -> list[Any]:
     """Return the attention modules of a model that take positions from the cache."""
-    return [module for module in model.modules() if type(module).__name__ in _STAND_INS]
+    return [module for module in model.modules() if type(module).__name__ in _STAND_INS or has_alibi(module)]
 
 
 @contextmanager
-def answer_by_position(
-    modules: Sequence[Any], positions: Tensor, visible: VisibleByKind | None = None
-) -> Iterator[None]:
+def answer_by_position(modules: Sequence[Any], positions: Tensor, slots: TreeSlots | None = None) -> Iterator[None]:
     """Let attention modules that take positions from the cache be given true positions inside the context.
 
     Args:
         modules: The modules that `find_slot_readers` found.
         positions: Positions of the new nodes, `[B, M]` int64.
-        visible: Returns the slots that each new node sees; None where attention is ours and needs no mask.
+        slots: The slots that the forward reads; None where attention is ours and needs no mask.
     """
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(_STAND_INS[type(module).__name__](module, positions, visible))
+            if has_alibi(module):
+                assert slots is not None, "attention with ALiBi cannot be replaced"
+                stack.enter_context(bias_by_position(module, slots))
+            else:
+                stack.enter_context(_STAND_INS[type(module).__name__](module, positions, slots))
         yield
 
 
@@ -53,12 +54,12 @@ class _SlotMask:
 
 
 @contextmanager
-def _mask_by_position(module: Any, positions: Tensor, visible: VisibleByKind | None) -> Iterator[None]:
+def _mask_by_position(module: Any, positions: Tensor, slots: TreeSlots | None) -> Iterator[None]:
     """Let a GPT-Neo layer mask by position; a local one looks back `window_size` positions."""
-    assert visible is not None, "GPT-Neo's attention cannot be replaced"
+    assert slots is not None, "GPT-Neo's attention cannot be replaced"
     window = module.config.window_size if module.attention_type == "local" else None
     buffers, mask = module._buffers, module._buffers["bias"]
-    buffers["bias"] = _SlotMask(visible(AttentionKind(window=window))[:, None].to(mask.device))
+    buffers["bias"] = _SlotMask(slots.seen(AttentionKind(window=window))[:, None].to(mask.device))
     try:
         yield
     finally:
@@ -66,7 +67,7 @@ def _mask_by_position(module: Any, positions: Tensor, visible: VisibleByKind | N
 
 
 @contextmanager
-def _scale_by_position(module: Any, positions: Tensor, visible: VisibleByKind | None) -> Iterator[None]:
+def _scale_by_position(module: Any, positions: Tensor, slots: TreeSlots | None) -> Iterator[None]:
     """Make a Llama-4 layer scale its queries by the true position of each token inside the context.
 
     Llama-4 scales the queries of layers without rope by a factor that grows with the position (temperature tuning,
@@ -77,7 +78,7 @@ def _scale_by_position(module: Any, positions: Tensor, visible: VisibleByKind | 
     Args:
         module: A `Llama4TextAttention`; changed inside the context.
         positions: Positions of the new nodes, `[B, M]` int64.
-        visible: Not used; it is there because all stand-ins are called with the same arguments.
+        slots: Not used; it is there because all stand-ins are called with the same arguments.
     """
     if module.use_rope or not module.attn_temperature_tuning:
         yield
@@ -98,7 +99,7 @@ def _scale_by_position(module: Any, positions: Tensor, visible: VisibleByKind | 
         module.attn_temperature_tuning = tuning
 
 
-_STAND_INS: dict[str, Callable[[Any, Tensor, VisibleByKind | None], Any]] = {
+_STAND_INS: dict[str, Callable[[Any, Tensor, TreeSlots | None], Any]] = {
     "GPTNeoSelfAttention": _mask_by_position,
     "Llama4TextAttention": _scale_by_position,
 }

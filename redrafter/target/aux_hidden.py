@@ -3,10 +3,8 @@
 Reading several depths at once is how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from transformers import PreTrainedModel
 
 from redrafter.errors import MismatchError, UnsupportedError
 
-__all__ = ["decoder_layers", "decoder_stack", "join_hidden", "only_in_this_thread", "watch_outputs"]
+__all__ = ["decoder_layers", "decoder_stack", "join_hidden", "watch_outputs"]
 
 
 def decoder_layers(model: PreTrainedModel, count: int, layer_ids: Sequence[int]) -> list[nn.Module]:
@@ -86,17 +84,3 @@ def watch_outputs(modules: Sequence[nn.Module], record: Callable[[Tensor], None]
         for module in modules:
             stack.callback(module.register_forward_hook(hook).remove)
         yield
-
-
-def only_in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a hook so that it does nothing in forwards of other threads.
-
-    A hook is set on a module, which all threads share; what it does is for one forward alone.
-    """
-    thread = threading.get_ident()
-
-    @wraps(hook)
-    def guarded(*args: Any) -> Any:
-        return hook(*args) if threading.get_ident() == thread else None
-
-    return guarded

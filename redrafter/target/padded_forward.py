@@ -4,12 +4,12 @@ It serves any model that can be served at all, on any device or spread over seve
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from redrafter.attention.mask import additive_mask, visible_slots
+from redrafter.attention.alibi import has_alibi
+from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.positions import answer_by_position
 from redrafter.cache.dense import DenseCache
 from redrafter.target.tree_forward import ModelParts, TreeForward
@@ -31,6 +31,7 @@ class PaddedForward(TreeForward):
         """
         super().__init__(parts)
         self._device, self._dtype = device, dtype
+        self._alibi = any(has_alibi(module) for module in parts.slot_readers)
 
     def __call__(
         self,
@@ -44,17 +45,17 @@ class PaddedForward(TreeForward):
         nodes, new = tree.tokens.shape[1], tree.new
         cache.write_after(length + (nodes - new), new)
         positions = length[:, None] + tree.depth[:, -new:]  # [B, M]
-        visible = partial(visible_slots, length, tree.depth, tree.ancestors, cache.window)
+        slots = TreeSlots(length, tree.depth, tree.ancestors, cache.window)
         with (
             self._lock,
             self._recording(),
-            answer_by_position(self._slot_readers, positions, visible),
+            answer_by_position(self._slot_readers, positions, slots),
             self._choosing_rope(long, new),
         ):
             self._start_recording(logits_index)
             out = self._model(
                 input_ids=tree.tokens[:, -new:],
-                attention_mask=None if cache.committed else self._mask(tree, length, cache.window),
+                attention_mask=None if cache.committed else self._mask(slots),
                 # Nodes past the end of the context are never kept; they only must not index past a table.
                 position_ids=positions if self._context is None else positions.clamp(max=self._context - 1),
                 past_key_values=cache,
@@ -77,12 +78,11 @@ class PaddedForward(TreeForward):
         tokens = long[:, None].expand(-1, new)  # [B, M]
         return self._rope.choosing(lambda: tokens)
 
-    def _mask(self, tree: Tree, length: Tensor, window: int) -> Tensor | dict[str, Tensor]:
-        """Return the additive mask `[B, 1, M, S]` over the first S = `window` slots, one by name where kinds differ."""
-        masks = {
-            name: additive_mask(visible_slots(length, tree.depth, tree.ancestors, window, kind), self._dtype)
-            for name, kind in self._kinds.by_name.items()
-        }
+    def _mask(self, slots: TreeSlots) -> Tensor | dict[str, Tensor]:
+        """Return the additive mask `[B, 1, M, S]`, one by name where kinds differ; with ALiBi, ones `[B, S]`."""
+        if self._alibi:
+            return torch.ones_like(slots.positions)
+        masks = {name: additive_mask(slots.seen(kind), self._dtype) for name, kind in self._kinds.by_name.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 

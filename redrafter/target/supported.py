@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from redrafter.attention.alibi import has_alibi
 from redrafter.cache.dense import LayerShape
 from redrafter.errors import ReDrafterError, UnsupportedError, first_line
 
@@ -43,8 +44,8 @@ def check_supported(model: Any, name: str) -> None:
         name: What to call it.
 
     Raises:
-        UnsupportedError: It is an encoder-decoder, reads in both directions, keeps a recurrent state, has ALiBi, or
-            its attention implementation takes no 4-D mask.
+        UnsupportedError: It is an encoder-decoder, reads in both directions, keeps a recurrent state, has ALiBi in
+            code that is not known, or its attention implementation takes no 4-D mask.
     """
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
@@ -80,13 +81,14 @@ def _layer_types(config: object) -> list[str] | None:
 
 
 def _check_positions(model: Any, name: str) -> None:
-    """Raise `UnsupportedError` for ALiBi, whose bias follows from a token's slot in a row and not from its position."""
+    """Raise `UnsupportedError` for ALiBi in code that is not known, whose bias follows from a token's slot in a row."""
     config = model.config.get_text_config(decoder=True)
     alibi = (getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None)))
-    if any(alibi) or hasattr(model.get_decoder(), "build_alibi_tensor"):
+    named = any(alibi) or hasattr(model.get_decoder(), "build_alibi_tensor")
+    if named and not any(map(has_alibi, model.modules())):
         raise UnsupportedError(
-            f"{name} has ALiBi attention, whose bias follows from a token's slot in a 2-D mask; the nodes of a tree "
-            "need positions of their own, so use a model with rotary or learned positions"
+            f"{name} has ALiBi attention in code of its own, whose bias follows from a token's slot in a 2-D mask; the "
+            "nodes of a tree need positions of their own, so load it without trust_remote_code if transformers knows it"
         )
 
 

@@ -380,4 +380,6 @@ class Target:
 def context_of(config: object) -> int | None:
     """Return the number of positions on which plain decoding and a tree agree; None where a config names no limit."""
     whole, dynamic = getattr(config, "max_position_embeddings", None), dynamic_context(config)
-    return min((limit for limit in (whole, dynamic) if limit is not None), default=None)
+    has_table = hasattr(getattr(config, "attn_config", None), "alibi")  # MPT's biases are a table of this length
+    table: int | None = getattr(config, "max_seq_len", None) if has_table else None
+    return min((limit for limit in (whole, dynamic, table) if limit is not None), default=None)

@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from redrafter.attention.layer_kinds import LayerKinds
+from redrafter.attention.own_thread import only_in_this_thread
 from redrafter.errors import UnsupportedError
-from redrafter.target.aux_hidden import join_hidden, only_in_this_thread, watch_outputs
+from redrafter.target.aux_hidden import join_hidden, watch_outputs
 from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.rope import SwitchingRope
 from redrafter.tree.token_tree import Tree

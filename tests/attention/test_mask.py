@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from redrafter.attention.mask import AttentionKind, additive_mask, visible_slots
+from redrafter.attention.mask import AttentionKind, TreeSlots, additive_mask, visible_slots
 from redrafter.tree.token_tree import tree_of
 
 PARENTS, DEPTH = [0, 0, 0, 1, 2, 4], [0, 1, 1, 2, 2, 3]
@@ -55,6 +55,13 @@ def test_the_last_nodes_see_what_they_see_in_the_whole_tree(kind, count):
     expected = visible_slots(lengths, whole.depth, whole.ancestors, SLOTS, kind)[:, -count:]
     assert tree.new == count
     assert torch.equal(visible_slots(lengths, tree.depth, tree.ancestors, SLOTS, kind), expected)
+
+
+@pytest.mark.parametrize("row", range(len(LENGTHS)))
+def test_each_slot_stands_at_the_position_of_what_it_holds(row):
+    tree, length = small_tree(len(LENGTHS)), LENGTHS[row]
+    positions = TreeSlots(torch.tensor(LENGTHS), tree.depth, tree.ancestors, SLOTS).positions[row]
+    assert positions[: length + 6].tolist() == [*range(length), *(length + depth for depth in DEPTH)]
 
 
 def test_the_mask_is_an_additive_float():

@@ -94,7 +94,8 @@ MODELS = {
     "falcon alibi": lambda: tiny_model("falcon", alibi=True),
     "mpt": lambda: tiny_model("mpt"),
 }
-BOUND = {"ctrl", "whisper", "opt-350m", "opt", "gemma3n", "bert decoder", "electra decoder", "ernie decoder", "falcon"}
+BOUND = {"ctrl", "whisper", "opt-350m", "opt", "gemma3n", "bert decoder", "electra decoder", "ernie decoder"}
+BOUND |= {"bloom", "falcon", "falcon alibi", "mpt"}
 REASONS = {  # the others say something of their own
     "openai-gpt": "OpenAIGPTLMHeadModel keeps no keys and values of past tokens",
     "xlnet": "XLNetLMHeadModel keeps no keys and values",
@@ -108,7 +109,6 @@ REASONS = {  # the others say something of their own
         f"{name} decoder": "keeps past tokens in its EncoderDecoderCache"
         for name in ("megatron-bert", "rembert", "roc_bert")
     },
-    **{name: "has ALiBi attention, whose bias follows from" for name in ("bloom", "falcon alibi", "mpt")},
 }
 
 

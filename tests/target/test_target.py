@@ -21,7 +21,6 @@ from redrafter.tree.token_tree import tree_of
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "conv"),
         ("rwkv", {}, "RwkvForCausalLM has recurrent layers"),
         ("roberta", {"is_decoder": True}, "RobertaForCausalLM gives other logits"),
-        ("bloom", {}, "BloomForCausalLM"),
     ],
 )
 def test_what_cannot_be_verified_as_a_tree_is_refused_by_name(architecture, changes, named):
