@@ -4,7 +4,7 @@ It is a Hugging Face `Cache`, so any stock model writes to it and reads from it.
 so that committing a path is one gather and one scatter for the whole model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,8 @@ class LayerShape:
         source: For a layer that stores nothing, the layer whose keys and values it attends to; None where it attends to
             no tokens before it.
         of_drafter: Whether it is what a drafter stores, which stands behind the model's own layers.
+        index_dim: Width of the keys by which an indexer chooses the slots that the layer attends to, one a slot; 0
+            without an indexer.
     """
 
     heads: int
@@ -43,6 +45,7 @@ class LayerShape:
     device: torch.device
     source: int | None = None
     of_drafter: bool = False
+    index_dim: int = 0
 
     def storing_nothing(self, source: int | None = None) -> "LayerShape":
         """Return the shape of a layer beside this one that stores nothing of its own."""
@@ -53,13 +56,15 @@ Group = tuple[int, int, torch.dtype, torch.device]  # heads, width, dtype, devic
 
 
 def group_by_shape(shapes: Sequence[LayerShape]) -> dict[Group, list[tuple[int, str]]]:
-    """Return which layers' "keys" and "values" can share a pool, by their shape."""
+    """Return which layers' "keys", "values" and "index_keys" can share a pool, by their shape."""
     groups: dict[Group, list[tuple[int, str]]] = {}
     for layer, shape in enumerate(shapes):
         if not shape.heads:
             continue
         for side, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
             groups.setdefault((shape.heads, dim, shape.dtype, shape.device), []).append((layer, side))
+        if shape.index_dim:
+            groups.setdefault((1, shape.index_dim, shape.dtype, shape.device), []).append((layer, "index_keys"))
     return groups
 
 
@@ -141,6 +146,23 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
+class _IndexedLayer(_Layer):
+    """A layer that also stores keys for an indexer, which chooses by them the slots that attention reads."""
+
+    def __init__(
+        self, cache: "DenseCache", keys: tuple[_Pool, int], values: tuple[_Pool, int], index_keys: tuple[_Pool, int]
+    ):
+        super().__init__(cache, keys, values)
+        self._index_store = index_keys
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store the new keys `[B, N, dim]` of the indexer, and return those in the window, `[B, S, dim]`."""
+        pool, index = self._index_store
+        slots = self._cache.slots(indexer_key_states.device)
+        pool.slots[index].index_copy_(0, slots, indexer_key_states.flatten(0, 1)[:, None])
+        return pool.visible[index][:, 0]
+
+
 class _EmptyLayer(_Layer):
     """A layer that stores nothing, which transformers sees as a layer before any forward."""
 
@@ -191,15 +213,18 @@ class DenseCache(Cache):
         for key, members in group_by_shape(shapes).items():
             self.pools.append(_Pool(len(members), *key))
             stores |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
-        super().__init__(
-            layers=[
-                _Layer(self, stores[i, "keys"], stores[i, "values"]) if shape.heads else _EmptyLayer(self)
-                for i, shape in enumerate(shapes)
-            ]
-        )
+        super().__init__(layers=[self._layer(shape, stores, i) for i, shape in enumerate(shapes)])
         self.rows, self.window, self.committed, self._capacity = rows, 0, 0, 0
         self.has_drafter_layer = shapes[-1].of_drafter
         self._shapes, self._all_rows = shapes, rows
+
+    def _layer(self, shape: LayerShape, stores: Mapping[tuple[int, str], tuple[_Pool, int]], index: int) -> _Layer:
+        """Return the view of layer `index` of its stores."""
+        if not shape.heads:
+            return _EmptyLayer(self)
+        if not shape.index_dim:
+            return _Layer(self, stores[index, "keys"], stores[index, "values"])
+        return _IndexedLayer(self, stores[index, "keys"], stores[index, "values"], stores[index, "index_keys"])
 
     def use_rows(self, rows: int) -> None:
         """Let only the first `rows` rows take part in forwards, until the next call. The others keep what they hold."""

@@ -99,6 +99,10 @@ class CacheSupport:
         if probe.failure is not None or not probe.shapes:
             reason = probe.failure or "no layer attends through transformers' attention interface"
             return Support(f"its attention cannot be replaced: {reason}")
+        if any(shape.index_dim for shape in self.shapes):
+            return Support(
+                "an indexer chooses what its layers attend to, and the paged cache has no place for its keys"
+            )
         if self._kinds.by_layer is None:
             return Support("what its layers see is not known")
         if self._reads_slots:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer
 
 from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import KVCache
@@ -58,7 +59,8 @@ class Trial:
         length: Committed tokens of each row, `[B]` int64.
         prompts: Those tokens, `[B, P]` int64, right-padded; None where their keys and values are random numbers.
         shapes: What each layer stores in a trial with random keys and values; else empty.
-        states: Those keys and values per layer, `[1, heads, P, dim]` each; else empty.
+        states: Those keys and values per layer, `[1, heads, P, dim]` each, and behind them the keys of an indexer, `[1,
+            P, dim]`, of a layer that has one; else empty.
         expected: Plain logits at root, a, b, c, d and e, `[B, 6, V]`.
     """
 
@@ -66,7 +68,7 @@ class Trial:
     length: Tensor
     prompts: Tensor | None
     shapes: Sequence[LayerShape]
-    states: Sequence[tuple[Tensor, Tensor]]
+    states: Sequence[tuple[Tensor, ...]]
     expected: Tensor
 
     @property
@@ -110,8 +112,8 @@ def far_trial(target: TargetUnderTest, length: int, shapes: Sequence[LayerShape]
     nodes = _ids(target, 6)
     states = [_random_states(shape, length, layer) for layer, shape in enumerate(shapes)]
     past = DynamicCache()
-    for layer, (keys, values) in _stored(shapes, states):
-        past.update(keys.expand(2, -1, -1, -1), values.expand(2, -1, -1, -1), layer)
+    past.layers.extend(DynamicIndexedLayer() if shape.index_dim else DynamicLayer() for shape in shapes)
+    _write(past, shapes, [[x.expand(2, *x.shape[1:]) for x in state] for state in states])
     positions = torch.arange(length, length + 4, device=target.device)[None].expand(2, 4)
     out = target.model(
         input_ids=torch.stack(_paths(nodes)), position_ids=positions, past_key_values=past, use_cache=True
@@ -191,21 +193,26 @@ def _at_nodes(logits: Tensor) -> Tensor:
     return torch.stack([in_b[0], in_a[1], in_b[1], in_a[2], in_b[2], in_b[3]])
 
 
-def _random_states(shape: LayerShape, length: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Return random keys and values of a layer, `[1, heads, length, dim]` each, the same in every call."""
+def _random_states(shape: LayerShape, length: int, layer: int) -> tuple[Tensor, ...]:
+    """Return random keys and values of a layer, as in `Trial.states`, the same in every call."""
     random = torch.Generator().manual_seed(layer)
-    keys, values = (
-        torch.randn(1, shape.heads, length, dim, generator=random).to(shape.device, shape.dtype)
-        for dim in (shape.key_dim, shape.value_dim)
-    )
-    return keys, values
+    sizes = [(1, shape.heads, length, shape.key_dim), (1, shape.heads, length, shape.value_dim)]
+    if shape.index_dim:
+        sizes.append((1, length, shape.index_dim))  # type: ignore[arg-type]
+    return tuple(torch.randn(size, generator=random).to(shape.device, shape.dtype) for size in sizes)
 
 
-def _stored(
-    shapes: Sequence[LayerShape], states: Sequence[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+def _stored(shapes: Sequence[LayerShape], states: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, Sequence[Tensor]]]:
     """Yield the layers that store something, with their keys and values."""
     return ((layer, state) for layer, state in enumerate(states) if shapes[layer].heads)
+
+
+def _write(cache: Cache, shapes: Sequence[LayerShape], states: Sequence[Sequence[Tensor]]) -> None:
+    """Hand the states of all layers to a cache of transformers' kind, as a model does."""
+    for layer, (keys, values, *index_keys) in _stored(shapes, states):
+        cache.update(keys, values, layer)
+        if index_keys:
+            cache.update_indexer(index_keys[0], layer)
 
 
 def _fill(cache: KVCache, trial: Trial) -> None:
@@ -213,11 +220,10 @@ def _fill(cache: KVCache, trial: Trial) -> None:
     count = int(trial.length[0])
     if isinstance(cache, DenseCache):
         cache.write_after(torch.zeros_like(trial.length), count)
-        for layer, (keys, values) in _stored(trial.shapes, trial.states):
-            cache.update(keys, values, layer)
+        _write(cache, trial.shapes, trial.states)
         return
     slots = cache.slots(torch.arange(count, device=trial.length.device)[None])
-    for layer, (keys, values) in _stored(trial.shapes, trial.states):
+    for layer, (keys, values, *_) in _stored(trial.shapes, trial.states):
         home = cache.pool.layer_pools[layer]
         assert home is not None, "a layer that stores something has a home"
         keys_pool, k, values_pool, v = home

@@ -130,7 +130,15 @@ def stored_shapes(output: Any, config: Any, name: str) -> list[LayerShape]:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):
             raise UnsupportedError(f"layer {index} of {name} keeps no keys and values ({type(layer).__name__})")
-        shapes[index] = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        index_keys = getattr(layer, "indexer_keys", None)  # [B, T, dim]
+        shapes[index] = LayerShape(
+            keys.shape[1],
+            keys.shape[3],
+            values.shape[3],
+            keys.dtype,
+            keys.device,
+            index_dim=0 if index_keys is None else index_keys.shape[-1],
+        )
     if not shapes:
         raise UnsupportedError(f"no layer of {name} keeps keys and values")
     nothing = next(iter(shapes.values())).storing_nothing()

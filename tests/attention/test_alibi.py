@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers.models import in_threads, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.models import in_threads, tiny_drafter, tiny_model, uneven_batch, with_spread_weights, with_tree
 from redrafter import PromptLookup, UnsupportedError
 from redrafter.attention.mask import TreeSlots
 from redrafter.attention.positions import answer_by_position, find_slot_readers
@@ -12,23 +12,13 @@ from redrafter.target.target import Target
 NEW = 24
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}  # their slopes follow another rule than those of four
 MODELS = {
-    "bloom": lambda: wide("bloom", 0.2),
-    "bloom, six heads": lambda: wide("bloom", 0.2, **SIX_HEADS),
-    "falcon": lambda: wide("falcon", 0.2, alibi=True),
-    "falcon, eager": lambda: wide("falcon", 0.2, alibi=True, attn_implementation="eager"),
-    "mpt": lambda: wide("mpt", 0.2, max_seq_len=128),
-    "mpt, six heads": lambda: wide("mpt", 0.2, max_seq_len=128, **SIX_HEADS),
+    "bloom": lambda: with_spread_weights(tiny_model("bloom")),
+    "bloom, six heads": lambda: with_spread_weights(tiny_model("bloom", **SIX_HEADS)),
+    "falcon": lambda: with_spread_weights(tiny_model("falcon", alibi=True)),
+    "falcon, eager": lambda: with_spread_weights(tiny_model("falcon", alibi=True, attn_implementation="eager")),
+    "mpt": lambda: with_spread_weights(tiny_model("mpt", max_seq_len=128)),
+    "mpt, six heads": lambda: with_spread_weights(tiny_model("mpt", max_seq_len=128, **SIX_HEADS)),
 }
-
-
-def wide(model_type, spread, **changes):
-    """Return a tiny model with weights of that spread, so that its attention is not even without a bias."""
-    model = tiny_model(model_type, **changes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, spread)
-    return model
 
 
 @pytest.mark.parametrize("name", MODELS)

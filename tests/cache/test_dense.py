@@ -71,3 +71,17 @@ def test_growing_keeps_what_is_there_and_the_window_follows():
     )
     cache.reserve(5)
     assert cache.window == WINDOW_STEP_SLOTS
+
+
+def test_keys_of_an_indexer_are_stored_by_slot_and_committed_like_all_others():
+    cache = DenseCache([LayerShape(2, 4, 4, torch.float32, torch.device("cpu"), index_dim=3)], 2)
+    cache.reserve(20)
+    length = torch.tensor([3, 5])
+    cache.write_after(length, 6)
+    states = (1 + torch.arange(2)[:, None, None] * 100 + torch.arange(6)[:, None]).expand(2, 6, 3).float()
+    stored = cache.update_indexer(states, 0)
+    assert stored.shape == (2, WINDOW_STEP_SLOTS, 3)
+    assert stored[1, :, 2].tolist() == [0] * 5 + [101, 102, 103, 104, 105, 106] + [0] * (WINDOW_STEP_SLOTS - 11)
+    cache.commit(length, torch.tensor([[0, 2, 5], [0, 4, 4]]))
+    assert stored[0, 3:6, 0].tolist() == [1, 3, 6]
+    assert stored[1, 5:7, 0].tolist() == [101, 105]

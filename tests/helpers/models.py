@@ -84,6 +84,15 @@ def tiny_model(model_type: str, **changes: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape)).float().eval()
 
 
+def with_spread_weights(model: PreTrainedModel, spread: float = 0.2) -> PreTrainedModel:
+    """Make all matrices and embeddings of a model random with that spread, so that its attention is not even."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, spread)
+    return model
+
+
 def tiny_drafter(**changes: object) -> RecurrentDrafter:
     """Make a drafter for the tiny targets, with random weights."""
     torch.manual_seed(7)

@@ -38,9 +38,9 @@ _NAMES: tuple[tuple[int, str], ...] = (
         HEADS,
         """num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads
         num_decoder_attention_heads encoder_attention_heads num_encoder_attention_heads swa_num_attention_heads
-        linear_num_key_heads linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads n_mamba_heads
-        index_n_heads""",
+        linear_num_key_heads linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads n_mamba_heads""",
     ),
+    (24, "index_n_heads"),  # of few, all are often negative, and scores of 0 are tied
     (
         KEY_VALUE_HEADS,
         """num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads indexer_kv_heads
@@ -108,7 +108,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dots1": {"num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 12,
+        "swa_kv_lora_rank": 8,
+        "swa_head_dim": 12,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
     "granitemoehybrid": {"mamba_n_heads": 8},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
