@@ -29,7 +29,7 @@ SAMPLE = [
     ("gpt_bigcode", "plain", BOTH),
     ("gpt_neo", "window 67", DENSE),
     ("llama", "stray window 67", BOTH),
-    ("llama4_text", "window 67", DENSE),
+    ("llama4_text", "window 67", BOTH),
     ("ministral3", "scaled, long", BOTH),
     ("modernbert-decoder", "window 67", BOTH),
     ("mpt", "plain", DENSE),

@@ -27,7 +27,8 @@ class LayerKinds:
         """Positions that each layer looks back, 0 for all; empty when the layers' kinds are not known."""
         return tuple(kind.window or 0 for kind in self.by_layer or ())
 
-    @property
-    def chunked(self) -> bool:
-        """Whether any layer attends within chunks."""
-        return any(kind.chunk for kind in self.by_layer or ())
+    @cached_property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Positions of a chunk of each layer, 0 for all; empty where no layer attends within chunks."""
+        sizes = tuple(kind.chunk or 0 for kind in self.by_layer or ())
+        return sizes if any(sizes) else ()

@@ -8,7 +8,7 @@ by position; afterwards the model is as it was.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from redrafter.attention.alibi import bias_by_position, has_alibi
 from redrafter.attention.mask import AttentionKind, TreeSlots
 
-__all__ = ["answer_by_position", "find_slot_readers"]
+__all__ = ["answer_by_position", "find_slot_readers", "masks_slots"]
+
+Positions: TypeAlias = Callable[[], Tensor]
+"""Returns the positions of new nodes, `[B, M]` int64; a compiled forward has others each time."""
 
 
 def find_slot_readers(model: nn.Module) -> list[Any]:
@@ -24,13 +27,18 @@ def find_slot_readers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__ in _STAND_INS or has_alibi(module)]
 
 
+def masks_slots(modules: Sequence[Any]) -> bool:
+    """Tell whether any of these slot readers masks slots, or biases them, so that no attention can take its place."""
+    return any(_STAND_INS.get(type(module).__name__) is not _scale_by_position for module in modules)
+
+
 @contextmanager
-def answer_by_position(modules: Sequence[Any], positions: Tensor, slots: TreeSlots | None = None) -> Iterator[None]:
+def answer_by_position(modules: Sequence[Any], positions: Positions, slots: TreeSlots | None = None) -> Iterator[None]:
     """Let attention modules that take positions from the cache be given true positions inside the context.
 
     Args:
         modules: The modules that `find_slot_readers` found.
-        positions: Positions of the new nodes, `[B, M]` int64.
+        positions: Returns the positions of the new nodes.
         slots: The slots that the forward reads; None where attention is ours and needs no mask.
     """
     with ExitStack() as stack:
@@ -54,7 +62,7 @@ class _SlotMask:
 
 
 @contextmanager
-def _mask_by_position(module: Any, positions: Tensor, slots: TreeSlots | None) -> Iterator[None]:
+def _mask_by_position(module: Any, positions: Positions, slots: TreeSlots | None) -> Iterator[None]:
     """Let a GPT-Neo layer mask by position; a local one looks back `window_size` positions."""
     assert slots is not None, "GPT-Neo's attention cannot be replaced"
     window = module.config.window_size if module.attention_type == "local" else None
@@ -67,7 +75,7 @@ def _mask_by_position(module: Any, positions: Tensor, slots: TreeSlots | None) -
 
 
 @contextmanager
-def _scale_by_position(module: Any, positions: Tensor, slots: TreeSlots | None) -> Iterator[None]:
+def _scale_by_position(module: Any, positions: Positions, slots: TreeSlots | None) -> Iterator[None]:
     """Make a Llama-4 layer scale its queries by the true position of each token inside the context.
 
     Llama-4 scales the queries of layers without rope by a factor that grows with the position (temperature tuning,
@@ -77,7 +85,7 @@ def _scale_by_position(module: Any, positions: Tensor, slots: TreeSlots | None) 
 
     Args:
         module: A `Llama4TextAttention`; changed inside the context.
-        positions: Positions of the new nodes, `[B, M]` int64.
+        positions: Returns the positions of the new nodes.
         slots: Not used; it is there because all stand-ins are called with the same arguments.
     """
     if module.use_rope or not module.attn_temperature_tuning:
@@ -85,7 +93,7 @@ def _scale_by_position(module: Any, positions: Tensor, slots: TreeSlots | None) 
         return
 
     def scale(_: nn.Module, __: Any, queries: Tensor) -> Tensor:
-        steps = torch.floor((positions.to(queries.device).float() + 1) / module.floor_scale)  # [B, M]
+        steps = torch.floor((positions().to(queries.device).float() + 1) / module.floor_scale)  # [B, M]
         scales = torch.log1p(steps) * module.attn_scale + 1
         return (queries * scales[..., None]).to(queries.dtype)
 
@@ -99,7 +107,7 @@ def _scale_by_position(module: Any, positions: Tensor, slots: TreeSlots | None) 
         module.attn_temperature_tuning = tuning
 
 
-_STAND_INS: dict[str, Callable[[Any, Tensor, TreeSlots | None], Any]] = {
+_STAND_INS: dict[str, Callable[[Any, Positions, TreeSlots | None], Any]] = {
     "GPTNeoSelfAttention": _mask_by_position,
     "Llama4TextAttention": _scale_by_position,
 }

@@ -54,6 +54,7 @@ def tree_attention(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    chunk_size: int = 0,
 ) -> Tensor:
     """Store the new keys and values in the cache, and attend to the committed ones and to each node's ancestors.
 
@@ -81,6 +82,7 @@ def tree_attention(
         window: Positions that a node looks back, 0 for all.
         softcap: Bound of the scores, 0 for none.
         sinks: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
+        chunk_size: Positions of a chunk, of which a node sees its own alone; 0 for one chunk.
 
     Returns:
         `[T, Hq, dv]`.
@@ -110,9 +112,11 @@ def tree_attention(
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         visible = torch.cat([seen.new_ones(count, n), seen], dim=1)  # [M, n + N]
+        position, at = torch.cat([before[:n], n + depth]), n + depth[len(depth) - count :, None]
         if window:
-            position = torch.cat([before[:n], n + depth])
-            visible = visible & (n + depth[len(depth) - count :, None] - position < window)
+            visible = visible & (at - position < window)
+        if chunk_size:
+            visible = visible & (at // chunk_size == position // chunk_size)
         scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, repeat(sinks.float(), "h -> h n 1", n=count)], dim=-1)
@@ -155,6 +159,7 @@ def gathered_attention(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    chunk_size: int = 0,
 ) -> Tensor:
     """Compute what `tree_attention` computes, faster on a CPU, with torch's attention over copied keys and values.
 
@@ -176,6 +181,7 @@ def gathered_attention(
         window: Positions that a node looks back, 0 for all.
         softcap: Bound of the scores, 0 for none.
         sinks: Attention sinks, a score that each head may spend on nothing, `[Hq]`; None for none.
+        chunk_size: Positions of a chunk, of which a node sees its own alone; 0 for one chunk.
 
     Returns:
         The attention output of each new node, `[T, Hq, dv]`; 0 for padding.
@@ -187,7 +193,7 @@ def gathered_attention(
         for store, x in zip(stores, (key, value), strict=True):
             store.index_copy_(0, part.new_slots, x[part.tokens])
         k, v = (rearrange(store[part.slots.flatten()], "(b s) h d -> b h s d", b=len(part.slots)) for store in stores)
-        q, mask = rearrange(part.by_row(query), "b m h d -> b h m d"), part.mask(window, query.dtype)
+        q, mask = rearrange(part.by_row(query), "b m h d -> b h m d"), part.mask(window, chunk_size, query.dtype)
         if not softcap and sinks is None:
             grouped = q.shape[1] != k.shape[1]
             attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
@@ -265,6 +271,8 @@ def tree_attention_forward(
     query, key, value = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
     home = plan.pools[module.layer_idx]
     assert home is not None, "a layer attends to what it did not attend to when the model was bound"
+    # The operator of one order of sums knows no chunks; `batch_invariance.support_of` refuses models that have them.
+    chunked = {"chunk_size": plan.chunk_sizes[module.layer_idx]} if plan.chunk_sizes else {}
     out = _operator(plan, query.device)(
         query,
         key,
@@ -275,6 +283,7 @@ def tree_attention_forward(
         window=plan.windows[module.layer_idx],
         softcap=softcap or 0.0,
         sinks=s_aux,
+        **chunked,
     )
     return out[None], None
 

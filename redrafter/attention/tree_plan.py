@@ -38,6 +38,8 @@ class Plan:
             is treated as one more chunk, which is in block 0.
         chunk_lengths: Tokens of each chunk's prompt that are cached already, `[P + 2]` int64.
         chunk_table: Blocks of each chunk's prompt, `[(P + 1)*blocks + 1]` int32.
+        chunk_sizes: Per layer, positions of a chunk, of which a node sees its own alone, 0 for one chunk; empty
+            where no layer attends within chunks.
         invariant: Whether the order of all sums must follow from positions alone; see `invariant_attention`.
     """
 
@@ -51,6 +53,7 @@ class Plan:
     chunk_starts: Tensor
     chunk_lengths: Tensor
     chunk_table: Tensor
+    chunk_sizes: tuple[int, ...] = ()
     invariant: bool = False
 
     @property
@@ -138,17 +141,24 @@ class RowsPlan:
         return x.flatten(0, 1) if self.index is None else x.flatten(0, 1)[self.index]
 
     @cached_property
-    def masks(self) -> dict[tuple[int, torch.dtype], Tensor]:
-        """Masks that were made already, by window and dtype."""
+    def masks(self) -> dict[tuple[int, int, torch.dtype], Tensor]:
+        """Masks that were made already, by window, chunk size and dtype."""
         return {}
 
-    def mask(self, window: int, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask `[B, 1, M, S]` of a layer that looks back `window` positions, 0 for all."""
-        if (window, dtype) not in self.masks:
-            kind = AttentionKind(window=window or None)
+    def mask(self, window: int, chunk_size: int, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask `[B, 1, M, S]` of a layer.
+
+        Args:
+            window: Positions that it looks back, 0 for all.
+            chunk_size: Positions of a chunk, of which a node sees its own alone; 0 for one chunk.
+            dtype: Dtype of the mask.
+        """
+        key = window, chunk_size, dtype
+        if key not in self.masks:
+            kind = AttentionKind(window or None, chunk_size or None)
             seen = visible_slots(self.length, self.depth, self.ancestors, self.slots.shape[1], kind)
-            self.masks[window, dtype] = additive_mask(seen, dtype)
-        return self.masks[window, dtype]
+            self.masks[key] = additive_mask(seen, dtype)
+        return self.masks[key]
 
 
 def _slots(flat_table: Tensor, rows: int, offsets: Tensor) -> Tensor:

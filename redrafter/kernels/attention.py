@@ -47,12 +47,23 @@ def _update_softmax(scores, v, top, total, acc):
 
 
 @triton.jit
+def _is_near(position, other, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Return whether a token sees one before it by their positions: within a window, and within its own chunk."""
+    near = position >= other
+    if WINDOW > 0:
+        near = near & (position - other < WINDOW)
+    if CHUNK > 0:
+        near = near & (position // CHUNK == other // CHUNK)
+    return near
+
+
+@triton.jit
 def _attend_committed(
     q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE, cache_k, cache_v, head, scale,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one tile of committed tokens; without a sliding window, only the last tile of a split is masked."""
+    """Attend to one tile of committed tokens; where all are seen, only the last tile of a split is masked."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     s = start + tl.arange(0, BLOCK_S)
     if MASKED:
@@ -62,8 +73,8 @@ def _attend_committed(
         k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], inside & (dk[:, None] < DK), 0.0)
         v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, inside[:, None] & (dv < DV), 0.0)
         visible = inside[None, :]
-        if WINDOW > 0:
-            visible = visible & (n + depth[:, None] - s[None, :] < WINDOW)
+        if WINDOW > 0 or CHUNK > 0:
+            visible = visible & _is_near(n + depth[:, None], s[None, :], WINDOW, CHUNK)
         x = tl.where(visible, _scaled_scores(q, k, scale, SOFTCAP), float("-inf"))
     else:
         page = tl.load(TABLE + s // PAGE).to(tl.int64)
@@ -81,8 +92,8 @@ def _attend_kernel(
     scale, nodes, cached, blocks, splits, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
-    CACHED: tl.constexpr, CHAIN: tl.constexpr, FOLLOW: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CACHED: tl.constexpr, CHAIN: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries to one split of the committed tokens, or to the tree.
 
@@ -119,21 +130,23 @@ def _attend_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(n - WINDOW + 1, 0) // BLOCK_S * BLOCK_S
+    if CHUNK > 0:
+        first = tl.maximum(first, n // CHUNK * CHUNK // BLOCK_S * BLOCK_S)
     share = tl.cdiv(tl.cdiv(n - first, tl.maximum(splits - 1, 1)), BLOCK_S) * BLOCK_S
     low = first + split * share
     high = tl.minimum(low + share, n)
     whole = low + tl.maximum(high - low, 0) // BLOCK_S * BLOCK_S
-    if WINDOW > 0:
+    if WINDOW > 0 or CHUNK > 0:
         whole = low
     for start in range(low, whole, BLOCK_S):
         top, total, acc = _attend_committed(
             q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
-            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, SOFTCAP, False,
+            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, False,
         )  # fmt: skip
     for start in range(whole, high, BLOCK_S):
         top, total, acc = _attend_committed(
             q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
-            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, SOFTCAP, True,
+            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, True,
         )  # fmt: skip
 
     # The tree: first the nodes of earlier forwards, from the cache; then the new ones, which the first tile stores.
@@ -147,9 +160,9 @@ def _attend_kernel(
                 k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], held & (dk[:, None] < DK), 0.0)
                 v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, held[:, None] & (dv < DV), 0.0)
                 visible = tl.load(ANCESTORS + index[:, None] * all_nodes + j, live[:, None] & held, 0) != 0
-                if WINDOW > 0:
+                if WINDOW > 0 or CHUNK > 0:
                     above = tl.load(DEPTH + row * all_nodes + j, held, 0).to(tl.int32)
-                    visible = visible & (depth[:, None] - above < WINDOW)
+                    visible = visible & _is_near(n + depth[:, None], n + above[None, :], WINDOW, CHUNK)
                 x = tl.where(visible, _scaled_scores(q, k, scale, SOFTCAP), float("-inf"))
                 top, total, acc = _update_softmax(x, v, top, total, acc)
         end = count
@@ -163,14 +176,12 @@ def _attend_kernel(
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
             x = _scaled_scores(q, k, scale, SOFTCAP)
             if CHAIN:
-                visible = live[:, None] & (j <= node[:, None])
-                if WINDOW > 0:
-                    visible = visible & (node[:, None] - j < WINDOW)
+                visible = live[:, None] & _is_near(n + node[:, None], n + j[None, :], WINDOW, CHUNK)
             else:
                 visible = tl.load(ANCESTORS + index[:, None] * all_nodes + cached + j, live[:, None] & held, 0) != 0
-                if WINDOW > 0:
+                if WINDOW > 0 or CHUNK > 0:
                     level = tl.load(DEPTH + row * all_nodes + cached + j, held, 0).to(tl.int32)
-                    visible = visible & (depth[:, None] - level < WINDOW)
+                    visible = visible & _is_near(n + depth[:, None], n + level[None, :], WINDOW, CHUNK)
             top, total, acc = _update_softmax(tl.where(visible, x, float("-inf")), v, top, total, acc)
             if tile == 0:
                 at = n + cached + j
@@ -273,6 +284,7 @@ def tree_attention(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    chunk_size: int = 0,
 ) -> Tensor:
     """Store and attend as the operator `redrafter.attention.tree_attention.tree_attention`; the same arguments."""
     rows, chunks = length.shape[0] - 1, chunk_starts.shape[0] - 2
@@ -299,6 +311,7 @@ def tree_attention(
         scale,
         window,
         softcap,
+        chunk_size,
     )
     if chunks:  # the padding is one more
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE
@@ -306,7 +319,7 @@ def tree_attention(
         tiling = block_m, block_s, 1, stages
         _attend(
             *tensors, chunk_lengths, chunk_starts, depth, ancestors, chunk_table, chunks + 1, most, 0, tiling, scale,
-            window, softcap, chain=True,
+            window, softcap, chunk_size, chain=True,
         )  # fmt: skip
     elif len(query) > rows * nodes and tiling[2] == 1:
         out[rows * nodes :].zero_()
@@ -333,6 +346,7 @@ def _attend(
     scale: float,
     window: int,
     softcap: float,
+    chunk_size: int,
     chain: bool = False,
 ) -> None:
     """Launch the attention of some rows, whose tensors are those of a `Plan`.
@@ -357,6 +371,7 @@ def _attend(
         scale: Factor of the scores.
         window: Positions that a node looks back, 0 for all.
         softcap: Bound of the scores, 0 for none.
+        chunk_size: Positions of a chunk, of which a node sees its own alone; 0 for one chunk.
         chain: Whether the new nodes of each row are a chain.
     """
     tokens, query_heads, dk = query.shape
@@ -375,8 +390,9 @@ def _attend(
         keys.stride(0), values.stride(0),
         scale, nodes, cached, blocks, splits, tiles,
         HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_S=block_s,
-        PAGE=BLOCK_SIZE, WINDOW=window, SOFTCAP=softcap, SPLIT=splits > 1, HAS_SINKS=sinks is not None,
-        CACHED=cached > 0, CHAIN=chain, FOLLOW=follow, launch_pdl=follow, num_warps=NUM_WARPS, num_stages=stages,
+        PAGE=BLOCK_SIZE, WINDOW=window, CHUNK=chunk_size, SOFTCAP=softcap, SPLIT=splits > 1,
+        HAS_SINKS=sinks is not None, CACHED=cached > 0, CHAIN=chain, FOLLOW=follow, launch_pdl=follow,
+        num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _merge_splits_kernel[(tokens * query_heads,)](

@@ -57,6 +57,8 @@ def support_of(target: InvariantTarget) -> Support:
     for name, module in target.model.named_modules():
         if isinstance(module, nn.Linear) and type(module.weight) is not nn.Parameter:
             return Support(f"the weight of {name} is a {type(module.weight).__name__}; load it unquantised")
+    if target.varlen_forward.attends_in_chunks:
+        return Support("its layers attend within chunks, and the attention of one fixed order knows no chunks")
     return target.paged
 
 

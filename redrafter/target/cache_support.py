@@ -46,7 +46,7 @@ class CacheSupport:
             probe: What its layers showed of their attention.
             kinds: What each layer attends to.
             reader: Its reader of prompts, which is set to that way.
-            reads_slots: Whether its attention takes positions from the cache.
+            reads_slots: Whether its attention masks slots, or biases them, in code of its own.
 
         Raises:
             UnsupportedError: The model is right on no cache.
@@ -106,9 +106,7 @@ class CacheSupport:
         if self._kinds.by_layer is None:
             return Support("what its layers see is not known")
         if self._reads_slots:
-            return Support("its attention takes positions from the cache")
-        if self._kinds.chunked:
-            return Support("its layers attend within chunks, which the tree attention kernel does not know")
+            return Support("its attention takes positions from slots of the cache")
         try:
             with torch.no_grad():
                 stored = [replace(shape, source=None) for shape in self.paged_shapes]

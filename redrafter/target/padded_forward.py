@@ -49,7 +49,7 @@ class PaddedForward(TreeForward):
         with (
             self._lock,
             self._recording(),
-            answer_by_position(self._slot_readers, positions, slots),
+            answer_by_position(self._slot_readers, lambda: positions, slots),
             self._choosing_rope(long, new),
         ):
             self._start_recording(logits_index)

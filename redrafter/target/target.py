@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from redrafter.attention.positions import find_slot_readers
+from redrafter.attention.positions import find_slot_readers, masks_slots
 from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import KVCache, PagedCache
@@ -116,7 +116,7 @@ class Target:
         self._forwards: tuple[TreeForward, ...] = (self._padded_forward, self.varlen_forward)
         without_masks = self.device.type == "cpu" and bool(kinds.by_layer)
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward, self.vocab_size, without_masks)
-        self._caches = CacheSupport(self, probe, kinds, self.prompt_reader, reads_slots=bool(slot_readers))
+        self._caches = CacheSupport(self, probe, kinds, self.prompt_reader, reads_slots=masks_slots(slot_readers))
         self._varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
         self.rope = find_rope(self.model, self.config, self.new_cache(1))
         for forward in self._forwards:

@@ -59,6 +59,11 @@ class TreeForward(ABC):
         self._head_inputs: tuple[Tensor, ...] = ()
         self._aux_outputs: tuple[Tensor, ...] = ()
 
+    @property
+    def attends_in_chunks(self) -> bool:
+        """Whether any layer of the model attends within chunks of positions."""
+        return bool(self._kinds.chunk_sizes)
+
     @abstractmethod
     def __call__(
         self,

@@ -69,6 +69,7 @@ class VarlenForward(TreeForward):
         self._config = config
         self._run: Any = self._plain
         self._long: Any = None  # `[T]` bool, only during a call
+        self._positions: Any = None  # `[T]` int64, likewise
         self._fused: FusedLinears | None = None
         self._row_by_row: RowByRow | None = None
 
@@ -135,13 +136,13 @@ class VarlenForward(TreeForward):
             plan = cache.plan_chains(tree, length, self._kinds.windows, len(ids))
         else:
             plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
-        plan = replace(plan, invariant=invariant)
+        plan = replace(plan, chunk_sizes=self._kinds.chunk_sizes, invariant=invariant)
         if long is not None:
             long = _aligned(long[:, None].expand(-1, tree.new).flatten()[nodes])
             torch._dynamo.maybe_mark_dynamic(long, 0)
         for x in (ids, positions, index, *plan.tensors):
             torch._dynamo.maybe_mark_dynamic(x, 0)
-        with self._lock, self._attending(ATTENTION_NAME, plan, threads_apart=False), self._fused or nullcontext():
+        with self._lock, self._attending(ATTENTION_NAME, plan, threads_apart=False):
             logits, hidden = self._run(ids, positions, index, plan, long)
         hidden = hidden[: len(tokens[0])]
         if self._drafter_layer is not None:
@@ -180,8 +181,6 @@ class VarlenForward(TreeForward):
         with (
             self._lock,
             self._attending(PROMPT_ATTENTION_NAME, plan, threads_apart=True),
-            answer_by_position(self._slot_readers, positions[None]),
-            self._fused or nullcontext(),
         ):
             dense = cache if isinstance(cache, DenseCache) else None
             logits, hidden = self._plain(tokens, positions, index, plan, long, dense)
@@ -245,7 +244,7 @@ class VarlenForward(TreeForward):
             Logits `[R, V]` and the hidden states of all tokens, `[T, F]`.
         """
         self._start_recording(index)
-        self._long = long
+        self._long, self._positions = long, positions
         out = self._model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -253,11 +252,15 @@ class VarlenForward(TreeForward):
             use_cache=cache is not None,
             plan=plan,
         )
-        self._long = None
+        self._long = self._positions = None
         return out.logits[0], self._recorded_hidden()[0]
 
     def _select(self, hidden: Tensor) -> Tensor:
         return hidden[:, self._index]
+
+    def _new_positions(self) -> Tensor:
+        """Return the positions of the running forward's tokens, `[1, T]` int64."""
+        return self._positions[None]
 
     def _choosing_rope(self) -> AbstractContextManager[None]:
         return nullcontext() if self._rope is None else self._rope.choosing(lambda: self._long[None])
@@ -270,7 +273,14 @@ class VarlenForward(TreeForward):
         running = RUNNING_PLAN.set(plan)
         row_by_row = nullcontext() if self._row_by_row is None else self._row_by_row.running()
         try:
-            with self._recording(threads_apart=threads_apart), self._choosing_rope(), row_by_row:
+            with (
+                self._recording(threads_apart=threads_apart),
+                self._choosing_rope(),
+                row_by_row,
+                self._fused or nullcontext(),
+                # Behind the fused layers, whose stand-ins have the hooks then.
+                answer_by_position(self._slot_readers, self._new_positions),
+            ):
                 yield
         finally:
             RUNNING_PLAN.reset(running)

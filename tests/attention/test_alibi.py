@@ -50,7 +50,7 @@ def test_a_forward_of_another_thread_keeps_its_own_bias(name):
     tree = TreeSlots(torch.tensor([3]), torch.tensor([[0, 1, 1]]), torch.eye(3).bool()[None], 6)
     with torch.no_grad():
         expected = model(text).logits
-        with answer_by_position(find_slot_readers(model), torch.tensor([[3, 4, 4]]), tree):
+        with answer_by_position(find_slot_readers(model), lambda: torch.tensor([[3, 4, 4]]), tree):
             others = in_threads(lambda _: model(text).logits, 1)
     assert torch.equal(others[0], expected)
 

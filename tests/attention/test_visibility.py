@@ -5,9 +5,11 @@ import torch
 
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import UnsupportedError
+from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.attention.mask import AttentionKind
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.target import Target
+from redrafter.target.varlen_forward import VarlenForward
 
 NEW = 24
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -63,6 +65,21 @@ def test_attention_that_reads_positions_off_the_cache_is_told_them(case):
     before = [(name, id(buffer)) for name, buffer in model.named_buffers()]
     check_texts(with_tree(model, tiny_drafter(), 3, 3), *uneven_batch(rows=4, longest=90))
     assert [(name, id(buffer)) for name, buffer in model.named_buffers()] == before
+
+
+def test_chunks_and_temperatures_are_kept_on_the_paged_cache():
+    """Its linear layers are fused there, the query projection that is scaled among them."""
+    engine = paged(with_tree(tiny_model("llama4_text", **_LLAMA4), tiny_drafter(), 3, 3))
+    check_texts(engine, *uneven_batch(rows=4, longest=90))
+
+
+@pytest.mark.parametrize("broken", ["chunks", "temperatures"])
+def test_chunks_and_temperatures_that_are_lost_on_the_paged_cache_are_noticed(broken, monkeypatch):
+    if broken == "chunks":
+        monkeypatch.setattr(LayerKinds, "chunk_sizes", ())
+    else:
+        monkeypatch.setattr(VarlenForward, "_new_positions", lambda self: self._positions[None] * 0)
+    assert "gives other logits" in Target(tiny_model("llama4_text", **_LLAMA4)).paged.reason
 
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])

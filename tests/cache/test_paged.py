@@ -33,11 +33,11 @@ from redrafter.tree.token_tree import tree_of
 NEW = 20
 
 
-@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize(("window", "chunk_size"), [(0, 0), (4, 0), (0, 4)])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
 @pytest.mark.parametrize("only", [5, 3])
-def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
+def test_attention_on_a_cpu_equals_the_reference(window, chunk_size, softcap, sinks, only):
     """With rows of unequal length, nodes of an earlier forward, and padding at the end."""
     random = torch.Generator().manual_seed(only)
     lengths, table = torch.tensor([21, 3]), torch.tensor([[3, 1, 6], [4, 2, 0]]).int()
@@ -53,6 +53,7 @@ def test_attention_on_a_cpu_equals_the_reference(window, softcap, sinks, only):
             pool.normal_(generator=torch.Generator().manual_seed(1))
         plan = PagedCache(store, table).plan(tree, lengths, (0,), None, len(q))
         settings = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
+        settings |= {"chunk_size": chunk_size}
         plans = (plan,) if attend is gathered_attention else ()
         out = attend(*plans, q, k, v, *plan.pools[0], *plan.tensors, **settings)
         results.append((out, *store.pools))

@@ -94,11 +94,12 @@ def on_cpu(arguments):
     return [x.cpu().clone() if isinstance(x, torch.Tensor) else x for x in arguments]
 
 
-def check_attention(kernel, arguments, *, scale=0.3, window=0, softcap=0.0, sinks=None, tolerance=2e-5):
+def check_attention(kernel, arguments, *, scale=0.3, window=0, softcap=0.0, sinks=None, chunk_size=0, tolerance=2e-5):
     """Fail unless a kernel and the reference of tree attention write the same cache and return the same."""
     other = on_cpu(arguments)
-    expected = tree_attention(*other, scale, window, softcap, None if sinks is None else sinks.cpu())
-    found = kernel(*arguments, scale, window, softcap, sinks).cpu()
+    expected = tree_attention(*other, scale, window, softcap, None if sinks is None else sinks.cpu(), chunk_size)
+    chunked = (chunk_size,) if chunk_size else ()
+    found = kernel(*arguments, scale, window, softcap, sinks, *chunked).cpu()
     for pool in (3, 5):
         # Block 0 is left out: nobody reads it.
         assert torch.equal(arguments[pool][:, BLOCK_SIZE:].cpu(), other[pool][:, BLOCK_SIZE:])

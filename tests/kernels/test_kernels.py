@@ -47,6 +47,19 @@ def test_a_window_counts_positions_and_not_slots(window):
     check(problem([90, 3], 12), window=window)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 5, 64])
+def test_a_chunk_counts_positions_and_not_slots(chunk_size):
+    """The nodes of the first row stand on both sides of the edge of a chunk."""
+    check(problem([62, 3], 12), chunk_size=chunk_size)
+
+
+@pytest.mark.slow
+def test_a_chunk_counts_positions_among_nodes_of_earlier_forwards_and_of_long_rows():
+    check(problem([62, 3, 15], 20, new=4), chunk_size=16)
+    check(problem([40, 0], 70, causal=True), chunk_size=33)
+    check(problem([130, 7], 6), chunk_size=64)
+
+
 @pytest.mark.slow
 def test_softcap_sinks_and_padding():
     sinks = torch.randn(4, device=DEVICE)

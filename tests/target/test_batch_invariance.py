@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from helpers.models import VOCAB, assert_close_by_scale, tiny_model
+from helpers.targets import CHUNKED
 from redrafter import UnsupportedError
 from redrafter.attention import invariant_attention
 from redrafter.attention.prompt_chunks import PromptChunks
@@ -212,6 +213,12 @@ def test_routers_and_experts_leave_nothing_on_the_model():
 def test_models_without_a_paged_cache_are_refused():
     bound = Target(tiny_model("gpt_neo", attention_types=[[["global", "local", "global"], 1]], num_heads=4))
     with pytest.raises(UnsupportedError, match="cannot be batch-invariant: its attention"):
+        bound.make_batch_invariant()
+
+
+def test_layers_that_attend_within_chunks_are_refused():
+    bound = Target(tiny_model("llama4_text", **CHUNKED))
+    with pytest.raises(UnsupportedError, match="cannot be batch-invariant: its layers attend within chunks"):
         bound.make_batch_invariant()
 
 

@@ -73,7 +73,6 @@ FAMILIES: dict[str, tuple[dict, dict]] = {
         {"num_global_layers": 1, "intermediate_layers_indices": [0]},
     ),
 }
-NOT_PAGED = {"llama4"}  # attends within chunks
 
 
 def tiny_seeing_model(model_type: str) -> PreTrainedModel:
@@ -87,13 +86,11 @@ def tiny_seeing_model(model_type: str) -> PreTrainedModel:
     return AutoModelForImageTextToText.from_config(config).float().eval()
 
 
-def engines(model: PreTrainedModel, model_type: str) -> list[ReDrafter]:
+def engines(model: PreTrainedModel) -> list[ReDrafter]:
     """Return an engine for each kind of cache that serves the model."""
-    made = [with_tree(model, tiny_drafter(), 5, 3)]
-    if model_type not in NOT_PAGED:
-        assert made[0].target.paged.ok
-        made.append(paged(with_tree(model, tiny_drafter(), 5, 3)))
-    return made
+    made = with_tree(model, tiny_drafter(), 5, 3)
+    assert made.target.paged.ok
+    return [made, paged(with_tree(model, tiny_drafter(), 5, 3))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,7 +100,7 @@ def test_text_without_images_is_what_model_generate_writes(family):
     arguments = {"max_new_tokens": NEW, "do_sample": False}
     for rows in (slice(0, 4), slice(0, 1)):  # the first row alone needs no mask
         expected = model.generate(ids[rows], attention_mask=mask[rows], **arguments)
-        for engine in engines(model, family):
+        for engine in engines(model):
             for speculate in (True, False):
                 out = engine.generate(ids[rows], mask[rows], speculate=speculate, **arguments)
                 assert torch.equal(out, expected)
@@ -115,7 +112,7 @@ def test_several_samples_of_each_prompt_are_plain_decodings(family):
     ids, mask = uneven_batch(rows=2)
     arguments = {"max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 3, "seed": 5}
     plain = with_tree(model, tiny_drafter(), 5, 3).generate(ids, mask, speculate=False, **arguments)
-    for engine in engines(model, family):
+    for engine in engines(model):
         assert torch.equal(engine.generate(ids, mask, **arguments), plain)
 
 
