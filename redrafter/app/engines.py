@@ -12,7 +12,7 @@ from redrafter.checkpoints.models import bind
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.proposer import PlainProposer, Proposer
-from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
@@ -195,7 +195,7 @@ def draft_shape(proposer: Proposer) -> dict[str, int] | None:
 
     None for plain decoding, which a tuning, or the default for a batch size, may choose in place of drafting.
     """
-    if isinstance(proposer, RecurrentProposer):
+    if isinstance(proposer, SearchProposer):
         return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
     if isinstance(proposer, DraftModelProposer):
         return {"num_beams": proposer.beams, "draft_len": proposer.depth, "nodes": proposer.nodes}

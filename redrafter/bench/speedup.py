@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.measure.divergence import Equality, compare
 from redrafter.measure.floors import resident_bytes
 from redrafter.measure.run import StreamedRun
@@ -138,7 +138,7 @@ def _seconds(runs: list[StreamedRun]) -> float:
 
 def _shape(work: Workload, rows: int) -> dict[str, int] | None:
     proposer = work.proposer(rows, speculate=True)
-    if not isinstance(proposer, RecurrentProposer):
+    if not isinstance(proposer, SearchProposer):
         return None
     return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
 

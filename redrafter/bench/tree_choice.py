@@ -6,7 +6,7 @@ from typing import Any
 
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import Proposer
-from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.search_proposer import SearchProposer
 
 __all__ = [
     "DEEPER_LENGTHS",
@@ -59,8 +59,8 @@ class Timing:
 
 
 def candidates(
-    own: RecurrentProposer, beams: Sequence[int], lengths: Sequence[int], *, share: bool = False
-) -> list[RecurrentProposer]:
+    own: SearchProposer, beams: Sequence[int], lengths: Sequence[int], *, share: bool = False
+) -> list[SearchProposer]:
     """Return the trees to try: every lattice at several node budgets, the pair's own first, then from small to large.
 
     Where rows may share nodes, there are also trees of which `SHARING_ROWS` rows do; `at_size` makes them for others.
@@ -89,16 +89,14 @@ def candidates(
     return [proposer for *_, proposer in sorted(ordered, key=lambda candidate: candidate[:2])]
 
 
-def _sharing(
-    own: RecurrentProposer, beams: Sequence[int], lengths: Sequence[int], mean: int
-) -> Iterator[RecurrentProposer]:
+def _sharing(own: SearchProposer, beams: Sequence[int], lengths: Sequence[int], mean: int) -> Iterator[SearchProposer]:
     """Yield trees whose rows share `mean` nodes for each: no wider than that, and as deep as doubling reaches."""
     for width in sorted({min(width, mean) for width in beams}):
         depth = min(max(lengths), mean.bit_length())
         yield replace(own, beams=width, depth=depth, nodes=1 + width * depth, shared_nodes=mean * SHARING_ROWS)
 
 
-def deeper(own: RecurrentProposer, timings: Sequence[Timing], length: int) -> list[RecurrentProposer]:
+def deeper(own: SearchProposer, timings: Sequence[Timing], length: int) -> list[SearchProposer]:
     """Return the trees to try when drafting `length` tokens per beam, which is more than in any tree so far.
 
     They are as wide as the trees that are the fastest at a batch size and as deep as any; where none of the deepest is,
@@ -126,14 +124,14 @@ def deeper(own: RecurrentProposer, timings: Sequence[Timing], length: int) -> li
 
 def at_size(proposer: Proposer, rows: int) -> Proposer:
     """Return a proposer for a batch of `rows` rows: where these share nodes, as many for each as in other batches."""
-    if not isinstance(proposer, RecurrentProposer) or proposer.shared_nodes is None:
+    if not isinstance(proposer, SearchProposer) or proposer.shared_nodes is None:
         return proposer
     return replace(proposer, shared_nodes=proposer.shared_nodes * rows // SHARING_ROWS)
 
 
 def shape_of(proposer: Proposer) -> TreeShape | None:
     """Return the shape of a proposer's tree; None for plain decoding."""
-    if not isinstance(proposer, RecurrentProposer):
+    if not isinstance(proposer, SearchProposer):
         return None
     return TreeShape(proposer.beams, proposer.depth, proposer.nodes, proposer.shared_nodes)
 

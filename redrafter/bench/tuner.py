@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from redrafter.bench.standing_batch import OneProposer
 from redrafter.bench.tree_choice import SHARING_ROWS, Timing, at_size, deeper, nodes_per_row, shape_of
 from redrafter.drafting.proposer import Proposer
-from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.engine.call import Outcome, Row, queued
 from redrafter.engine.decoding import decode
 from redrafter.engine.outputs import GenerateOutput
@@ -81,7 +81,7 @@ class Tuner:
         self.open_sizes: set[int] = set()
         self._rows, self._deadline = MAX_WRITING_ROWS, float("inf")
 
-    def run(self, trees: Sequence[RecurrentProposer], deeper_lengths: Sequence[int] = ()) -> None:
+    def run(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int] = ()) -> None:
         """Measure trees in their order, then deeper ones while those pay, and add to `timings`.
 
         Args:
@@ -91,7 +91,7 @@ class Tuner:
         with _many_shapes(self.engine.target.device):
             self._run(trees, deeper_lengths)
 
-    def _run(self, trees: Sequence[RecurrentProposer], deeper_lengths: Sequence[int]) -> None:
+    def _run(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int]) -> None:
         plain_proposer = self.engine.plain
         self.step_ms(plain_proposer, 1)  # pays for what only a first request pays for: compiling may take minutes
         began = time.monotonic()
@@ -119,15 +119,13 @@ class Tuner:
         if self.open_sizes:
             self.report(f"{self.seconds:g} seconds are over; not all was measured (--seconds gives more)")
 
-    def _with_deeper(
-        self, trees: Sequence[RecurrentProposer], deeper_lengths: Sequence[int]
-    ) -> Iterator[RecurrentProposer]:
+    def _with_deeper(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int]) -> Iterator[SearchProposer]:
         """Yield `trees`, and those of each deeper length once all before them are measured."""
         yield from trees
         for length in deeper_lengths:
             yield from deeper(trees[0], self.timings, length)
 
-    def _sizes_of(self, tree: RecurrentProposer) -> Iterator[int]:
+    def _sizes_of(self, tree: SearchProposer) -> Iterator[int]:
         """Yield batch sizes to time a tree at, from small to large, until a smaller tree is far ahead."""
         for size in (size for size in self.sizes if _fits(tree, size)):
             yield size
@@ -313,13 +311,13 @@ def _many_shapes(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _fits(tree: RecurrentProposer, size: int) -> bool:
+def _fits(tree: SearchProposer, size: int) -> bool:
     """Tell whether a tree is to be timed at a batch size."""
     nodes = size * nodes_per_row(shape_of(tree), SHARING_ROWS)
     return nodes <= MAX_BATCH_NODES and (tree.shared_nodes is None or size >= SHARING_ROWS)
 
 
-def _describe(tree: RecurrentProposer) -> str:
+def _describe(tree: SearchProposer) -> str:
     nodes = nodes_per_row(shape_of(tree), SHARING_ROWS)
     return f"{tree.beams} x {tree.depth}, {nodes} nodes" + ("" if tree.shared_nodes is None else " a row, shared")
 

@@ -29,7 +29,7 @@ from redrafter.bench.tune_plot import plot
 from redrafter.bench.tuner import Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli.options import TuneOptions
-from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
 from redrafter.errors import ArgumentError
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
-    assert isinstance(proposer, RecurrentProposer)
+    assert isinstance(proposer, SearchProposer)
     sizes = options.batch_sizes or (CPU_BATCH_SIZES if engine.target.device.type == "cpu" else GPU_BATCH_SIZES)
     share = engine.target.varlen.ok and max(sizes) >= SHARING_ROWS
     trees = candidates(proposer, options.beams, options.lengths or LENGTHS, share=share)

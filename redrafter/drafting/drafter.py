@@ -6,20 +6,16 @@ Training and drafting call the same `RecurrentDrafter.step`, so that what was tr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
-from transformers import PreTrainedModel
 
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow
 from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.errors import ArgumentError, CheckpointError
-from redrafter.files.checkpoint_kind import check_drafter, load_error
+from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.kernels.thin_linear import thin_linear
 
 __all__ = ["DraftStart", "RecurrentDrafter"]
@@ -54,7 +50,7 @@ class _Residual(nn.Module):
         return x + silu(self.linear(x))
 
 
-class RecurrentDrafter(PreTrainedModel):
+class RecurrentDrafter(DrafterModel):
     """The drafter's recurrence and head; the target's embedding table is shared and not stored.
 
     Attributes:
@@ -65,7 +61,6 @@ class RecurrentDrafter(PreTrainedModel):
 
     config_class = DrafterConfig
     config: DrafterConfig
-    base_model_prefix = "drafter"
     main_input_name = "embedding"
 
     def __init__(self, config: DrafterConfig):
@@ -242,39 +237,3 @@ class RecurrentDrafter(PreTrainedModel):
             return self.rnn_w(embedding) if state is None else self.rnn_w(embedding) + self.rnn_u(state)
         carried = self.rnn_u.bias if state is None else self.rnn_u(state)
         return silu(self.rnn_w(embedding) + carried)
-
-    @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load a drafter, and refuse a checkpoint that does not hold exactly its tensors.
-
-        `PreTrainedModel.from_pretrained` would fill missing tensors with random weights.
-
-        Args:
-            name: A directory or the name of a repository on the Hugging Face hub.
-            args: As in `PreTrainedModel.from_pretrained`.
-            kwargs: As in `PreTrainedModel.from_pretrained`.
-
-        Raises:
-            CheckpointError: Files are missing or truncated, or hold other tensors.
-        """
-        source = Path(name) / kwargs.get("subfolder", "") if os.path.isdir(name) else name
-        check_drafter(source)
-        wants_info = kwargs.pop("output_loading_info", False)
-        kwargs["ignore_mismatched_sizes"] = True  # they are named below
-        try:
-            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
-        except Exception as error:
-            if isinstance(error, ArgumentError):
-                raise
-            raise load_error("drafter", source, error) from error
-        model, info = loaded
-        wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys")}
-        wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]
-        wrong["mismatched_keys"] = [
-            f"{key} of shape {tuple(saved)} instead of {tuple(expected)}"
-            for key, saved, expected in sorted(info["mismatched_keys"])
-        ]
-        for key, names in wrong.items():
-            if names:
-                raise CheckpointError(f"{name} does not hold this drafter: {key.replace('_', ' ')} {', '.join(names)}")
-        return (model, info) if wants_info else model

@@ -12,42 +12,18 @@ from redrafter.cache.paged import KVCache
 from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import DraftStart, RecurrentDrafter
 from redrafter.drafting.proposer import State
+from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.sampling.sampler import Sampler
-from redrafter.target.target import Target
-from redrafter.tree.beam_search import beam_search
 from redrafter.tree.token_tree import Tree
 
 __all__ = ["RecurrentProposer", "remember"]
 
 
 @dataclass(frozen=True)
-class RecurrentProposer:
-    """Drafts by beam search with a recurrent drafter, and keeps the best nodes.
-
-    Attributes:
-        drafter: The recurrent drafter.
-        target: The target, whose embedding table the drafter shares.
-        beams: W, beams of the search.
-        depth: K, steps of the search.
-        nodes: N, most nodes of a row's tree, the pending token included.
-        shared_nodes: Nodes that all rows of a step share, the likeliest ones; None for N in each row.
-        compiled: Whether to run the drafter's step through torch.compile, which takes some seconds at its first use.
-    """
+class RecurrentProposer(SearchProposer):
+    """Drafts with a recurrent drafter; the attributes are those of `SearchProposer`."""
 
     drafter: RecurrentDrafter
-    target: Target
-    beams: int
-    depth: int
-    nodes: int
-    shared_nodes: int | None = None
-    compiled: bool = False
-
-    model = None  # what a recurrent drafter stores of texts lies in the target's cache
-
-    @property
-    def scratch_slots(self) -> int:
-        """Slots after a row's committed tokens that a step writes to."""
-        return self.nodes
 
     def propose(
         self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
@@ -87,20 +63,7 @@ class RecurrentProposer:
             logits, carried = advance(self.drafter, self.target.embedding, tokens, sources, carried, start, k, window)
             return sampler.draft_scores(logits, noise, k, ids)
 
-        shared = None
-        if self.shared_nodes is not None:
-            eligible = state.active if sampler.plain is None else state.active & ~sampler.plain
-            shared = max(self.shared_nodes, len(eligible)), eligible
-        return beam_search(
-            state.pending[:, 0],
-            expand,
-            beams=self.beams,
-            depth=self.depth,
-            nodes=self.nodes,
-            ids=ids,
-            shared=shared,
-            should_stop=should_stop,
-        )
+        return self.grow(state, sampler, expand, should_stop)
 
 
 def _advance(

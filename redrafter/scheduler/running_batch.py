@@ -14,7 +14,7 @@ from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import Proposer, State
-from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.chunk_buffers import ChunkBuffers
 from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, PendingReport, bucket, new_state
@@ -115,7 +115,7 @@ class RunningBatch:
         rows = len(self.rows)
         proposer = self._proposers[self._size(max(rows, 1))]
         nodes = rows * proposer.nodes
-        if isinstance(proposer, RecurrentProposer) and proposer.shared_nodes is not None:
+        if isinstance(proposer, SearchProposer) and proposer.shared_nodes is not None:
             return min(nodes, max(rows, proposer.shared_nodes))
         return nodes
 

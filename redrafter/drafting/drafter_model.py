@@ -1,0 +1,63 @@
+"""What all types of drafters have in common: a checkpoint that is loaded whole or not at all."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from redrafter.errors import ArgumentError, CheckpointError
+from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
+
+__all__ = ["DrafterModel"]
+
+
+class DrafterModel(PreTrainedModel):
+    """A drafter with its weights; a subclass names the class of its config."""
+
+    config_class: type[PretrainedConfig]
+    base_model_prefix = "drafter"
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Load a drafter, and refuse a checkpoint that does not hold exactly its tensors.
+
+        `PreTrainedModel.from_pretrained` would fill missing tensors with random weights.
+
+        Args:
+            name: A directory or the name of a repository on the Hugging Face hub.
+            args: As in `PreTrainedModel.from_pretrained`.
+            kwargs: As in `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            CheckpointError: Files are missing or truncated, or hold other tensors or another type of drafter.
+        """
+        source = Path(name) / kwargs.get("subfolder", "") if os.path.isdir(name) else name
+        check_drafter(source)
+        cls._check_type(source)
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True  # they are named below
+        try:
+            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        except Exception as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise load_error("drafter", source, error) from error
+        model, info = loaded
+        wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys")}
+        wrong["unexpected_keys"] = [key for key in wrong["unexpected_keys"] if key != "emb_norm.weight"]
+        wrong["mismatched_keys"] = [
+            f"{key} of shape {tuple(saved)} instead of {tuple(expected)}"
+            for key, saved, expected in sorted(info["mismatched_keys"])
+        ]
+        for key, names in wrong.items():
+            if names:
+                raise CheckpointError(f"{name} does not hold this drafter: {key.replace('_', ' ')} {', '.join(names)}")
+        return (model, info) if wants_info else model
+
+    @classmethod
+    def _check_type(cls, source: str | Path) -> None:
+        """Raise `CheckpointError` for a directory that holds a drafter of another type."""
+        wanted = cls.config_class.model_type
+        if isinstance(source, Path) and (found := read_json(source / "config.json").get("model_type")) != wanted:
+            raise CheckpointError(f"{source} is a drafter of the type {found}, and this needs one of the type {wanted}")
