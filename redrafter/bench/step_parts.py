@@ -8,7 +8,8 @@ import torch
 
 from redrafter.bench.standing_batch import StepChecks, long_texts, open_standing_batch
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.measure.bandwidth import Bandwidth
 from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.workload import Workload
@@ -88,7 +89,7 @@ def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | 
         tree = propose()
         verify = batch.part_ms(lambda: target.verify(tree, batch.state.length, batch.cache))
         draft = floor = None
-        if isinstance(proposer, RecurrentProposer):
+        if isinstance(proposer, SearchProposer):
             draft = batch.part_ms(propose)
             floor = bandwidth.ms(draft_bytes(proposer.drafter, proposer.depth))
         kv = batch.tokens * slot_bytes(target.shapes)
@@ -111,10 +112,10 @@ def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | 
 
 
 @torch.inference_mode()
-def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: RecurrentDrafter) -> HeadTiming | None:
+def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> HeadTiming | None:
     """Time drafting with `drafter` in place of the engine's; None where speculation is off at `rows` rows."""
     proposer = work.proposer(rows, speculate=True)
-    if not isinstance(proposer, RecurrentProposer):
+    if not isinstance(proposer, SearchProposer):
         return None
     with _open(work, rows, None, proposer) as batch:
         ms = batch.part_ms(batch.propose(replace(proposer, drafter=drafter)))
@@ -127,17 +128,18 @@ def _open(work: Workload, rows: int, asked: int | None, proposer: Any) -> Any:
     return open_standing_batch(work, long_texts(work.prompts, rows, asked), proposer, advance=0)
 
 
-def random_drafter(drafter: RecurrentDrafter, ids: int) -> RecurrentDrafter:
+def random_drafter(drafter: Drafter, ids: int) -> Drafter:
     """Return a drafter of the same shape with random weights and a head of `ids` ids, good for timing only."""
     config = copy.deepcopy(drafter.config)
     config.draft_vocab_size = None if ids == config.vocab_size else ids
     with torch.device("meta"):
-        module: Any = RecurrentDrafter(config)
+        make: Any = type(drafter)
+        module: Any = make(config)
     module = module.to(drafter.dtype).to_empty(device=drafter.device).eval().requires_grad_(False)
     for weight in module.parameters():
         weight.normal_(std=0.02)
     if module.draft_ids is not None:
         module.draft_ids.copy_(torch.randperm(config.vocab_size)[:ids].sort().values)
-    if drafter.rnn_joined is not None:
+    if isinstance(drafter, RecurrentDrafter) and drafter.rnn_joined is not None:
         module.join_recurrence()
     return module

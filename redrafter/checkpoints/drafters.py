@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
-from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.target.target import Target
@@ -28,10 +27,10 @@ NORM_TOLERANCE = 0.02  # relative: enough for half precision, far less than two 
 
 def load_drafter(
     model: str | Path | PreTrainedModel,
-    drafter: str | Path | RecurrentDrafter | None,
+    drafter: str | Path | Drafter | None,
     target: Target,
     revision: str | None = None,
-) -> tuple[RecurrentDrafter, Defaults]:
+) -> tuple[Drafter, Defaults]:
     """Load the drafter of a target onto the target's device, in the target's dtype.
 
     Args:
@@ -60,10 +59,9 @@ def load_drafter(
                 "model (--draft-model D) or with the text itself (--prompt-lookup), or write plainly (--no-speculate)"
             )
         defaults = Defaults.read(file)
-        drafter = RecurrentDrafter.from_pretrained(model, subfolder=DRAFTER_FOLDER, revision=revision)
+        drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)
     elif isinstance(drafter, str | Path):
-        drafter = RecurrentDrafter.from_pretrained(drafter)
-    assert isinstance(drafter, RecurrentDrafter)
+        drafter = open_drafter_model(drafter)
     check_fits_target(drafter, target)
     module: Any = drafter
     return module.to(target.device, target.dtype).eval(), defaults
@@ -79,7 +77,7 @@ def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:
     return weight[rows].float().norm(dim=-1).tolist()
 
 
-def check_fits_target(drafter: RecurrentDrafter, target: Target) -> None:
+def check_fits_target(drafter: Drafter, target: Target) -> None:
     """Check that a drafter was trained for a target.
 
     Raises:
@@ -96,7 +94,9 @@ def check_fits_target(drafter: RecurrentDrafter, target: Target) -> None:
     check_fits_base(drafter.config, target.hidden_size, target.vocab_size, [embedding_norms(target.embedding)], name)
 
 
-def check_fits_base(drafter: DrafterConfig, hidden: int, vocabulary: int, norms: list[list[float]], name: str) -> None:
+def check_fits_base(
+    drafter: DrafterArchitecture, hidden: int, vocabulary: int, norms: list[list[float]], name: str
+) -> None:
     """Check that a drafter was trained for a base that need not be loaded.
 
     Args:
@@ -128,7 +128,7 @@ def check_fits_base(drafter: DrafterConfig, hidden: int, vocabulary: int, norms:
         )
 
 
-def check_beams(config: DrafterConfig, beams: int | None) -> None:
+def check_beams(config: DrafterArchitecture, beams: int | None) -> None:
     """Check that a drafter has at least as many tokens as there are beams, for each beam begins with another token.
 
     Raises:
@@ -139,7 +139,7 @@ def check_beams(config: DrafterConfig, beams: int | None) -> None:
         raise ArgumentError(f"num_beams={beams} is more than the drafter's vocabulary of {vocabulary} ids")
 
 
-def draft_length_warning(config: DrafterConfig, depth: int | None) -> str | None:
+def draft_length_warning(config: DrafterArchitecture, depth: int | None) -> str | None:
     """Return a warning for drafts that are longer than those that the drafter was trained for.
 
     Args:

@@ -4,13 +4,13 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, kind_of, read_json
 
@@ -66,7 +66,7 @@ def read_base(directory: Path) -> tuple[PretrainedConfig, dict[str, TensorHeader
     return config, read_headers(directory)
 
 
-def read_drafter(directory: Path) -> tuple[DrafterConfig, dict[str, TensorHeader]]:
+def read_drafter(directory: Path) -> tuple[DrafterArchitecture, dict[str, TensorHeader]]:
     """Read the config and the tensor headers of a drafter.
 
     Args:
@@ -84,7 +84,8 @@ def read_drafter(directory: Path) -> tuple[DrafterConfig, dict[str, TensorHeader
         hint = f"; its drafter is {directory / DRAFTER_FOLDER}" if kind == "merged checkpoint" else ""
         raise CheckpointError(f"{directory} is a {kind}, not a drafter{hint}")
     try:
-        config = DrafterConfig.from_pretrained(directory)
+        model_type = read_json(directory / "config.json")["model_type"]
+        config: Any = DRAFTER_CLASSES[model_type].config_class.from_pretrained(directory)
     except Exception as error:
         raise CheckpointError(f"cannot read {directory / 'config.json'}: {first_line(error)}") from error
     headers = read_headers(directory)
@@ -93,7 +94,7 @@ def read_drafter(directory: Path) -> tuple[DrafterConfig, dict[str, TensorHeader
     return config, headers
 
 
-def drafter_shapes(config: DrafterConfig, directory: Path) -> dict[str, tuple[int, ...]]:
+def drafter_shapes(config: DrafterArchitecture, directory: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a drafter's tensors by their names.
 
     Args:
@@ -108,7 +109,8 @@ def drafter_shapes(config: DrafterConfig, directory: Path) -> dict[str, tuple[in
     except ArgumentError as error:
         raise CheckpointError(f"{directory / 'config.json'}: {error}") from error
     with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in RecurrentDrafter(config).state_dict().items()}
+        drafter: Any = DRAFTER_CLASSES[config.model_type]
+        return {name: tuple(tensor.shape) for name, tensor in drafter(config).state_dict().items()}
 
 
 def check_tensors(

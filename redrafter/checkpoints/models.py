@@ -13,7 +13,7 @@ from transformers.utils.hub import cached_file
 
 from redrafter.checkpoints.load_keywords import check_no_load_keywords, check_reserved_keywords, unknown_keyword_error
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import check_path, load_error
+from redrafter.files.checkpoint_kind import check_path, load_error, wrong_kind_error
 from redrafter.target.adapters import base_of
 from redrafter.target.target import Target
 
@@ -82,6 +82,8 @@ def load_model(
         raise unknown_keyword_error(error, kwargs, caller) or load_error("model", name, error) from error
     model, info = loaded
     if info["missing_keys"]:
+        if Path(name).is_dir() and (wrong_kind := wrong_kind_error(Path(name), "model")):
+            raise wrong_kind
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
     return model if device is None else _move(model, device)
 

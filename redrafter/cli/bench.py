@@ -13,9 +13,10 @@ from redrafter.bench.suite import Plan, run_suite
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import bench_server
 from redrafter.cli.options import BenchOptions, ServerOptions
+from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import find_tuning
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.checkpoint_kind import check_path
 from redrafter.measure.facts import facts, head
@@ -100,6 +101,8 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     pair, shape = Pair.load(replace(load, device="cpu", tuning="none")), SHAPES[options.pad_to]
     device, small = load.device or "cpu", pair.engine
     assert isinstance(small, ReDrafter)
+    if not isinstance(small.drafter, RecurrentDrafter):
+        raise UnsupportedError("--pad-to pads recurrent drafters alone, and this is an EAGLE-3 head: leave it out")
     drafter = pad_drafter(
         small.drafter, shape.hidden_size, shape.vocab_size, head_rank=options.pad_head_rank, device=device
     )

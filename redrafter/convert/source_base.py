@@ -12,7 +12,7 @@ from redrafter.checkpoints.drafters import NORM_ROWS, check_fits_base
 from redrafter.checkpoints.headers import read_base
 from redrafter.convert import trtllm, trtllm_base, trtllm_base_config
 from redrafter.convert.tensors import LazyTensor, file_tensor
-from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_types import DrafterArchitecture
 from redrafter.files.checkpoint_kind import SHAPE_FILE, kind_of
 from redrafter.target.supported import config_width
 
@@ -79,7 +79,7 @@ class SourceBase:
         rows = torch.linspace(0, max(shape[0] - 1, 0), NORM_ROWS).long().tolist()
         return {name: [x.read(row, row + 1).float().norm().item() for row in rows] for name, x in tables.items()}
 
-    def check_fits(self, drafter: DrafterConfig) -> None:
+    def check_fits(self, drafter: DrafterArchitecture) -> None:
         """Raise `MismatchError`, with the values of both, if a drafter was made for another base."""
         config = self.config.get_text_config(decoder=True)
         hidden, vocabulary = (

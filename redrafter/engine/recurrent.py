@@ -1,4 +1,4 @@
-"""ReDrafter: a Hugging Face model with a recurrent drafter."""
+"""ReDrafter: a Hugging Face model with a drafter of its own."""
 
 import warnings
 from pathlib import Path
@@ -11,10 +11,15 @@ from redrafter.cache.dense import LayerShape
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.drafting import eagle, recurrent
 from redrafter.drafting.draft_gain import STEP_COSTS
 from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.eagle import EagleProposer
+from redrafter.drafting.eagle_drafter import EagleDrafter
 from redrafter.drafting.proposer import Proposer
-from redrafter.drafting.recurrent import RecurrentProposer, remember
+from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning
@@ -27,7 +32,7 @@ __all__ = ["ReDrafter"]
 
 
 class ReDrafter(Engine):
-    """A target with its recurrent drafter.
+    """A target with its drafter, a recurrent one or an EAGLE-3 head.
 
     Attributes:
         pauses: Whether steps draft nothing for a while where drafts gain less than they cost. It changes no token.
@@ -44,7 +49,7 @@ class ReDrafter(Engine):
     def __init__(
         self,
         target: Target,
-        drafter: RecurrentDrafter,
+        drafter: Drafter,
         shape: TreeShape | None = None,
         *,
         options: EngineOptions | None = None,
@@ -54,7 +59,7 @@ class ReDrafter(Engine):
 
         Args:
             target: The bound model whose text is wanted.
-            drafter: The recurrent drafter that was trained for it.
+            drafter: The drafter that was trained for it.
             shape: Beam search and tree. What it leaves open comes from the drafter's config; the node budget, from the
                 device and the batch size.
             options: Limits of memory and lengths; None for the defaults.
@@ -67,16 +72,14 @@ class ReDrafter(Engine):
         assert depth is not None
         if message := draft_length_warning(config, depth):
             warnings.warn(message, stacklevel=3)
-        target.read_aux_hidden(config.target_layers)
+        target.read_aux_hidden(_target_layers(drafter, target))
         compiled = target.device.type == "cuda" and (options or EngineOptions()).compile
-        if config.context_window is not None:
-            heads, width = config.context_kv_heads, config.context_head_dim
-            stored = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True)
-            target.store_drafter_layer(DrafterLayer(drafter, stored, remember(drafter, target.embedding, compiled)))
+        if (layer := _stored_layer(drafter, target, compiled)) is not None:
+            target.store_drafter_layer(layer)
         self.drafter, self.tuning, self.shape = drafter, tuning, shape
-        self._proposers: dict[tuple[int, int, int, int | None], RecurrentProposer] = {}
+        self._proposers: dict[tuple[int, int, int, int | None], SearchProposer] = {}
         self._compiled = compiled
-        if target.device.type == "cuda":
+        if target.device.type == "cuda" and isinstance(drafter, RecurrentDrafter):
             drafter.join_recurrence()
         super().__init__(target, self._propose(target, shape), options)
         for tuned in tuning.shapes.values() if tuning is not None else ():
@@ -87,7 +90,7 @@ class ReDrafter(Engine):
     def from_pretrained(
         cls,
         model: str | Path | PreTrainedModel,
-        drafter: str | Path | RecurrentDrafter | None = None,
+        drafter: str | Path | Drafter | None = None,
         *,
         num_beams: int | None = None,
         draft_len_per_beam: int | None = None,
@@ -175,7 +178,7 @@ class ReDrafter(Engine):
         measured = None if self.tuning is None else self.tuning.step_cost_for(rows)
         return STEP_COSTS.get(self.target.device.type, STEP_COSTS["cuda"]) if measured is None else measured
 
-    def _propose(self, target: Target, shape: TreeShape) -> RecurrentProposer:
+    def _propose(self, target: Target, shape: TreeShape) -> SearchProposer:
         """Return the proposer of a shape, the same object each time, as captured steps are kept by it."""
         shape = shape.over(self._default)
         beams, depth = shape.num_beams, shape.draft_len_per_beam
@@ -183,5 +186,34 @@ class ReDrafter(Engine):
         assert depth is not None
         check_beams(self.drafter.config, beams)
         nodes = node_count(shape.node_budget, beams, depth, target.device)
-        new = RecurrentProposer(self.drafter, target, beams, depth, nodes, shape.shared_nodes, self._compiled)
+        make: Any = EagleProposer if isinstance(self.drafter, EagleDrafter) else RecurrentProposer
+        new = make(self.drafter, target, beams, depth, nodes, shape.shared_nodes, self._compiled)
         return self._proposers.setdefault((beams, depth, nodes, shape.shared_nodes), new)
+
+
+def _target_layers(drafter: Drafter, target: Target) -> list[int]:
+    """Return the target's decoder layers whose outputs a drafter reads."""
+    if isinstance(drafter, EagleDrafter):
+        return drafter.config.target_layers_of(target.config.num_hidden_layers)
+    return drafter.config.target_layers
+
+
+def _stored_layer(drafter: Drafter, target: Target, compiled: bool) -> DrafterLayer | None:
+    """Return what a drafter stores of every token, or None.
+
+    Args:
+        drafter: The drafter.
+        target: The target.
+        compiled: Whether to compute it through torch.compile, where the drafter can.
+    """
+    remember: Any
+    if isinstance(drafter, EagleDrafter):
+        heads, width = 2 * drafter.config.num_key_value_heads, drafter.config.head_dim
+        remember = eagle.remember(drafter, target.embedding)
+    elif drafter.config.context_window is not None:
+        heads, width = drafter.config.context_kv_heads, drafter.config.context_head_dim
+        remember = recurrent.remember(drafter, target.embedding, compiled)
+    else:
+        return None
+    shape = LayerShape(heads, width, width, target.dtype, target.device, of_drafter=True)
+    return DrafterLayer(drafter, shape, remember)

@@ -18,7 +18,8 @@ import torch
 
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.eagle_drafter import EagleDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
@@ -126,7 +127,7 @@ class Tuning:
     def _size_for(self, rows: int) -> int:
         return min((size for size in self.shapes if size >= rows), default=max(self.shapes))
 
-    def check(self, target: Target, drafter: RecurrentDrafter, name: str) -> None:
+    def check(self, target: Target, drafter: Drafter, name: str) -> None:
         """Raise `MismatchError`, with both values, when file `name` was measured on anything else."""
         for what, mine, theirs in (
             ("device", self.device, device_name(target.device)),
@@ -191,7 +192,7 @@ def _from_dict(document: Any) -> Tuning:
     return Tuning(**(document | {"shapes": shapes, "step_costs": costs, "measured": measured}))
 
 
-def find_tuning(tuning: str | Path | None, target: Target, drafter: RecurrentDrafter) -> Tuning | None:
+def find_tuning(tuning: str | Path | None, target: Target, drafter: Drafter) -> Tuning | None:
     """Return the tuning that `from_pretrained(tuning=...)` means: for "auto", the one at `tuning_path`, if any."""
     if tuning is None:
         return None
@@ -205,7 +206,7 @@ def find_tuning(tuning: str | Path | None, target: Target, drafter: RecurrentDra
     return shapes
 
 
-def tuning_path(target: Target, drafter: RecurrentDrafter) -> Path:
+def tuning_path(target: Target, drafter: Drafter) -> Path:
     """Return where this pair's tuning for this device is: under `$REDRAFTER_HOME`, or `~/.cache/redrafter`."""
     device = "-".join("".join(c if c.isalnum() else " " for c in device_name(target.device).lower()).split())
     pair = f"{target_fingerprint(target)}-{drafter_fingerprint(drafter)}"
@@ -225,9 +226,12 @@ def target_fingerprint(target: Target) -> str:
     return _digest([target.hidden_size, target.vocab_size, layers, *_rounded(target.embedding)])
 
 
-def drafter_fingerprint(drafter: RecurrentDrafter) -> str:
+def drafter_fingerprint(drafter: Drafter) -> str:
     """Return a digest of a drafter, which one that was trained anew does not share: it needs a tuning of its own."""
     config = drafter.config
+    if isinstance(drafter, EagleDrafter):
+        sizes = [config.model_type, config.hidden_size, config.vocab_size, config.draft_vocab_size]
+        return _digest([*sizes, *_rounded(drafter.lm_head)])
     names = ["hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "recurrence", "draft_vocab_size"]
     if config.context_window is not None:
         names += ["context_window", "context_heads", "context_kv_heads", "context_head_dim"]

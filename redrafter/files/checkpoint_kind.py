@@ -11,8 +11,10 @@ from redrafter.errors import CheckpointError, first_line
 __all__ = [
     "APPLE_MODEL_TYPE",
     "DRAFTER_FOLDER",
+    "EAGLE_MODEL_TYPE",
     "MODEL_TYPE",
     "SHAPE_FILE",
+    "SPECULATORS_KEY",
     "check_drafter",
     "check_path",
     "kind_of",
@@ -22,7 +24,9 @@ __all__ = [
 ]
 
 MODEL_TYPE = "redrafter"  # `model_type` in the config.json of this project's drafters
+EAGLE_MODEL_TYPE = "redrafter_eagle3"  # the same of EAGLE-3 heads in the form of this project
 APPLE_MODEL_TYPE = "recurrent_drafting_drafter"  # `model_type` in the config.json of Apple's drafters
+SPECULATORS_KEY = "speculators_model_type"  # in the config.json of vllm-project/speculators' checkpoints
 DRAFTER_FOLDER = "drafter"  # of a merged checkpoint
 SHAPE_FILE = "redrafter.json"  # of a merged checkpoint: the tree shape and other defaults
 # Each tokenizer has at least one of these files.
@@ -43,8 +47,9 @@ def kind_of(directory: Path) -> str:
         directory: Path of the directory.
 
     Returns:
-        `merged checkpoint`, `drafter`, `Apple drafter`, `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM
-        checkpoint`, `built TensorRT engine` or `model`. What is none of the others counts as `model`.
+        `merged checkpoint`, `drafter`, `Apple drafter`, `EAGLE-3 head`, `speculators checkpoint` of another type,
+        `TensorRT-LLM ReDrafter checkpoint`, `TensorRT-LLM checkpoint`, `built TensorRT engine` or `model`. What is none
+        of the others counts as `model`.
 
     Raises:
         CheckpointError: If the directory or its config.json is missing or cannot be read.
@@ -53,10 +58,14 @@ def kind_of(directory: Path) -> str:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: it does not exist")
     config = read_json(directory / "config.json")
-    if config.get("model_type") == MODEL_TYPE:
+    if config.get("model_type") in (MODEL_TYPE, EAGLE_MODEL_TYPE):
         return "drafter"
     if config.get("model_type") == APPLE_MODEL_TYPE or ("num_draft_layers" in config and "model_type" not in config):
         return "Apple drafter"
+    if SPECULATORS_KEY in config:
+        return "EAGLE-3 head" if config[SPECULATORS_KEY] == "eagle3" else "speculators checkpoint"
+    if "draft_vocab_size" in config or any("Eagle3" in str(name) for name in config.get("architectures") or ()):
+        return "EAGLE-3 head"
     if "build_config" in config and "model_type" not in config:
         return "built TensorRT engine"
     if isinstance(config.get("architecture"), str):  # Hugging Face has `architectures`
@@ -142,7 +151,11 @@ def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
     kind = kind_of(path)
     if kind == wanted or (wanted == "model" and kind == "merged checkpoint"):
         return None
-    this = f"{path} is " + {"drafter": "a drafter", "Apple drafter": "Apple's drafter"}.get(kind, f"a {kind}")
+    this = f"{path} is " + {
+        "drafter": "a drafter",
+        "Apple drafter": "Apple's drafter",
+        "EAGLE-3 head": "an EAGLE-3 head",
+    }.get(kind, f"a {kind}")
     base, drafter = "--base-model-checkpoint-dir", "--drafter-model-dir"
     if kind == "built TensorRT engine":
         return CheckpointError(f"{this}, whose weights cannot be read: give the Hugging Face {wanted} it was made from")
@@ -152,6 +165,9 @@ def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
             "drafter": ", not a model: give the model that it drafts for, and this as the drafter (--drafter)",
             "Apple drafter": ", not a model: give the model that it drafts for, and as its drafter what this writes: "
             + convert_drafter,
+            "EAGLE-3 head": ", not a model: give the model that it drafts for, and as its drafter what this writes: "
+            + convert_drafter,
+            "speculators checkpoint": ", not a model",
             "TensorRT-LLM ReDrafter checkpoint": ": convert it first, with the tokenizer of BASE, the Hugging Face "
             "model that it was made from: " + _convert_command(path, base, "--tokenizer-dir BASE", "merged"),
             "TensorRT-LLM checkpoint": ": give the Hugging Face model BASE that it was made from, or merge it with a "
@@ -162,6 +178,8 @@ def wrong_kind_error(path: Path, wanted: str) -> CheckpointError | None:
             "model": ", not a drafter: a smaller model drafts with --draft-model (DraftTarget)",
             "merged checkpoint": f", a model and its drafter: give it as the model alone, or {path / DRAFTER_FOLDER}",
             "Apple drafter": f": convert it first: {convert_drafter}",
+            "EAGLE-3 head": f": convert it first: {convert_drafter}",
+            "speculators checkpoint": " of a type that cannot be read; EAGLE-3 heads can be",
             "TensorRT-LLM ReDrafter checkpoint": f": convert its drafter first: {convert_drafter}",
             "TensorRT-LLM checkpoint": ", which holds no drafter",
         }

@@ -6,7 +6,8 @@ from typing import Any
 from torch import nn
 
 from redrafter.cache.dense import LayerShape
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.eagle_drafter import EagleDrafter
 
 __all__ = ["draft_bytes", "forward_bytes", "resident_bytes", "slot_bytes"]
 
@@ -23,13 +24,17 @@ def forward_bytes(model: Any) -> int:
     return sum(weight.nbytes for weight in model.parameters() if id(weight) not in skipped)
 
 
-def draft_bytes(drafter: RecurrentDrafter, depth: int) -> int:
+def draft_bytes(drafter: Drafter, depth: int) -> int:
     """Return the bytes of the weights that a draft of `depth` search steps reads.
 
     What reads the target's hidden state alone is read once (see `RecurrentDrafter.begin`), and what is stored of
     committed tokens is not made here. The published recurrence does not read `rnn_u` at the first step, where it has no
     state to multiply with.
     """
+    if isinstance(drafter, EagleDrafter):
+        fused = _layer_bytes(drafter.fc)
+        table = 0 if drafter.embed_tokens is None else drafter.embed_tokens.weight.nbytes
+        return depth * (sum(weight.nbytes for weight in drafter.parameters()) - fused - table) + fused
     config, first = drafter.config, drafter.first_product
     gated = config.rnn and config.recurrence == "gated"
     once = 0 if drafter.fuse is None else _layer_bytes(drafter.fuse)

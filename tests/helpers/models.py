@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
 from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, prepare
@@ -177,7 +178,7 @@ def assert_close_by_scale(found: Tensor, expected: Tensor, part: float) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=part * float(expected.detach().abs().max()))
 
 
-def with_tree(model: PreTrainedModel, drafter: RecurrentDrafter, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
+def with_tree(model: PreTrainedModel, drafter: Drafter, beams: int, depth: int, nodes: int = 999) -> ReDrafter:
     """Make an engine that drafts trees of `beams` x `depth` with a drafter, cut to the `nodes` best nodes."""
     return ReDrafter(Target(model), drafter, TreeShape(beams, depth, nodes))
 

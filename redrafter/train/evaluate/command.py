@@ -24,10 +24,11 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.app.program import run_command
 from redrafter.checkpoints.drafters import check_beams
+from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.stopping import end_tokens
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.picture import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
@@ -63,6 +64,11 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
     """
     engine, proposer = pair.engine, pair.engine.proposer
     assert isinstance(engine, ReDrafter)
+    if not isinstance(engine.drafter, RecurrentDrafter):
+        raise UnsupportedError(
+            "`redrafter evaluate` replays recurrent drafters alone, and this is an EAGLE-3 head: `redrafter bench` "
+            "measures its tokens per step"
+        )
     assert isinstance(proposer, RecurrentProposer)
     search = Search(proposer.beams, proposer.depth)
     trees = options.trees(search)

@@ -1,0 +1,47 @@
+"""The types of drafters, by the `model_type` of their configs."""
+
+import os
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from transformers import PretrainedConfig
+
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.eagle_config import EagleConfig
+from redrafter.drafting.eagle_drafter import EagleDrafter
+from redrafter.files.checkpoint_kind import check_drafter
+
+__all__ = ["DRAFTER_CLASSES", "Drafter", "DrafterArchitecture", "open_drafter_model"]
+
+Drafter: TypeAlias = RecurrentDrafter | EagleDrafter
+"""A drafter of any type."""
+
+DrafterArchitecture: TypeAlias = DrafterConfig | EagleConfig
+"""The config of a drafter of any type."""
+
+DRAFTER_CLASSES: dict[str, type[RecurrentDrafter] | type[EagleDrafter]] = {
+    DrafterConfig.model_type: RecurrentDrafter,
+    EagleConfig.model_type: EagleDrafter,
+}
+
+
+def open_drafter_model(name: str | Path, **hub_options: Any) -> Drafter:
+    """Load a drafter of the type that its config names.
+
+    Args:
+        name: A directory or the name of a repository on the Hugging Face hub.
+        hub_options: `subfolder` and `revision`, as in `PreTrainedModel.from_pretrained`.
+
+    Raises:
+        CheckpointError: Files are missing or truncated, or hold no drafter of this project.
+    """
+    check_drafter(Path(name) / hub_options.get("subfolder", "") if os.path.isdir(name) else name)
+    try:
+        config, _ = PretrainedConfig.get_config_dict(str(name), **hub_options)
+    except OSError:
+        config = {}  # loading says what is wrong
+    drafter: Drafter = DRAFTER_CLASSES.get(config.get("model_type", ""), RecurrentDrafter).from_pretrained(
+        name, **hub_options
+    )
+    return drafter

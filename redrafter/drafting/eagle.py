@@ -1,0 +1,79 @@
+"""The proposer that drafts with an EAGLE-3 head."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+from redrafter.cache.paged import KVCache
+from redrafter.drafting.eagle_drafter import EagleDrafter, EagleEntries
+from redrafter.drafting.proposer import State
+from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.sampling.sampler import Sampler
+from redrafter.tree.token_tree import Tree
+
+__all__ = ["EagleProposer", "remember"]
+
+
+@dataclass(frozen=True)
+class EagleProposer(SearchProposer):
+    """Drafts with an EAGLE-3 head; the attributes are those of `SearchProposer`.
+
+    Keys and values of committed tokens are read from the target's cache; those of drafts live as long as the search.
+    """
+
+    drafter: EagleDrafter
+
+    def propose(
+        self, state: State, sampler: Sampler, noise: Tensor | None, cache: KVCache, draft_cache: KVCache | None
+    ) -> Tree:
+        """Draft a tree by beam search; see `Proposer.propose`."""
+        head = self.drafter
+        past = head.read_past(*_read_all(cache, state.length), state.length)
+        carried = head.fuse_hidden(state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
+        path: EagleEntries | None = None  # what was drafted on each beam
+
+        def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+            nonlocal carried, path
+            if path is not None:
+                carried = _of_beams(carried, sources)
+                path = EagleEntries(*(_of_beams(part, sources) for part in path))
+            embedding = head.embed(tokens, self.target.embedding)
+            logits, carried, path = head.step(embedding, carried, state.length - 1 + k, path, past)
+            return sampler.draft_scores(logits, noise, k, head.draft_ids)
+
+        return self.grow(state, sampler, expand)
+
+
+def _read_all(cache: KVCache, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is stored at all positions of rows, keys and values `[B, S, 2H, d]`; `length` is `[B]` int64."""
+    position = length.new_ones(len(length), cache.window).cumsum(1) - 1  # [B, S]
+    return cache.read_drafter_layer(position)
+
+
+def _of_beams(x: Tensor, sources: Tensor) -> Tensor:
+    """Return what belongs to some beams of the step before.
+
+    Args:
+        x: What belongs to each of w beams, `[B, w, ...]`.
+        sources: The beams, `[B, W]` int64.
+    """
+    index = sources.view(*sources.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:])
+    return x.gather(1, index)
+
+
+def remember(head: EagleDrafter, embedding: nn.Module) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the function that computes what a head stores of tokens; see `DrafterLayer.remember`.
+
+    Args:
+        head: The head.
+        embedding: The target's embedding table.
+    """
+    return partial(_remember, head, embedding)
+
+
+def _remember(
+    head: EagleDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    return head.remember(head.embed(ids, embedding), head.fuse_hidden(hidden))
