@@ -11,6 +11,7 @@ from typing import Any
 
 from redrafter.convert.tensors import LazyTensor
 from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_types import DrafterArchitecture
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.files.checkpoint_kind import APPLE_MODEL_TYPE
 
@@ -90,19 +91,22 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
     )
 
 
-def check_drafter(config: DrafterConfig) -> None:
-    """Raise `UnsupportedError` for a drafter that Apple's format cannot hold, with the name of what it cannot hold."""
-    check_published_form(config, "Apple's format", ("apple",))
+def check_drafter(config: DrafterArchitecture) -> DrafterConfig:
+    """Return the config of a drafter; raise `UnsupportedError` with the name of what Apple's format cannot hold."""
+    return check_published_form(config, "Apple's format", ("apple",))
 
 
-def check_published_form(config: DrafterConfig, format_name: str, recurrences: Sequence[str]) -> None:
-    """Raise `UnsupportedError` unless a drafter has the form of the paper, which is all that a format can hold.
+def check_published_form(config: DrafterArchitecture, format_name: str, recurrences: Sequence[str]) -> DrafterConfig:
+    """Return the config of a drafter; raise `UnsupportedError` unless it has the form of the paper.
 
     Args:
         config: The drafter.
         format_name: Name of the format, for the error message.
         recurrences: The recurrences that the format can hold.
     """
+    keeping = "--to redrafter or --to drafter keeps it"
+    if not isinstance(config, DrafterConfig):
+        raise UnsupportedError(f"{format_name} cannot hold an EAGLE-3 head; {keeping}")
     extensions = {
         "recurrence": config.rnn and config.recurrence not in recurrences,
         "target_layers": bool(config.target_layers),
@@ -113,9 +117,8 @@ def check_published_form(config: DrafterConfig, format_name: str, recurrences: S
     for name, present in extensions.items():
         if present:
             value = getattr(config, name)
-            raise UnsupportedError(
-                f"{format_name} cannot hold {name}={value!r}; --to redrafter or --to drafter keeps it"
-            )
+            raise UnsupportedError(f"{format_name} cannot hold {name}={value!r}; {keeping}")
+    return config
 
 
 def to_apple_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:

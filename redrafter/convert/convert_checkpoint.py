@@ -25,7 +25,7 @@ from redrafter.convert.output_formats import OUTPUT_PLANNERS
 from redrafter.convert.plan import ConversionPlan
 from redrafter.convert.request import ConversionRequest, ConversionSource
 from redrafter.convert.source_base import open_base
-from redrafter.convert.source_drafter import open_drafter
+from redrafter.convert.source_drafter import is_pair, open_drafter
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.files.atomic_folder import check_output_folder, write_folder
 from redrafter.files.checkpoint_kind import kind_of
@@ -83,8 +83,8 @@ def plan_conversion(config: ConvertConfig) -> ConversionPlan:
     base = None if config.base_model_checkpoint_dir is None else Path(config.base_model_checkpoint_dir)
     directory = Path(config.drafter_model_dir or config.base_model_checkpoint_dir or "")
     drafter = open_drafter(directory, config.recurrence)
-    if base is None and config.to in ("redrafter", "trtllm") and drafter.kind not in ("drafter", "Apple drafter"):
-        base = directory  # the other kinds hold a base too
+    if base is None and config.to in ("redrafter", "trtllm") and is_pair(drafter.kind):
+        base = directory
     tokenizer = None if config.tokenizer_dir is None else Path(config.tokenizer_dir)
     if tokenizer is not None and not (tokenizer / "tokenizer_config.json").is_file():
         raise ArgumentError(f"--tokenizer-dir {tokenizer} has no tokenizer_config.json")

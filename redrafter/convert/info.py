@@ -19,8 +19,10 @@ from redrafter.checkpoints.merged import boxed_pair
 from redrafter.convert.output_formats import possible_formats
 from redrafter.convert.request import ConversionRequest, ConversionSource
 from redrafter.convert.source_base import SourceBase, open_base
-from redrafter.convert.source_drafter import SourceDrafter, open_drafter
+from redrafter.convert.source_drafter import SourceDrafter, is_pair, open_drafter
 from redrafter.convert.tensors import LazyTensor
+from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.eagle_config import EagleConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
@@ -46,7 +48,7 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     directory = _locate(name)
     kind = kind_of(directory)
     document: dict[str, Any] = {"path": str(directory), "kind": kind}
-    if kind in ("drafter", "Apple drafter"):
+    if kind in ("drafter", "Apple drafter", "EAGLE-3 head", "speculators checkpoint"):
         if drafter_name is not None:
             raise ArgumentError(f"{name} is a drafter itself: give the model first, and the drafter with --drafter")
         drafter = open_drafter(directory)
@@ -58,14 +60,14 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     document["model"] = _describe_model(base)
     if drafter_name is not None:
         drafter = open_drafter(_locate(drafter_name))
-    elif _is_pair(kind):
+    elif is_pair(kind):
         drafter = open_drafter(directory)
     else:
         return document
     share = _count_parameters(drafter.tensors) / max(document["model"]["parameters"] or 1, 1)
     document["drafter"] = {"path": str(drafter.directory)} | _describe_drafter(drafter)
     document["drafter"]["share_of_model"] = round(share, 4)
-    if _is_pair(drafter.kind):
+    if is_pair(drafter.kind):
         defaults = ConversionRequest().defaults_for(drafter)
         document["shape"] = defaults.shape.to_dict() | {"greedy_search": defaults.greedy_search}
     try:
@@ -74,11 +76,6 @@ def describe(name: str, drafter_name: str | None = None) -> dict[str, Any]:
     except MismatchError as error:
         return document | {"fits": False, "why_not": str(error)}
     return document | {"converts_to": possible_formats(ConversionSource(drafter, base))}
-
-
-def _is_pair(kind: str) -> bool:
-    """Return whether a kind of directory holds a base and a drafter."""
-    return kind in ("merged checkpoint", "TensorRT-LLM ReDrafter checkpoint")
 
 
 def _locate(name: str) -> Path:
@@ -126,21 +123,42 @@ def _describe_model(base: SourceBase) -> dict[str, Any]:
 def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:
     config = drafter.config
     return {
+        "type": "EAGLE-3 head" if isinstance(config, EagleConfig) else "recurrent drafter",
         "parameters": _count_parameters(drafter.tensors),
         "stored_as": _dtype_names(drafter.tensors),
         "hidden_size": config.hidden_size,
-        "exit_dim": config.exit_dim,
-        "layers": config.num_draft_layers,
-        "recurrence": config.recurrence if config.rnn else "none: a running sum of embeddings",
-        "target_layers": config.target_layers or None,
-        "context_window": config.context_window,
-        "head_rank": config.head_rank,
+        **(_describe_head(config) if isinstance(config, EagleConfig) else _describe_recurrence(config)),
         "vocabulary": config.vocab_size,
         "draft_vocabulary": config.draft_vocab_size or config.vocab_size,
         "num_beams": config.draft_beams,
         "draft_len_per_beam": config.draft_len_per_beam,
         "trained_draft_len": config.trained_draft_len,
         "base_model": config.base_model,
+    }
+
+
+def _describe_head(config: EagleConfig) -> dict[str, Any]:
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "own_embedding")
+    layers = config.target_layers
+    return {
+        "width": config.width,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rope": config.rope["rope_type"],
+        "options": [name for name in flags if getattr(config, name)] or None,
+        "target_layers": "three that follow from the model's number of layers" if layers is None else layers,
+    }
+
+
+def _describe_recurrence(config: DrafterConfig) -> dict[str, Any]:
+    return {
+        "exit_dim": config.exit_dim,
+        "layers": config.num_draft_layers,
+        "recurrence": config.recurrence if config.rnn else "none: a running sum of embeddings",
+        "target_layers": config.target_layers or None,
+        "context_window": config.context_window,
+        "head_rank": config.head_rank,
     }
 
 
@@ -195,7 +213,7 @@ def _build_parser() -> Parser:
         prog="redrafter info",
         description="Describe a model, a drafter or a pair: whether they fit each other, and what they can be\n"
         "converted to. Reads the configs and the headers of the weights of Hugging Face models, merged\n"
-        "checkpoints, drafters of redrafter and of Apple, and TensorRT-LLM checkpoints. Without MODEL,\n"
+        "checkpoints, drafters of redrafter and of Apple, EAGLE-3 heads, and TensorRT-LLM checkpoints. Without MODEL,\n"
         "describes the boxed pair and prints the versions of the libraries.",
         epilog="example:\n  redrafter info my-base --drafter my-drafter",
     )

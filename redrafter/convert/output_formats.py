@@ -18,6 +18,7 @@ from redrafter.convert.source_base import TOKENIZER_FILES, SourceBase
 from redrafter.convert.source_drafter import SourceDrafter
 from redrafter.convert.tensors import LazyTensor, cast, split_into_files
 from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.dtype_names import dtype_name
@@ -41,7 +42,7 @@ def _plan_drafter(source: ConversionSource, dtype: str | None, shape: TreeShape)
     config.draft_beams = shape.num_beams or config.draft_beams
     config.draft_len_per_beam = shape.draft_len_per_beam or config.draft_len_per_beam
     tensors = _cast_floats(drafter.tensors, dtype)
-    config.dtype, config.architectures = tensors["lm_head.weight"].dtype, ["RecurrentDrafter"]
+    config.dtype, config.architectures = tensors["lm_head.weight"].dtype, [DRAFTER_CLASSES[config.model_type].__name__]
     return ConversionPlan(
         weights={WEIGHTS_FILE: tensors},
         copies=_documents(drafter),
@@ -52,8 +53,7 @@ def _plan_drafter(source: ConversionSource, dtype: str | None, shape: TreeShape)
 
 def plan_apple(source: ConversionSource, request: ConversionRequest) -> ConversionPlan:
     """Plan a drafter directory in Apple's format, with its current tensor names."""
-    config = source.drafter.config
-    apple.check_drafter(config)
+    config = apple.check_drafter(source.drafter.config)
     layers = config.num_draft_layers
     tensors = {apple.to_apple_name(name, layers): tensor for name, tensor in source.drafter.tensors.items()}
     tensors = _cast_floats(tensors, request.dtype)
@@ -112,8 +112,7 @@ def _with_base(plan: ConversionPlan, source: ConversionSource, base: SourceBase)
 def plan_trtllm(source: ConversionSource, request: ConversionRequest) -> ConversionPlan:
     """Plan a TensorRT-LLM ReDrafter checkpoint of a base and its drafter."""
     base, drafter = _required_base(source, "trtllm"), source.drafter
-    config = drafter.config
-    trtllm.check_drafter(config)
+    config = trtllm.check_drafter(drafter.config)
     base.check_fits(config)
     defaults = request.defaults_for(drafter)
     check_beams(config, defaults.shape.num_beams)
@@ -180,7 +179,7 @@ def _required_base(source: ConversionSource, output_format: str) -> SourceBase:
     return source.base
 
 
-def _config_with_base(config: DrafterConfig, base: SourceBase | None) -> DrafterConfig:
+def _config_with_base(config: DrafterArchitecture, base: SourceBase | None) -> DrafterArchitecture:
     """Return a copy of a drafter's config with the base recorded in it, unless it names one already."""
     config = deepcopy(config)
     if base is not None:
@@ -221,13 +220,14 @@ def _documents(drafter: SourceDrafter) -> dict[str, Path]:
 
 def _recurrence_notes(drafter: SourceDrafter) -> tuple[str, ...]:
     """Return a note about the recurrence that a TensorRT-LLM checkpoint is read with, which it does not hold."""
-    if not drafter.kind.startswith("TensorRT-LLM") or not drafter.config.rnn:
+    config = drafter.config
+    if not drafter.kind.startswith("TensorRT-LLM") or not isinstance(config, DrafterConfig) or not config.rnn:
         return ()
-    other = {"apple": "trtllm", "trtllm": "apple"}.get(drafter.config.recurrence, "apple")
-    return (f"recurrence {drafter.config.recurrence}; --recurrence {other} reads it the other way",)
+    other = {"apple": "trtllm", "trtllm": "apple"}.get(config.recurrence, "apple")
+    return (f"recurrence {config.recurrence}; --recurrence {other} reads it the other way",)
 
 
-def _training_notes(config: DrafterConfig, shape: TreeShape) -> tuple[str, ...]:
+def _training_notes(config: DrafterArchitecture, shape: TreeShape) -> tuple[str, ...]:
     """Return a note if the shape drafts more tokens than the drafter was trained for."""
     note = draft_length_warning(config, shape.draft_len_per_beam)
     return () if note is None else (note,)

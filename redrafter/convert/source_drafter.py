@@ -1,4 +1,4 @@
-"""A drafter as the source of a conversion: of this project, Apple, a merged or a TensorRT-LLM checkpoint."""
+"""A drafter as the source of a conversion: of this project, Apple, EAGLE-3, a merged or a TensorRT-LLM checkpoint."""
 
 import pickle
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ from redrafter.checkpoints.headers import (
     read_headers,
 )
 from redrafter.checkpoints.merged import Defaults
-from redrafter.convert import apple, trtllm
+from redrafter.convert import apple, eagle, trtllm
 from redrafter.convert.source_base import FLOAT_DTYPES
 from redrafter.convert.tensors import SAFETENSORS_CODES, LazyTensor, file_tensor, memory_tensor
-from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_types import DrafterArchitecture
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE, kind_of, read_json
 from redrafter.files.dtype_names import dtype_name
 
-__all__ = ["SourceDrafter", "open_drafter"]
+__all__ = ["SourceDrafter", "is_pair", "open_drafter"]
 
-PICKLE_FILE = "model.pt"
+PICKLE_FILES = ("model.pt", eagle.PICKLE_FILE)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SourceDrafter:
 
     directory: Path
     kind: str
-    config: DrafterConfig
+    config: DrafterArchitecture
     tensors: dict[str, LazyTensor]
     defaults: Defaults = field(default_factory=Defaults)
 
@@ -54,16 +54,23 @@ class SourceDrafter:
         return self.tensors["lm_head.weight"].dtype
 
 
+def is_pair(kind: str) -> bool:
+    """Return whether a kind of directory holds a base and a drafter."""
+    return kind in ("merged checkpoint", "TensorRT-LLM ReDrafter checkpoint")
+
+
 def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafter:
     """Read the config of a drafter and the headers of its weights.
 
     Args:
-        directory: A drafter of this project, Apple's drafter, a merged checkpoint or a TensorRT-LLM checkpoint.
+        directory: A drafter of this project, Apple's drafter, an EAGLE-3 head, a merged checkpoint or a TensorRT-LLM
+            checkpoint.
         recurrence: The recurrence of a TensorRT-LLM checkpoint's drafter, which the checkpoint does not hold.
 
     Raises:
         CheckpointError: When a tensor or file is missing, is not expected or has another shape; it is named.
         ArgumentError: When a recurrence is given for a checkpoint of another kind.
+        UnsupportedError: When an EAGLE-3 head is of a form that cannot be computed here.
     """
     kind = kind_of(directory)
     if recurrence is not None and not kind.startswith("TensorRT-LLM"):
@@ -79,6 +86,8 @@ def open_drafter(directory: Path, recurrence: str | None = None) -> SourceDrafte
         drafter = SourceDrafter(directory, kind, config, tensors)
     elif kind == "Apple drafter":
         drafter = _open_apple(directory, kind)
+    elif kind in ("EAGLE-3 head", "speculators checkpoint"):
+        drafter = _open_eagle(directory, kind)
     elif kind == "TensorRT-LLM ReDrafter checkpoint":
         drafter = _open_trtllm(directory, kind, recurrence)
     else:
@@ -103,6 +112,18 @@ def _open_apple(directory: Path, kind: str) -> SourceDrafter:
         for name, shape in drafter_shapes(config, directory).items()
     }
     check_tensors(expected, {name: tensor.shape for name, tensor in stored.items()}, directory)
+    return SourceDrafter(directory, kind, config, tensors)
+
+
+def _open_eagle(directory: Path, kind: str) -> SourceDrafter:
+    stored = _open_tensors(directory)
+    config = eagle.to_redrafter_config(read_json(directory / "config.json"), stored, directory)
+    tensors = eagle.split_tensors(stored, config, directory)
+    expected = {
+        tensors[name].name if name in tensors else name: shape
+        for name, shape in drafter_shapes(config, directory).items()
+    }
+    check_tensors(expected, {tensor.name: tensor.shape for tensor in tensors.values()}, directory)
     return SourceDrafter(directory, kind, config, tensors)
 
 
@@ -138,8 +159,9 @@ def _check_values(drafter: SourceDrafter) -> None:
 def _open_tensors(directory: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a directory's safetensors files, or of its pickle if there are none."""
     has_safetensors = (directory / INDEX_FILE).is_file() or (directory / WEIGHTS_FILE).is_file()
-    if not has_safetensors and (directory / PICKLE_FILE).is_file():
-        return {name: memory_tensor(name, tensor) for name, tensor in _unpickle(directory / PICKLE_FILE).items()}
+    pickles = [directory / name for name in PICKLE_FILES if (directory / name).is_file()]
+    if pickles and not has_safetensors:
+        return {name: memory_tensor(name, tensor) for name, tensor in _unpickle(pickles[0]).items()}
     headers = read_headers(directory)
     return {name: file_tensor(header.file, name, header.shape, header.dtype) for name, header in headers.items()}
 

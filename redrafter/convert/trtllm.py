@@ -15,6 +15,7 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.convert.apple import UNUSED_NORM, check_published_form
 from redrafter.convert.tensors import LazyTensor, concat_rows, file_tensor, pad_rows, slice_rows
 from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_types import DrafterArchitecture
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
 
@@ -213,9 +214,9 @@ def to_pair_config(
     return pair
 
 
-def check_drafter(config: DrafterConfig) -> None:
-    """Raise `UnsupportedError` for a drafter that this format cannot hold, with the name of what it cannot hold."""
-    check_published_form(config, "TensorRT-LLM's format", ("apple", "trtllm"))
+def check_drafter(config: DrafterArchitecture) -> DrafterConfig:
+    """Return the config of a drafter; raise `UnsupportedError` with the name of what this format cannot hold."""
+    return check_published_form(config, "TensorRT-LLM's format", ("apple", "trtllm"))
 
 
 def check_tp(tp: int, sizes: Mapping[str, int]) -> None:

@@ -1,0 +1,203 @@
+"""EAGLE-3 heads of others: those of vllm-project/speculators, and those of SafeAILab/EAGLE and sgl-project/SpecForge.
+
+Both hold one decoder layer, a product `fc` before it, a norm and a head after it, and a map `d2t` from the head's ids
+to the target's. They differ in their configs, and in which output of the target a layer number stands for:
+
+- speculators, `eagle_aux_hidden_state_layer_ids`: the input of that layer, which is the output of the one before it;
+- the others, `eagle_config.eagle_aux_hidden_state_layer_ids`: the output of that layer.
+
+Where neither is given, both mean the inputs of the layers 2, n // 2 and n - 3 of a target with n.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from redrafter.convert.tensors import LazyTensor, memory_tensor
+from redrafter.drafting.eagle_config import ROPE_TYPES, EagleConfig
+from redrafter.errors import CheckpointError, UnsupportedError, first_line
+from redrafter.files.checkpoint_kind import SPECULATORS_KEY
+
+__all__ = ["PICKLE_FILE", "split_tensors", "to_redrafter_config"]
+
+PICKLE_FILE = "pytorch_model.bin"
+LAYER_TYPES = ("llama", "qwen3")  # `model_type` of the decoder layers that can be computed
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Values of `eagle_config` that the computation here has; ModelOpt's and SpecForge's checkpoints have some of them.
+_EAGLE_CONFIG = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": 1,
+}
+# Of the target, or made anew from the config; nothing here reads them.
+_UNREAD = re.compile(r"t2d|d2t|verifier_(lm_head|norm)\.weight|.*\.rotary_emb\.inv_freq")
+
+
+def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTensor], directory: Path) -> EagleConfig:
+    """Convert the config of a head in either format.
+
+    Args:
+        config: Content of its config.json.
+        tensors: Its tensors by the format's names, which tell whether it has embeddings of its own.
+        directory: Where they are, for error messages.
+
+    Raises:
+        CheckpointError: The config does not describe a decoder layer.
+        UnsupportedError: It describes what cannot be computed here, or what it means is unclear; it is named.
+    """
+    ours = _of_speculators(config, directory) if SPECULATORS_KEY in config else _of_eagle(config, directory)
+    layer = _layer_config(config.get("transformer_layer_config", config), directory)
+    draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size
+    return EagleConfig(
+        vocab_size=layer.vocab_size,
+        hidden_size=config.get("target_hidden_size") or layer.hidden_size,
+        width=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        num_attention_heads=layer.num_attention_heads,
+        num_key_value_heads=layer.num_key_value_heads,
+        head_dim=layer.head_dim,
+        hidden_act=layer.hidden_act,
+        rms_norm_eps=layer.rms_norm_eps,
+        rope=layer.rope_parameters,
+        max_position_embeddings=layer.max_position_embeddings,
+        attention_bias=layer.attention_bias,
+        mlp_bias=getattr(layer, "mlp_bias", False),
+        qk_norm=layer.model_type == "qwen3",
+        norm_before_fc=bool(config.get("norm_before_fc")),
+        fc_norm=bool(config.get("fc_norm")),
+        own_embedding="embed_tokens.weight" in tensors,
+        draft_vocab_size=None if draft_vocab_size == layer.vocab_size else draft_vocab_size,
+        **ours,
+    )
+
+
+def _of_speculators(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the fields of our config that speculators' format has in a way of its own."""
+    kind, whole = config[SPECULATORS_KEY], _as_dict(config.get("speculators_config"))
+    if kind != "eagle3":
+        raise UnsupportedError(f"{directory} is a speculator of the type {kind}; of speculators', only eagle3 is read")
+    if "transformer_layer_config" not in config:
+        raise CheckpointError(f"{directory / 'config.json'} has no transformer_layer_config")
+    ids = config.get(LAYER_IDS)
+    if ids is not None and 0 in ids:
+        raise UnsupportedError(f"{directory} reads the target's embeddings ({LAYER_IDS}={ids}), which cannot be read")
+    fields: dict[str, Any] = {
+        "target_layers": None if ids is None else [i - 1 for i in _ascending(ids, directory)],
+        "norm_before_residual": bool(config.get("norm_before_residual")),
+        "norm_output": bool(config.get("norm_output")),
+        "base_model": _as_dict(whole.get("verifier")).get("name_or_path"),
+    }
+    proposals = whole.get("proposal_methods") or [{}]
+    if (length := _as_dict(proposals[0]).get("speculative_tokens")) is not None:
+        fields["draft_len_per_beam"] = length
+    return fields
+
+
+def _of_eagle(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the fields of our config that the format of EAGLE and SpecForge has in a way of its own."""
+    for name in ("norm_output", LAYER_IDS):
+        if name in config:
+            raise UnsupportedError(
+                f"{directory / 'config.json'} has {name}={config[name]!r} outside of speculators' format, where its "
+                "meaning differs from program to program; convert it with vllm-project/speculators first"
+            )
+    settings = dict(_as_dict(config.get("eagle_config")))
+    ids = settings.pop(LAYER_IDS, None)
+    for name, value in settings.items():
+        if name not in _EAGLE_CONFIG or value != _EAGLE_CONFIG[name]:
+            raise UnsupportedError(f"{directory / 'config.json'} has eagle_config.{name}={value!r}, which is not read")
+    return {"target_layers": _ascending(ids, directory) if ids else None}
+
+
+def _layer_config(config: Mapping[str, Any], directory: Path) -> Any:
+    """Return the config of the decoder layer as transformers' class for it, which knows what is left out."""
+    kind, where = config.get("model_type"), directory / "config.json"
+    if kind not in LAYER_TYPES:
+        raise UnsupportedError(f"{where} describes a layer of the type {kind}; {' and '.join(LAYER_TYPES)} can be read")
+    rope = _as_dict(config.get("rope_parameters") or config.get("rope_scaling"))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedError(f"{where} has rope of the type {rope_type}; {', '.join(ROPE_TYPES)} can be read")
+    if config.get("quantization_config"):
+        raise UnsupportedError(f"{directory} is quantised; give the head that it was made from")
+    try:
+        layer = AutoConfig.for_model(**{key: x for key, x in config.items() if key != "quantization_config"})
+    except Exception as error:
+        raise CheckpointError(f"{where} does not describe a decoder layer: {first_line(error)}") from error
+    if layer.num_hidden_layers != 1:
+        raise UnsupportedError(f"{directory} has {layer.num_hidden_layers} decoder layers; heads of one layer are read")
+    types = getattr(layer, "layer_types", None) or ()
+    if "sliding_attention" in types or getattr(layer, "use_sliding_window", False):
+        raise UnsupportedError(f"{directory} attends to a sliding window, which cannot be computed here")
+    layer.rope_parameters = {key: x for key, x in layer.rope_parameters.items() if key != "type"}
+    return layer
+
+
+def _ascending(ids: Any, directory: Path) -> list[int]:
+    if (
+        not isinstance(ids, Sequence)
+        or not all(type(i) is int and i >= 0 for i in ids)
+        or list(ids) != sorted(set(ids))
+    ):
+        raise UnsupportedError(
+            f"{directory / 'config.json'} has {LAYER_IDS}={ids!r}; layer numbers that ascend are read"
+        )
+    return list(ids)
+
+
+def _as_dict(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def split_tensors(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a head by this project's names, without those that nothing reads.
+
+    Args:
+        tensors: Its tensors by the format's names.
+        config: Its config.
+        directory: Where they are, for error messages.
+
+    Raises:
+        CheckpointError: The map from the head's ids to the target's is missing, or is none.
+    """
+    renamed = {
+        re.sub(r"^layers\.0\.", "midlayer.", name): tensor
+        for name, tensor in tensors.items()
+        if not _UNREAD.fullmatch(name)
+    }
+    ids = _draft_ids(tensors, config, directory)
+    return renamed if ids is None else renamed | {"draft_ids": ids}
+
+
+def _draft_ids(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory: Path) -> LazyTensor | None:
+    """Return the target's id of each of the head's ids, `[V']` int64; None where the head has all ids in order."""
+    size = config.draft_vocab_size
+    if "d2t" not in tensors:
+        if size is not None:
+            raise CheckpointError(f"{directory} has no tensor d2t, which maps its {size} ids to the base's")
+        return None
+    offsets = tensors["d2t"].read(0, tensors["d2t"].length).long()
+    ids = offsets + torch.arange(len(offsets))
+    if len(ids) != (size or config.vocab_size):
+        raise CheckpointError(f"{directory} has d2t of {len(ids)} ids instead of {size or config.vocab_size}")
+    if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise CheckpointError(
+            f"{directory} has d2t that does not map to different ids of its base's {config.vocab_size}"
+        )
+    if "t2d" in tensors:
+        known = tensors["t2d"].read(0, tensors["t2d"].length).bool()
+        if len(known) != config.vocab_size or not torch.equal(known.nonzero().flatten(), ids.sort().values):
+            raise CheckpointError(f"{directory} has d2t and t2d that do not name the same ids")
+    if size is None:
+        if not torch.equal(ids, torch.arange(len(ids))):
+            raise CheckpointError(f"{directory} has all ids of its base, and d2t puts them in another order")
+        return None
+    return memory_tensor("d2t", ids)
