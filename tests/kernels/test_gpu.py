@@ -3,13 +3,16 @@
 import gc
 import warnings
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 
+from helpers.eagle import EAGLE_FORMS, random_head
 from helpers.models import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter import DraftTarget, Engine, RecurrentDrafter, ReDrafter
+from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.drafting.drafter_types import Drafter
 from redrafter.engine.options import EngineOptions
 from redrafter.scheduler.cuda_graphs import CapturedStep
 from redrafter.target.target import Target
@@ -26,7 +29,7 @@ READS_TEXT = READS_LAYERS | {"context_window": 12, "context_head_dim": 8}
 NOT_CAPTURED = {"deepseek_v3", "gpt_oss", "qwen3_moe"}  # each with a warning that says why
 
 
-def on_gpu(architecture: str, drafter: RecurrentDrafter | None = None, **options: object) -> ReDrafter:
+def on_gpu(architecture: str, drafter: Drafter | None = None, **options: object) -> ReDrafter:
     engine = with_tree(tiny_model(architecture).cuda(), (drafter or tiny_drafter()).cuda(), 5, 5)
     engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, **options)
     return engine
@@ -111,9 +114,18 @@ def neither_waits_nor_allocates(step: CapturedStep) -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-@pytest.mark.parametrize("form", [{}, READS_TEXT], ids=["published", "text"])
-def test_a_step_neither_waits_nor_allocates(form):
-    engine = on_gpu("llama", tiny_drafter(**form), compile=False)
+@pytest.mark.parametrize("form", EAGLE_FORMS)
+def test_captured_steps_with_an_eagle_head_write_what_model_generate_writes(form):
+    check(on_gpu("llama", random_head(**EAGLE_FORMS[form]), compile=False))
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [tiny_drafter, partial(tiny_drafter, **READS_TEXT), partial(random_head, **EAGLE_FORMS["published"])],
+    ids=["published", "text", "eagle"],
+)
+def test_a_step_neither_waits_nor_allocates(drafter):
+    engine = on_gpu("llama", drafter(), compile=False)
     ids, mask = batch()
     engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False)
     neither_waits_nor_allocates(step_of_rows(engine, 4))
