@@ -4,16 +4,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from redrafter.cache.paged import KVCache
-from redrafter.drafting.eagle_drafter import EagleDrafter, EagleEntries
+from redrafter.drafting.eagle_drafter import EagleDrafter, EagleEntries, PastEntries
 from redrafter.drafting.proposer import State
 from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree
 
 __all__ = ["EagleProposer", "remember"]
+
+ENTRIES_AT_ONCE = 512  # of a row; bounds what reading the text takes beside its result
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class EagleProposer(SearchProposer):
     ) -> Tree:
         """Draft a tree by beam search; see `Proposer.propose`."""
         head = self.drafter
-        past = head.read_past(*_read_all(cache, state.length), state.length)
+        past = self.read_past(cache, state.length)
         carried = head.fuse_hidden(state.hidden)[:, None]  # [B, w, D], the hidden state that each beam reads
         path: EagleEntries | None = None  # what was drafted on each beam
 
@@ -39,17 +42,20 @@ class EagleProposer(SearchProposer):
             if path is not None:
                 carried = _of_beams(carried, sources)
                 path = EagleEntries(*(_of_beams(part, sources) for part in path))
-            embedding = head.embed(tokens, self.target.embedding)
-            logits, carried, path = head.step(embedding, carried, state.length - 1 + k, path, past)
+            embedding = head.embed(tokens, self.target.embedding.weight)
+            logits, carried, path = head.step(embedding, carried, (state.length - 1 + k)[:, None], path, past)
             return sampler.draft_scores(logits, noise, k, head.draft_ids)
 
         return self.grow(state, sampler, expand)
 
-
-def _read_all(cache: KVCache, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is stored at all positions of rows, keys and values `[B, S, 2H, d]`; `length` is `[B]` int64."""
-    position = length.new_ones(len(length), cache.window).cumsum(1) - 1  # [B, S]
-    return cache.read_drafter_layer(position)
+    def read_past(self, cache: KVCache, length: Tensor) -> PastEntries:
+        """Return the entries of the committed tokens of rows with `length` `[B]` int64 of them."""
+        parts, count = [], cache.window - 1
+        for first in range(0, count, ENTRIES_AT_ONCE):
+            position = torch.arange(first, min(first + ENTRIES_AT_ONCE, count) + 1, device=length.device)
+            stored = cache.read_drafter_layer(position.expand(len(length), -1))
+            parts.append(self.drafter.read_past(*stored, length, first))
+        return PastEntries.join(parts)
 
 
 def _of_beams(x: Tensor, sources: Tensor) -> Tensor:
@@ -63,7 +69,7 @@ def _of_beams(x: Tensor, sources: Tensor) -> Tensor:
     return x.gather(1, index)
 
 
-def remember(head: EagleDrafter, embedding: nn.Module) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+def remember(head: EagleDrafter, embedding: nn.Embedding) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the function that computes what a head stores of tokens; see `DrafterLayer.remember`.
 
     Args:
@@ -74,6 +80,6 @@ def remember(head: EagleDrafter, embedding: nn.Module) -> Callable[[Tensor, Tens
 
 
 def _remember(
-    head: EagleDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
+    head: EagleDrafter, embedding: nn.Embedding, ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return head.remember(head.embed(ids, embedding), head.fuse_hidden(hidden))
+    return head.remember(head.embed(ids, embedding.weight), head.fuse_hidden(hidden))

@@ -6,12 +6,13 @@ what token t adds to its entry and to the one before it is computed from that to
 own keys and values; the two are added up where they are read. No token need be known before it is there.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -39,11 +40,18 @@ class PastEntries(NamedTuple):
 
     Attributes:
         entries: Keys and values of S entries, those past a row's end included, `[B, S, H, d]`.
-        bias: Added to scores, `[B, 1, 1, S]` float32: -inf for what is past a row's end, else 0.
+        bias: Added to scores, float32: -inf for what is past a row's end, else 0; `[B, 1, 1, S]`, or `[B, 1, w g, S]`
+            where beams see different entries, g query heads of each.
     """
 
     entries: EagleEntries
     bias: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence["PastEntries"]) -> "PastEntries":
+        """Return parts that follow each other, as one."""
+        keys, values = (torch.cat(sides, dim=1) for sides in zip(*(part.entries for part in parts), strict=True))
+        return cls(EagleEntries(keys, values), torch.cat([part.bias for part in parts], dim=-1))
 
 
 class _Attention(nn.Module):
@@ -122,10 +130,15 @@ class EagleDrafter(DrafterModel):
         self.register_buffer("draft_ids", ids)
         self.post_init()
 
-    def embed(self, tokens: Tensor, table: nn.Module) -> Tensor:
-        """Return the embeddings of ids `[...]`, `[..., D]`: from the target's `table`, or from the head's own."""
-        embedded: Tensor = (table if self.embed_tokens is None else self.embed_tokens)(tokens)
-        return embedded
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """Return the embeddings of ids `[...]`, `[..., D]`.
+
+        Args:
+            tokens: The ids.
+            table: The weight of the target's embedding table `[V, D]`, which is read as it is, without a scale that the
+                target may apply; unused by a head with a table of its own.
+        """
+        return embedding(tokens, table if self.embed_tokens is None else self.embed_tokens.weight)
 
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
         """Fuse the outputs of the target's layers to the hidden state that the first draft reads.
@@ -165,16 +178,17 @@ class EagleDrafter(DrafterModel):
         )
         return self._by_head(keys), self._by_head(values)
 
-    def read_past(self, keys: Tensor, values: Tensor, length: Tensor) -> PastEntries:
+    def read_past(self, keys: Tensor, values: Tensor, length: Tensor, first: int = 0) -> PastEntries:
         """Return the entries of committed tokens that have a committed token after them.
 
         Args:
-            keys: What the tokens at the first S + 1 positions of each row add to keys, `[B, S + 1, 2H, d]`.
+            keys: What S + 1 tokens of each row, one after the other, add to keys, `[B, S + 1, 2H, d]`.
             values: What they add to values, `[B, S + 1, 2H, d]`.
             length: Committed tokens of each row, `[B]` int64.
+            first: Position of the first of these tokens.
         """
         heads = self.config.num_key_value_heads
-        position = torch.arange(keys.shape[1] - 1, device=keys.device)  # [S]
+        position = torch.arange(first, first + keys.shape[1] - 1, device=keys.device)  # [S]
         key, value = (x[:, :-1, :heads] + x[:, 1:, heads:] for x in (keys, values))
         missing = position >= length[:, None] - 1  # [B, S]
         bias = torch.zeros_like(missing, dtype=torch.float32).masked_fill(missing, -torch.inf)[:, None, None]
@@ -188,7 +202,7 @@ class EagleDrafter(DrafterModel):
         Args:
             embedding: The embedding of each beam's last token, `[B, w, D]`.
             hidden: The hidden state of the token before it, fused from the target's or drafted, `[B, w, D]`.
-            position: Position of that token, `[B]` int64.
+            position: Position of that token, `[B, w]` int64, or `[B, 1]` where it is the same for all beams.
             path: The entries that were drafted before on each beam, `[B, w, k, H, d]`; None for none.
             past: The entries of the committed tokens.
 
@@ -204,8 +218,8 @@ class EagleDrafter(DrafterModel):
         )
         if attention.q_norm is not None:
             query = attention.q_norm(query)
-        query = self._rotate(query, position[:, None])
-        key = self._finish_keys(key, position[:, None])
+        query = self._rotate(query, position)
+        key = self._finish_keys(key, position)
         new = EagleEntries(key[:, :, None], value[:, :, None])
         if path is not None:
             new = EagleEntries(*(torch.cat(pair, dim=2) for pair in zip(path, new, strict=True)))

@@ -74,11 +74,23 @@ def best_path(tree: Tree, row: int) -> list[int]:
 
 
 @pytest.mark.parametrize("form", EAGLE_FORMS)
-@torch.inference_mode()
 def test_drafts_follow_from_the_whole_text(form, checks):
     engine = engine_of(**EAGLE_FORMS[form])
     ids, mask = uneven_batch()
     engine.generate(ids, mask, max_new_tokens=24, do_sample=False)
+
+
+@ON
+def test_a_text_may_be_read_in_parts(on, checks, monkeypatch):
+    monkeypatch.setattr("redrafter.drafting.eagle.ENTRIES_AT_ONCE", 7)
+    engine = on(engine_of(**EAGLE_FORMS["published"]))
+    engine.generate(*uneven_batch(), max_new_tokens=20, do_sample=False)
+
+
+def test_a_scale_of_the_bases_embeddings_is_left_out(checks):
+    engine = engine_of("gemma3_text", **EAGLE_FORMS["published"])
+    assert type(engine.target.embedding) is not torch.nn.Embedding
+    engine.generate(torch.arange(3, 20)[None], max_new_tokens=16, do_sample=False)
 
 
 @ON
