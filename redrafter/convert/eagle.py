@@ -22,9 +22,11 @@ from redrafter.drafting.eagle_config import ROPE_TYPES, EagleConfig
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY
 
-__all__ = ["PICKLE_FILE", "split_tensors", "to_redrafter_config"]
+__all__ = ["EMBEDDING", "PICKLE_FILE", "is_same", "split_tensors", "to_redrafter_config"]
 
 PICKLE_FILE = "pytorch_model.bin"
+EMBEDDING = "embed_tokens.weight"  # in both formats, and in ours
+ROWS_AT_ONCE = 8192  # of an embedding table, when two are compared
 LAYER_TYPES = ("llama", "qwen3")  # `model_type` of the decoder layers that can be computed
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Values of `eagle_config` that the computation here has; ModelOpt's and SpecForge's checkpoints have some of them.
@@ -73,7 +75,7 @@ def to_redrafter_config(config: Mapping[str, Any], tensors: Mapping[str, LazyTen
         qk_norm=layer.model_type == "qwen3",
         norm_before_fc=bool(config.get("norm_before_fc")),
         fc_norm=bool(config.get("fc_norm")),
-        own_embedding="embed_tokens.weight" in tensors,
+        own_embedding=EMBEDDING in tensors,
         draft_vocab_size=None if draft_vocab_size == layer.vocab_size else draft_vocab_size,
         **ours,
     )
@@ -201,3 +203,12 @@ def _draft_ids(tensors: Mapping[str, LazyTensor], config: EagleConfig, directory
             raise CheckpointError(f"{directory} has all ids of its base, and d2t puts them in another order")
         return None
     return memory_tensor("d2t", ids)
+
+
+def is_same(one: LazyTensor, other: LazyTensor) -> bool:
+    """Return whether two tensors hold the same numbers in the same format."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    starts = range(0, one.length, ROWS_AT_ONCE)
+    blocks = ((first, min(first + ROWS_AT_ONCE, one.length)) for first in starts)
+    return all(torch.equal(one.read(*block), other.read(*block)) for block in blocks)

@@ -11,7 +11,7 @@ import torch
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning
 from redrafter.checkpoints.headers import INDEX_FILE, WEIGHTS_FILE
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.convert import apple, trtllm, trtllm_base, trtllm_base_config
+from redrafter.convert import apple, eagle, trtllm, trtllm_base, trtllm_base_config
 from redrafter.convert.plan import ConversionPlan
 from redrafter.convert.request import ConversionRequest, ConversionSource
 from redrafter.convert.source_base import TOKENIZER_FILES, SourceBase
@@ -19,6 +19,7 @@ from redrafter.convert.source_drafter import SourceDrafter
 from redrafter.convert.tensors import LazyTensor, cast, split_into_files
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
+from redrafter.drafting.eagle_config import EagleConfig
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.dtype_names import dtype_name
@@ -38,7 +39,8 @@ def plan_drafter(source: ConversionSource, request: ConversionRequest) -> Conver
 
 def _plan_drafter(source: ConversionSource, dtype: str | None, shape: TreeShape) -> ConversionPlan:
     """Plan a drafter directory whose config has `shape` as its search defaults; what is None there stays."""
-    drafter, config = source.drafter, _config_with_base(source.drafter.config, source.base)
+    drafter = _without_copied_embedding(source.drafter, source.base)
+    config = _config_with_base(drafter.config, source.base)
     config.draft_beams = shape.num_beams or config.draft_beams
     config.draft_len_per_beam = shape.draft_len_per_beam or config.draft_len_per_beam
     tensors = _cast_floats(drafter.tensors, dtype)
@@ -190,6 +192,19 @@ def _config_with_base(config: DrafterArchitecture, base: SourceBase | None) -> D
             config.base_embedding_norms = tables[names[0]] if len(names) == 1 else None
         config.base_model = config.base_model or _model_name(base.directory)
     return config
+
+
+def _without_copied_embedding(drafter: SourceDrafter, base: SourceBase | None) -> SourceDrafter:
+    """Return an EAGLE-3 head without its embedding table where that is the base's, which it then shares."""
+    own = drafter.tensors.get(eagle.EMBEDDING)
+    tables = () if base is None else (x for name, x in base.tensors.items() if name.endswith(eagle.EMBEDDING))
+    if own is None or not any(eagle.is_same(own, table) for table in tables):
+        return drafter
+    config = deepcopy(drafter.config)
+    assert isinstance(config, EagleConfig)
+    config.own_embedding = False
+    tensors = {name: tensor for name, tensor in drafter.tensors.items() if name != eagle.EMBEDDING}
+    return replace(drafter, config=config, tensors=tensors)
 
 
 def _model_name(directory: Path) -> str:

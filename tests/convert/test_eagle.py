@@ -72,6 +72,18 @@ def test_a_merged_pair_writes_what_its_base_writes(write, base, tmp_path, capsys
     assert torch.equal(engine.generate(prompt, max_new_tokens=20, do_sample=False), expected)
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_copy_of_the_bases_embeddings_is_shared(copied, base, tmp_path, capsys):
+    head = random_head(own_embedding=True)
+    if copied:
+        head.embed_tokens.weight.data.copy_(tiny_model("llama").get_input_embeddings().weight)
+    source, ours = speculators_dir(tmp_path / "theirs", head), tmp_path / "ours"
+    convert("--base-model-checkpoint-dir", base, "--drafter-model-dir", source, "--to", "drafter", "--output-dir", ours)
+    found = EagleDrafter.from_pretrained(ours)
+    assert found.config.own_embedding is not copied
+    assert (found.embed_tokens is None) is copied
+
+
 @pytest.mark.parametrize("write", [speculators_dir, eagle_dir])
 def test_layers_that_are_not_named_follow_from_the_base(write, tmp_path, capsys):
     head = random_head(target_layers=None)
