@@ -5,7 +5,7 @@ Letters for sizes, the same in all modules:
     drafter's head), `V` vocabulary.
 
 Words, the same in all modules:
-    *target*: the model whose text is wanted. *drafter*: the recurrent head that guesses the text. *draft model*: a
+    *target*: the model whose text is wanted. *drafter*: the small head that guesses the text. *draft model*: a
     smaller LM that guesses it instead. *proposer*: turns guesses into a tree of *nodes*. *committed* tokens have their
     keys and values in the cache; the *pending* token is the next one, known but not in the cache. *accepted length*:
     drafts that a step keeps. *tokens per step*: accepted length plus one.
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from redrafter.checkpoints.merged import boxed_pair
     from redrafter.drafting.drafter import RecurrentDrafter
     from redrafter.drafting.drafter_config import DrafterConfig
+    from redrafter.drafting.eagle_config import EagleConfig
+    from redrafter.drafting.eagle_drafter import EagleDrafter
     from redrafter.engine.draft_target import DraftTarget
     from redrafter.engine.engine import Engine
     from redrafter.engine.outputs import GenerateOutput, GenerateStats
@@ -45,6 +47,8 @@ __all__ = [
     "CheckpointError",
     "DraftTarget",
     "DrafterConfig",
+    "EagleConfig",
+    "EagleDrafter",
     "Engine",
     "GenerateOutput",
     "GenerateStats",
@@ -66,6 +70,8 @@ __all__ = [
 _MODULES = {
     "DraftTarget": "engine.draft_target",
     "DrafterConfig": "drafting.drafter_config",
+    "EagleConfig": "drafting.eagle_config",
+    "EagleDrafter": "drafting.eagle_drafter",
     "Engine": "engine.engine",
     "GenerateOutput": "engine.outputs",
     "GenerateStats": "engine.outputs",

@@ -17,6 +17,8 @@ def test_public_names_are_exactly_those_listed():
         "CheckpointError",
         "DraftTarget",
         "DrafterConfig",
+        "EagleConfig",
+        "EagleDrafter",
         "Engine",
         "GenerateOutput",
         "GenerateStats",

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from helpers.command_line import fails
 from helpers.eagle import EAGLE_FORMS, eagle_dir, random_head, speculators_dir
 from helpers.models import HIDDEN, VOCAB, tiny_model
-from redrafter import CheckpointError, MismatchError, ReDrafter
+from redrafter import CheckpointError, EagleDrafter, MismatchError, ReDrafter
 from redrafter.cli import main as redrafter
-from redrafter.drafting.eagle_drafter import EagleDrafter
 
 OF_EAGLE = ("published", "every id", "narrow", "yarn")  # forms that the format without speculators' options can hold
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from helpers.models import HIDDEN, VOCAB
-from redrafter.drafting.eagle_config import EagleConfig
-from redrafter.drafting.eagle_drafter import EagleDrafter
+from redrafter import EagleConfig, EagleDrafter
 
 LAYERS = [0, 1]  # of a target with three
 FORM = {
