@@ -202,7 +202,7 @@ def speculators_dir(place: Path, head: EagleDrafter, **changes: object) -> Path:
         "dtype": "float32",
         **{name: getattr(config, name) for name in flags},
     }
-    content["draft_vocab_size"] = config.draft_vocab_size or VOCAB
+    content["draft_vocab_size"] = config.draft_vocab_size or config.vocab_size
     return _write(place, content | changes, published_tensors(head, "layers.0"))
 
 
@@ -211,7 +211,7 @@ def eagle_dir(place: Path, head: EagleDrafter, *, pickled: bool = False, **chang
     config, layers = head.config, head.config.target_layers
     content = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": config.draft_vocab_size or VOCAB,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "torch_dtype": "float32",
         **_layer_fields(config),
     }
