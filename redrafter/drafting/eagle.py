@@ -42,7 +42,7 @@ class EagleProposer(SearchProposer):
             if path is not None:
                 carried = _of_beams(carried, sources)
                 path = EagleEntries(*(_of_beams(part, sources) for part in path))
-            embedding = head.embed(tokens, self.target.embedding.weight)
+            embedding = head.embed(tokens, self.target.embedding)
             logits, carried, path = head.step(embedding, carried, (state.length - 1 + k)[:, None], path, past)
             return sampler.draft_scores(logits, noise, k, head.draft_ids)
 
@@ -69,7 +69,7 @@ def _of_beams(x: Tensor, sources: Tensor) -> Tensor:
     return x.gather(1, index)
 
 
-def remember(head: EagleDrafter, embedding: nn.Embedding) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+def remember(head: EagleDrafter, embedding: nn.Module) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the function that computes what a head stores of tokens; see `DrafterLayer.remember`.
 
     Args:
@@ -80,6 +80,6 @@ def remember(head: EagleDrafter, embedding: nn.Embedding) -> Callable[[Tensor, T
 
 
 def _remember(
-    head: EagleDrafter, embedding: nn.Embedding, ids: Tensor, positions: Tensor, hidden: Tensor
+    head: EagleDrafter, embedding: nn.Module, ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return head.remember(head.embed(ids, embedding.weight), head.fuse_hidden(hidden))
+    return head.remember(head.embed(ids, embedding), head.fuse_hidden(hidden))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -130,15 +130,13 @@ class EagleDrafter(DrafterModel):
         self.register_buffer("draft_ids", ids)
         self.post_init()
 
-    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Return the embeddings of ids `[...]`, `[..., D]`.
+    def embed(self, tokens: Tensor, table: nn.Module) -> Tensor:
+        """Return the embeddings of ids `[...]`, `[..., D]`: from the target's `table`, or from the head's own.
 
-        Args:
-            tokens: The ids.
-            table: The weight of the target's embedding table `[V, D]`, which is read as it is, without a scale that the
-                target may apply; unused by a head with a table of its own.
+        They are normalised before anything else, so a scale that the target applies to its own changes nothing.
         """
-        return embedding(tokens, table if self.embed_tokens is None else self.embed_tokens.weight)
+        embedded: Tensor = (table if self.embed_tokens is None else self.embed_tokens)(tokens)
+        return embedded
 
     def fuse_hidden(self, hidden: Tensor) -> Tensor:
         """Fuse the outputs of the target's layers to the hidden state that the first draft reads.

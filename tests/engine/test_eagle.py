@@ -87,12 +87,6 @@ def test_a_text_may_be_read_in_parts(on, checks, monkeypatch):
     engine.generate(*uneven_batch(), max_new_tokens=20, do_sample=False)
 
 
-def test_a_scale_of_the_bases_embeddings_is_left_out(checks):
-    engine = engine_of("gemma3_text", **EAGLE_FORMS["published"])
-    assert type(engine.target.embedding) is not torch.nn.Embedding
-    engine.generate(torch.arange(3, 20)[None], max_new_tokens=16, do_sample=False)
-
-
 @ON
 @DRAWS
 @pytest.mark.parametrize(("beams", "depth"), [(1, 4), (4, 3)], ids=["chain", "tree"])
