@@ -23,12 +23,14 @@ class PromptChunks:
         starts: Index in `tokens` of the first token of each chunk and, last, of the padding, `[P + 1]` int64.
         lengths: Tokens of each prompt that the cache holds already, `[P]` int64.
         table: Blocks of each prompt in order of position, `[P, M]` int32; 0 where it has fewer.
+        adapters: Slot of each prompt's adapter, 0 for none, `[P]` int64.
     """
 
     tokens: Tensor
     starts: Tensor
     lengths: Tensor
     table: Tensor
+    adapters: Tensor
 
     @classmethod
     def room(cls, count: int, blocks: int, device: torch.device) -> "PromptChunks":
@@ -41,7 +43,8 @@ class PromptChunks:
         """
         with device:
             tokens, starts = torch.zeros(count * TOKENS_PER_CHUNK, dtype=torch.long), torch.zeros(count + 1).long()
-            return cls(tokens, starts, starts[:-1].clone(), torch.zeros(count, blocks, dtype=torch.int32))
+            table = torch.zeros(count, blocks, dtype=torch.int32)
+            return cls(tokens, starts, starts[:-1].clone(), table, starts[:-1].clone())
 
     @property
     def count(self) -> int:
@@ -63,6 +66,10 @@ class PromptChunks:
         table = torch.cat([self.table, torch.zeros_like(self.table[:1])])  # [P + 1, M]
         block = (position // BLOCK_SIZE).clamp(max=table.shape[1] - 1)
         return table[chunk, block].long() * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def token_adapters(self) -> Tensor:
+        """Return the slot of each token's adapter, `[P * TOKENS_PER_CHUNK]` int64; padding has none."""
+        return torch.cat([self.adapters, torch.zeros_like(self.adapters[:1])])[self._placed()[0]]
 
     def _placed(self) -> tuple[Tensor, Tensor]:
         """Return the chunk of each token, P for padding, and its position in that chunk's prompt, `[T]` int64 each."""

@@ -266,6 +266,7 @@ class Tuner:
                 ids=torch.arange(self.engine.target.vocab_size, device=device),
             ),
             seeds=seeds,
+            adapters=[None] * len(rows),
             criteria=[],
             deadline=float("inf"),
             want_scores=False,

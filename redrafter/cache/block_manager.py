@@ -8,7 +8,7 @@ nor can tell by its speed that it exists.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from redrafter.errors import CacheFullError
@@ -30,7 +30,7 @@ class BlockTable:
 
     blocks: list[int]
     reused: int
-    salt: str | None = None
+    salt: Hashable = None
 
 
 class _Node:
@@ -45,7 +45,7 @@ class _Node:
 class _Root(_Node):
     """The root of one salt's trie, without a block of its own; every text stored under the salt hangs below it."""
 
-    def __init__(self, salt: str | None):
+    def __init__(self, salt: Hashable):
         super().__init__(0, None, ())
         self.salt = salt
 
@@ -72,7 +72,7 @@ class BlockManager:
         # Held by no row, but a text is stored there; in order of eviction, least recently used first. The blocks before
         # such a block in its text are held by a row or come later in this order.
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._roots: dict[str | None, _Root] = {}  # by salt; a salt without a stored block has none
+        self._roots: dict[Hashable, _Root] = {}  # by salt; a salt without a stored block has none
         self._nodes: dict[int, _Node] = {}  # of each block that stores a text
 
     @property
@@ -91,11 +91,11 @@ class BlockManager:
         return len(self._empty) + len(self._idle)
 
     @property
-    def salts(self) -> set[str | None]:
+    def salts(self) -> set[Hashable]:
         """Salts under which a text is stored."""
         return set(self._roots)
 
-    def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: str | None = None) -> BlockTable:
+    def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: Hashable = None) -> BlockTable:
         """Allocate the blocks of a new row.
 
         The longest stored chain of full blocks of `prompt[:-1]` is shared. At least the last token is computed anew,
@@ -189,7 +189,7 @@ class BlockManager:
                 self._idle.move_to_end(last.block)
             last = last.parent
 
-    def _find(self, tokens: Sequence[int], salt: str | None) -> list[_Node]:
+    def _find(self, tokens: Sequence[int], salt: Hashable) -> list[_Node]:
         """Return the longest chain of full blocks, stored under `salt`, that `tokens` begin with."""
         chain: list[_Node] = []
         node: _Node | None = self._roots.get(salt)

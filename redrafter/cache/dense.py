@@ -196,6 +196,8 @@ class DenseCache(Cache):
         contiguous: Whether attention is given contiguous copies, as by transformers' own cache.
         pools: The tensors of all layers, one pool for all keys or values of one shape.
         has_drafter_layer: Whether the last layer is what a drafter stores.
+        adapters: Slot of the adapter that each row's keys and values are computed with, 0 for none, `[B]` int64; None
+            where no row has one.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], rows: int, contiguous: bool = False):
@@ -216,6 +218,7 @@ class DenseCache(Cache):
         super().__init__(layers=[self._layer(shape, stores, i) for i, shape in enumerate(shapes)])
         self.rows, self.window, self.committed, self._capacity = rows, 0, 0, 0
         self.has_drafter_layer = shapes[-1].of_drafter
+        self.adapters: Tensor | None = None
         self._shapes, self._all_rows = shapes, rows
 
     def _layer(self, shape: LayerShape, stores: Mapping[tuple[int, str], tuple[_Pool, int]], index: int) -> _Layer:
@@ -295,6 +298,7 @@ class DenseCache(Cache):
             slots: Leading slots of each row that are copied.
         """
         part = DenseCache(self._shapes, len(rows), self.contiguous)
+        part.adapters = None if self.adapters is None else self.adapters[rows]
         part.reserve(slots)
         yield part
         for pool, part_pool in zip(self.pools, part.pools, strict=True):

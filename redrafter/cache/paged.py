@@ -96,12 +96,15 @@ class PagedCache:
         table: Blocks of each row in order of position, `[B, M]` int32; 0 where a row has fewer.
         window: Slots per row, `M * BLOCK_SIZE`.
         has_drafter_layer: Whether the last layer is what a drafter stores.
+        adapters: Slot of the adapter that each row's keys and values are computed with, 0 for none, `[B]` int64; None
+            where no row has one.
     """
 
     def __init__(self, pool: KVCachePool, table: Tensor):
         """Make a cache of the pool's blocks that `table` lists; `[B, M]` int32."""
         self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
         self.window = table.shape[1] * BLOCK_SIZE
+        self.adapters: Tensor | None = None
 
     def plan(
         self, tree: Tree, length: Tensor, windows: tuple[int, ...], chunks: PromptChunks | None, tokens: int
@@ -149,7 +152,9 @@ class PagedCache:
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
         """Yield the cache of rows `rows` `[B']` int64 alone, to be written from their first slot on."""
-        yield PagedCache(self.pool, self.table[rows])
+        part = PagedCache(self.pool, self.table[rows])
+        part.adapters = None if self.adapters is None else self.adapters[rows]
+        yield part
 
     def plan_prefill(self, forward: Sequence[Piece]) -> PagedPrompt:
         """Return the slots that a forward over pieces of prompts stores its tokens in, and those it attends to."""

@@ -67,6 +67,7 @@ class Row:
             SamplingParams(stop_token_ids=request.eos),
             self._record,
             self._find_stop if self._criteria else None,
+            adapter=request.adapters[index],
             index=index,
             keeps=frozenset(name for name, want in wanted.items() if want),
         )

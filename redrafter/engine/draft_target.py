@@ -134,6 +134,9 @@ class DraftTarget(Engine):
         max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
         batch_invariant: bool = EngineOptions.batch_invariant,
+        adapters: Mapping[str, str | Path] | None = None,
+        max_loras: int = EngineOptions.max_loras,
+        max_lora_rank: int = EngineOptions.max_lora_rank,
         **model_kwargs: Any,
     ) -> "DraftTarget":
         """Load a target and its draft model; both may be a hub id, a directory, or a model that is loaded or bound.
@@ -165,6 +168,9 @@ class DraftTarget(Engine):
             max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
             batch_invariant: See `EngineOptions`.
+            adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
+            max_loras: See `EngineOptions`.
+            max_lora_rank: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`, for the target.
 
         Raises:
@@ -174,7 +180,14 @@ class DraftTarget(Engine):
             ArgumentError: For an argument that is unknown or out of range.
         """
         options = EngineOptions(
-            kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile, batch_invariant
+            kv_cache_free_gpu_memory_fraction,
+            max_input_len,
+            max_seq_len,
+            max_batch_size,
+            compile,
+            batch_invariant,
+            max_loras,
+            max_lora_rank,
         )
         vocabulary = map_unlike_vocabularies(model, draft_model, tokenizer, draft_tokenizer, trust_remote_code)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
@@ -182,7 +195,7 @@ class DraftTarget(Engine):
         if draft_device is None and isinstance(draft_model, str | Path):
             draft_device = target.device
         drafts_for_itself = base_of(draft_model) is target.model and draft_device is None
-        return cls(
+        engine = cls(
             target,
             target
             if drafts_for_itself
@@ -195,6 +208,8 @@ class DraftTarget(Engine):
             vocabulary=vocabulary,
             options=options,
         )
+        engine.load_adapters(adapters)
+        return engine
 
     def lengths_for(self, rows: int) -> AdaptiveDraftLength | None:
         """Return what chooses the draft length of each step of `rows` rows; None where it is fixed."""

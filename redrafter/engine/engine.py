@@ -3,9 +3,10 @@
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -36,6 +38,7 @@ from redrafter.engine.options import EngineOptions
 from redrafter.engine.outputs import GenerateOutput
 from redrafter.engine.prompt_checks import check_shapes
 from redrafter.engine.request import Request, read_request
+from redrafter.engine.row_adapters import AdapterNames, row_adapters
 from redrafter.engine.row_seeds import Seed
 from redrafter.engine.streaming import ColumnStream, StepStreamer
 from redrafter.errors import ArgumentError
@@ -207,6 +210,44 @@ class Engine:
         assert other.draft_model is None or other.draft_model is self.draft_model
         other.lender = None if other is self else self
 
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter beside the model, for the texts that ask for it by name.
+
+        Engines on one target share its adapters. What drafts stays as it is: it changes no token, but where an adapter
+        writes other texts, fewer drafts are accepted.
+
+        Args:
+            name: What to call it.
+            path: Directory that PEFT's `save_pretrained` wrote.
+
+        Raises:
+            ArgumentError: The name is taken, or `max_loras` or `max_lora_rank` leave no room.
+            CheckpointError: The directory cannot be read.
+            MismatchError: The adapter was made for another model.
+            UnsupportedError: It is more than LoRA on linear layers, or the engine is batch-invariant.
+        """
+        if not isinstance(name, str) or not name:
+            raise ArgumentError(f"the name of an adapter is a text, got {name!r}")
+        self.target.load_adapter(name, read_adapter(path), self.options.max_loras, self.options.max_lora_rank)
+
+    def load_adapters(self, adapters: Mapping[str, str | Path] | None) -> None:
+        """Load LoRA adapters by name; None for none."""
+        for name, path in (adapters or {}).items():
+            self.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Texts that are being written with it go on.
+
+        Raises:
+            ArgumentError: There is no such adapter.
+        """
+        self.target.adapters.unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that are loaded."""
+        return self.target.adapters.names
+
     @property
     def rejection_sampling(self) -> bool:
         """Whether sampled drafts are kept by rejection sampling; sampled tokens are then not plain decoding's."""
@@ -225,6 +266,7 @@ class Engine:
         *,
         streamer: Streamer | None = None,
         seed: Seed = None,
+        adapter: AdapterNames = None,
         speculate: bool = True,
         progress: bool = False,
         return_dict_in_generate: bool | None = None,
@@ -239,6 +281,8 @@ class Engine:
             streamer: A streamer of transformers, or a `StepStreamer`.
             seed: An int s gives s, s+1, ... to the output rows (after `num_return_sequences`), a list gives one to
                 each. A row with its seed draws the same tokens alone, in any batch, and with `speculate=False`.
+            adapter: Name of a LoRA adapter that `load_adapter` has loaded, or a list of one or None per prompt; None
+                for the model alone.
             speculate: False for plain decoding in the same engine.
             progress: Whether to show a bar of the texts that have ended.
             return_dict_in_generate: Whether to return a `GenerateOutput`; None for what the config says.
@@ -276,14 +320,14 @@ class Engine:
             kwargs.setdefault("do_sample", self.do_sample)
 
         # 4. Let transformers prepare the call (configs, processors, criteria, rows), and decode what it prepared.
-        prepared = False
+        prepared, prompts = False, len(input_ids)
 
         def decode_prepared(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor | GenerateOutput:
             nonlocal prepared
             prepared = True
-            return self._decode(
-                input_ids, **inputs, streamer=streamer, seed=seed, speculate=speculate, progress=progress
-            )
+            names = row_adapters(adapter, prompts, len(input_ids))
+            settings: dict[str, Any] = {"streamer": streamer, "seed": seed, "speculate": speculate}
+            return self._decode(input_ids, **inputs, **settings, progress=progress, adapters=names)
 
         try:
             return self.model.generate(
@@ -304,6 +348,7 @@ class Engine:
         *,
         streamer: Streamer | None = None,
         seed: Seed = None,
+        adapter: AdapterNames = None,
         speculate: bool = True,
         temperature: Any = None,
     ) -> Callable[..., Tensor | GenerateOutput]:
@@ -315,6 +360,7 @@ class Engine:
         Args:
             streamer: As in `generate`.
             seed: As in `generate`.
+            adapter: As in `generate`, but one per output row.
             speculate: As in `generate`.
             temperature: One value per output row, in place of the config's; None for the config's.
         """
@@ -324,7 +370,8 @@ class Engine:
                 raise ArgumentError("this custom_generate belongs to another model; call generate on engine.model")
             check_shapes(input_ids, inputs.get("attention_mask"))
             settings: dict[str, Any] = {"streamer": streamer, "seed": seed, "speculate": speculate}
-            return self._decode(input_ids, **inputs, **settings, temperature=temperature)
+            names = row_adapters(adapter, len(input_ids), len(input_ids))
+            return self._decode(input_ids, **inputs, **settings, temperature=temperature, adapters=names)
 
         return decode_for
 
@@ -341,6 +388,7 @@ class Engine:
         speculate: bool,
         progress: bool = False,
         temperature: Any = None,
+        adapters: Sequence[str | None] = (),
         **inputs: Any,
     ) -> Tensor | GenerateOutput:
         """Decode a call that transformers has prepared; `inputs` is what it would give to the model beside the ids."""
@@ -348,26 +396,28 @@ class Engine:
         check_autocast(self.target.device)
         check_eval(self.model, *([self.draft_model.model] if speculate and self.draft_model else []))
 
-        # 2. Check the ids, and turn the call into tensors.
-        request = read_request(
-            self.target,
-            input_ids,
-            inputs.pop("attention_mask", None),
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-            inputs,
-            options=self.options,
-            seed=seed,
-            temperature=temperature,
-        )
-        stream: Any = streamer
-        if isinstance(streamer, BaseStreamer):
-            stream = ColumnStream(streamer, len(input_ids), request.pad_token)
+        with self.target.adapters.holding(adapters) as held:
+            # 2. Check the ids, and turn the call into tensors.
+            request = read_request(
+                self.target,
+                input_ids,
+                inputs.pop("attention_mask", None),
+                generation_config,
+                logits_processor,
+                stopping_criteria,
+                inputs,
+                options=self.options,
+                seed=seed,
+                temperature=temperature,
+                adapters=held,
+            )
+            stream: Any = streamer
+            if isinstance(streamer, BaseStreamer):
+                stream = ColumnStream(streamer, len(input_ids), request.pad_token)
 
-        # 3. Decode.
-        with self.scheduler_for(request, speculate) as scheduler:
-            output = decode(scheduler, request, input_ids, stream, progress)
+            # 3. Decode.
+            with self.scheduler_for(request, speculate) as scheduler:
+                output = decode(scheduler, request, input_ids, stream, progress)
 
         # 4. Refuse texts that their grammars could not follow to the end.
         check_grammars(request.sampler.processors)

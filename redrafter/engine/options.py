@@ -21,6 +21,9 @@ class EngineOptions:
             the same, and slower.
         batch_invariant: Whether a text must not depend on what is computed beside it, bit for bit: on drafts, on other
             texts, on how prompts are cut. It is slower; on a GPU it needs `compile`.
+        max_loras: Most LoRA adapters that may be loaded at once.
+        max_lora_rank: Most of their ranks. A forward with adapters computes `max_loras * max_lora_rank` more columns in
+            each layer that they change.
     """
 
     kv_cache_free_gpu_memory_fraction: float = 0.9
@@ -29,6 +32,8 @@ class EngineOptions:
     max_batch_size: int = 256
     compile: bool = True
     batch_invariant: bool = False
+    max_loras: int = 4
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         fraction = self.kv_cache_free_gpu_memory_fraction
@@ -43,8 +48,10 @@ class EngineOptions:
                 isinstance(value, bool) or not isinstance(value, int) or not 2 <= value < 1 << 31
             ):
                 raise ArgumentError(f"{name} must be an integer of 2 or more, and below 2**31, got {value!r}")
-        if isinstance(self.max_batch_size, bool) or not isinstance(self.max_batch_size, int) or self.max_batch_size < 1:
-            raise ArgumentError(f"max_batch_size must be a positive integer, got {self.max_batch_size!r}")
+        for name in ("max_batch_size", "max_loras", "max_lora_rank"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
+                raise ArgumentError(f"{name} must be a positive integer, got {value!r}")
         for name in ("compile", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -1,5 +1,6 @@
 """PromptLookup: a Hugging Face model whose own text drafts for it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ class PromptLookup(Engine):
         max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
         batch_invariant: bool = EngineOptions.batch_invariant,
+        adapters: Mapping[str, str | Path] | None = None,
+        max_loras: int = EngineOptions.max_loras,
+        max_lora_rank: int = EngineOptions.max_lora_rank,
         **model_kwargs: Any,
     ) -> "PromptLookup":
         """Load a target.
@@ -58,6 +62,9 @@ class PromptLookup(Engine):
             max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
             batch_invariant: See `EngineOptions`.
+            adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
+            max_loras: See `EngineOptions`.
+            max_lora_rank: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`.
 
         Raises:
@@ -66,8 +73,17 @@ class PromptLookup(Engine):
             ArgumentError: For an argument that is unknown or out of range.
         """
         options = EngineOptions(
-            kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile, batch_invariant
+            kv_cache_free_gpu_memory_fraction,
+            max_input_len,
+            max_seq_len,
+            max_batch_size,
+            compile,
+            batch_invariant,
+            max_loras,
+            max_lora_rank,
         )
         proposer = PromptLookupProposer(ngram, draft_len)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
-        return cls(bind(model, device=device, **load, **model_kwargs), proposer, options)
+        engine = cls(bind(model, device=device, **load, **model_kwargs), proposer, options)
+        engine.load_adapters(adapters)
+        return engine

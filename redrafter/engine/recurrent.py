@@ -1,6 +1,7 @@
 """ReDrafter: a Hugging Face model with a drafter of its own."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,9 @@ class ReDrafter(Engine):
         max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
         batch_invariant: bool = EngineOptions.batch_invariant,
+        adapters: Mapping[str, str | Path] | None = None,
+        max_loras: int = EngineOptions.max_loras,
+        max_lora_rank: int = EngineOptions.max_lora_rank,
         **model_kwargs: Any,
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
@@ -128,6 +132,9 @@ class ReDrafter(Engine):
             max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
             batch_invariant: See `EngineOptions`.
+            adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
+            max_loras: See `EngineOptions`.
+            max_lora_rank: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`.
 
         Raises:
@@ -138,7 +145,14 @@ class ReDrafter(Engine):
         """
         asked = TreeShape(num_beams, draft_len_per_beam, node_budget)
         options = EngineOptions(
-            kv_cache_free_gpu_memory_fraction, max_input_len, max_seq_len, max_batch_size, compile, batch_invariant
+            kv_cache_free_gpu_memory_fraction,
+            max_input_len,
+            max_seq_len,
+            max_batch_size,
+            compile,
+            batch_invariant,
+            max_loras,
+            max_lora_rank,
         )
         if isinstance(drafter, str | Path):
             check_drafter(drafter)
@@ -148,6 +162,7 @@ class ReDrafter(Engine):
         shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         engine = cls(target, drafter, asked.over(defaults.shape), options=options, tuning=shapes)
         engine.do_sample = defaults.do_sample
+        engine.load_adapters(adapters)
         return engine
 
     def proposer_for(self, rows: int) -> Proposer:

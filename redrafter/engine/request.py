@@ -4,7 +4,7 @@ Hugging Face's own `generate` prepares the call (configs merged, processors and 
 that names and meanings are its own. What it prepared is read here; what cannot be honoured is refused by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from redrafter.errors import ArgumentError
 from redrafter.sampling.grammar_masks import GrammarProcessor
 from redrafter.sampling.hf_processors import read_processors
 from redrafter.sampling.sampler import Sampler
+from redrafter.target.adapter_slots import Adapter
 from redrafter.target.target import Target
 
 __all__ = ["Request", "read_request"]
@@ -47,6 +48,7 @@ class Request:
         pad_token: Id that fills rows behind their end.
         sampler: How tokens are drawn.
         seeds: Seed of each row; None when greedy.
+        adapters: LoRA adapter of each row, None for the model alone.
         criteria: Stopping criteria that are asked token by token on the host.
         deadline: `time.time()` after which no step begins.
         want_scores: Whether processed scores are recorded.
@@ -64,6 +66,7 @@ class Request:
     pad_token: int
     sampler: Sampler
     seeds: list[int] | None
+    adapters: Sequence[Adapter | None]
     criteria: list[StoppingCriteria]
     deadline: float
     want_scores: bool
@@ -84,6 +87,7 @@ def read_request(
     options: EngineOptions,
     seed: Seed,
     temperature: Any,
+    adapters: Sequence[Adapter | None] = (),
 ) -> Request:
     """Turn what Hugging Face prepared into a `Request`.
 
@@ -98,6 +102,7 @@ def read_request(
         options: Limits of lengths.
         seed: One int, or one per row; None for fresh ones.
         temperature: One value per row, in place of the config's; None for the config's.
+        adapters: LoRA adapter of each row, None for the model alone; empty for none at all.
 
     Raises:
         ArgumentError: For values out of range.
@@ -145,6 +150,7 @@ def read_request(
             keep_scores=want_scores,
         ),
         seeds=seeds,
+        adapters=adapters or [None] * rows,
         criteria=others,
         deadline=deadline,
         want_scores=want_scores,

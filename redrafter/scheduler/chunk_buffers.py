@@ -9,6 +9,7 @@ from redrafter.cache.paged import stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.scheduler.prefill_budget import Chunk
+from redrafter.scheduler.row_adapters import slot_of
 from redrafter.scheduler.sequence_blocks import tables_of
 
 __all__ = ["ROOMS", "ChunkBuffers", "choose_room"]
@@ -40,17 +41,19 @@ class ChunkBuffers:
         """
         room = choose_room(len(chunks), sum(count for _, count in chunks))
         buffers = self._by_room[room]
-        tokens, starts, lengths = list[int](), [0], list[int]()
+        tokens, starts, lengths, adapters = list[int](), [0], list[int](), list[int]()
         for sequence, count in chunks:
             tokens += sequence.tokens[sequence.prefilled : sequence.prefilled + count]
             starts.append(len(tokens))
             lengths.append(sequence.prefilled)
+            adapters.append(slot_of(sequence))
         empty = room - len(chunks)
-        numbers = tokens + [0] * (len(buffers.tokens) - len(tokens)) + starts + starts[-1:] * empty + lengths
+        numbers = tokens + [0] * (len(buffers.tokens) - len(tokens)) + starts + starts[-1:] * empty + lengths + adapters
         device = buffers.tokens.device
-        sizes = len(buffers.tokens), room + 1, len(lengths)
+        sizes = len(buffers.tokens), room + 1, len(lengths), len(adapters)
         parts = to_device(numbers, device, torch.long).split(sizes)  # one copy
-        for buffer, part in zip((buffers.tokens, buffers.starts, buffers.lengths), parts, strict=True):
+        written = buffers.tokens, buffers.starts, buffers.lengths, buffers.adapters
+        for buffer, part in zip(written, parts, strict=True):
             buffer[: len(part)] = part
         tables = tables_of([sequence for sequence, _ in chunks])
         buffers.table[: len(tables)] = stack_block_tables(tables, device, self._blocks)

@@ -14,6 +14,7 @@ from redrafter.scheduler.chunk_buffers import choose_room
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.logprobs import score_prompt
 from redrafter.scheduler.prefill_budget import Chunk, PrefillPace, choose_chunks
+from redrafter.scheduler.row_adapters import adapters_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.step import DraftPrompts, read_prompts
@@ -107,6 +108,7 @@ class Prefiller:
         ends = [sequence.prefilled + count for sequence, count in chunks]
         tokens, start, upto = (to_device(x, device) for x in (_stack_tokens(sequences, ends), starts, ends))
         caches = row_caches.of_prompts(sequences)
+        caches.target.adapters = adapters_of(sequences, device)
 
         def show(row: int, first: int, logits: Tensor) -> None:
             sequence, count = sequences[row], sequences[row].params.prompt_logprobs

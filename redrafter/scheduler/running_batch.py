@@ -23,6 +23,7 @@ from redrafter.scheduler.launched import LaunchedStep
 from redrafter.scheduler.models import Models
 from redrafter.scheduler.prefill import PrefilledRows
 from redrafter.scheduler.prefill_budget import Chunk
+from redrafter.scheduler.row_adapters import RowAdapters, any_adapter
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
 from redrafter.scheduler.row_sampling import RowSampling
 from redrafter.scheduler.sequence import TokenSequence
@@ -58,7 +59,7 @@ class RunningBatch:
         draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
         draft_pauses: Decides which steps draft nothing, as drafts gain too little; None where all of them draft.
         captured_steps: The steps so far, by number of rows, what their sampling depends on, id of the proposer, and
-            chunks of prompts that there is room for.
+            chunks of prompts that there is room for, and version of the adapters' stacks, 0 for no adapter.
     """
 
     def __init__(
@@ -75,10 +76,11 @@ class RunningBatch:
         """
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
         self._graphs = graphs
+        self._adapters = RowAdapters(rows, target.device)
         self.rows: list[TokenSequence] = []
         self.draft_lengths: AdaptiveDraftLength | None = None
         self.draft_pauses: DraftPauses | None = None
-        self.captured_steps: dict[tuple[int, Hashable, int, int], CapturedStep] = {}
+        self.captured_steps: dict[tuple[int, Hashable, int, int, int], CapturedStep] = {}
         self._positions = 0  # of a row's buffers
         self._state: State | None = None
         self._chunk_buffers: ChunkBuffers | None = None
@@ -182,6 +184,7 @@ class RunningBatch:
         state.tokens[rows].scatter_(1, read.lengths[:, None], pending[:, None])
         state.length[rows], state.hidden[rows], state.active[rows] = read.lengths, read.hidden, True
         self.sampling.write(first, sequences)
+        self._adapters.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
 
     def update_block_tables(self, sequences: Sequence[TokenSequence]) -> None:
@@ -206,6 +209,7 @@ class RunningBatch:
             for tensor in (self.state.tokens, self.state.length, self.state.hidden):
                 tensor[row] = tensor[last]
             self.sampling.move(last, row)
+            self._adapters.move(last, row)
             self.caches.move(last, row)
             self.rows[row] = self.rows[last]
             self.rows[row].row = row
@@ -249,12 +253,16 @@ class RunningBatch:
             self.reserve(max(sequence.max_length for sequence, _ in chunks))
         rows, proposer, longest = self._size(len(self.rows)), self._proposer(), self._longest()
         caches = self.caches.of_step(rows, longest, self._longest_draft(), proposer)
+        adapted = any_adapter([*self.sequences, *(sequence for sequence, _ in chunks)])
+        caches.target.adapters = self._adapters.first(rows) if adapted else None
         if self.target.needs_reread(longest):
             state = self._first(rows)
             self.target.reread(state.tokens, state.length, state.active, caches.target)
         self.sampling.load_texts(self.rows)
         beside = self._load(chunks)
-        key = (rows, self.sampling.kind(self.rows), id(proposer), 0 if beside is None else beside.count)
+        stacks = self.target.adapters.stacks
+        version = stacks.version if adapted and stacks is not None else 0
+        key = (rows, self.sampling.kind(self.rows), id(proposer), 0 if beside is None else beside.count, version)
         if key not in self.captured_steps:
             self.captured_steps[key] = self._capture(rows, proposer, caches, beside)
         return self.captured_steps[key]

@@ -1,7 +1,7 @@
 """One sequence of tokens that is asked for, how it is drawn, and what each round adds to it."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -14,6 +14,7 @@ from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.guided_text import GuidedText
 from redrafter.scheduler.logprobs import PromptScore, token_logprobs
 from redrafter.scheduler.stats import Stats
+from redrafter.target.adapter_slots import Adapter
 
 __all__ = ["Finish", "NewTokens", "SamplingParams", "SequenceDelta", "TokenSequence", "cut"]
 
@@ -129,6 +130,7 @@ class TokenSequence:
         find_stop: Called with the tokens of a step; returns the index of the one that the text ends with, or None.
         client: Who asked for the sequence. Clients share the server fairly.
         cache_salt: Only sequences with the same salt share blocks of the cache.
+        adapter: LoRA adapter that it is read and written with; None for the model alone.
         index: Its number among the sequences of one call, if it is of one.
         keeps: What is reported beside its tokens: "logits", "scores" (the logits after processors), both or neither.
         tokens: The prompt and the tokens that follow it so far.
@@ -157,6 +159,7 @@ class TokenSequence:
     find_stop: Callable[[Sequence[int]], int | None] | None = None
     client: str = ""
     cache_salt: str | None = None
+    adapter: Adapter | None = None
     index: int = 0
     keeps: frozenset[str] = frozenset()
     tokens: list[int] = field(default_factory=list)
@@ -186,6 +189,11 @@ class TokenSequence:
     def written(self) -> int:
         """Number of tokens that follow the prompt so far."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def prefix_salt(self) -> Hashable:
+        """What sequences must have in common to share blocks: with another adapter, keys and values are others."""
+        return self.cache_salt if self.adapter is None else (self.cache_salt, self.adapter.number)
 
     @property
     def needs_scores(self) -> bool:

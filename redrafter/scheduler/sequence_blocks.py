@@ -60,7 +60,7 @@ class SequenceBlocks:
         # What is found in the cache has no logits, and past a change of rope it would be other keys.
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
         with self._graphs.lock:
-            sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, sequence.cache_salt)
+            sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, sequence.prefix_salt)
             if sequence.draft_text is not None:
                 try:
                     sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)

@@ -46,8 +46,10 @@ class PaddedForward(TreeForward):
         cache.write_after(length + (nodes - new), new)
         positions = length[:, None] + tree.depth[:, -new:]  # [B, M]
         slots = TreeSlots(length, tree.depth, tree.ancestors, cache.window)
+        keep = self._kept_columns(None if cache.adapters is None else cache.adapters[:, None].expand(-1, new))
         with (
-            self._lock,
+            self.lock,
+            self._adapting(keep),
             self._recording(),
             answer_by_position(self._slot_readers, lambda: positions, slots),
             self._choosing_rope(long, new),

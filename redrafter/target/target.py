@@ -16,6 +16,7 @@ from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
+from redrafter.target.adapter_slots import Adapter, AdapterSlots
 from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.aux_hidden import decoder_layers
@@ -23,6 +24,7 @@ from redrafter.target.batch_invariance import check_products, check_rows, suppor
 from redrafter.target.cache_support import CacheSupport
 from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.invariant_products import RowByRow
+from redrafter.target.lora_layers import LoraWeights
 from redrafter.target.mode_checks import check_autocast
 from redrafter.target.padded_forward import PaddedForward
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
@@ -36,6 +38,11 @@ from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import Tree, chain
 
 __all__ = ["Target", "context_of"]
+
+_INVARIANT_ADAPTERS = (
+    "batch_invariant=True computes one model for all rows, and adapters are products of each row's own: merge the "
+    "adapter into the model with PEFT's merge_and_unload(), or leave out batch_invariant=True (--batch-invariant)"
+)
 
 
 class Target:
@@ -55,6 +62,7 @@ class Target:
         rope: Its rope, where the frequencies switch at some length of text; else None.
         aux_layers: Decoder layers whose outputs stand behind the last hidden states; None before `read_aux_hidden`.
         drafter_layer: What a drafter stores of every token beside the model's keys and values; None for nothing.
+        adapters: LoRA adapters that are loaded beside it.
         batch_invariant: Whether a token's logits depend on its text alone, bit for bit, and on nothing else that is
             computed beside it.
         varlen_forward: The forward over a paged cache.
@@ -121,6 +129,7 @@ class Target:
         self.rope = find_rope(self.model, self.config, self.new_cache(1))
         for forward in self._forwards:
             forward.switch_rope(self.rope)
+        self.adapters = AdapterSlots(self.model, self.device, self.dtype, self._try_tokens)
 
     @property
     def shapes(self) -> list[LayerShape]:
@@ -165,6 +174,8 @@ class Target:
         """
         if self.batch_invariant:
             return
+        if self.adapters.stacks is not None:
+            raise UnsupportedError(_INVARIANT_ADAPTERS)
         if self.device.type == "cuda" and self.varlen_forward.linears_fused:
             raise ArgumentError(
                 f"{self.name} was compiled for an engine without batch_invariant=True; load the model anew"
@@ -234,11 +245,28 @@ class Target:
 
     def _try_forward(self) -> None:
         """Run one token through the model."""
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        cache = self.new_cache(1)
-        cache.reserve(1)
         with torch.no_grad():
-            self.verify(chain(token), token[0], cache)
+            self._try_tokens(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+
+    def _try_tokens(self, tokens: Tensor) -> None:
+        """Run tokens `[B, M]` int64 through the model, as the beginnings of B texts."""
+        cache = self.new_cache(len(tokens))
+        cache.reserve(tokens.shape[1])
+        self.verify(chain(tokens), torch.zeros_like(tokens[:, 0]), cache)
+
+    def load_adapter(self, name: str, weights: LoraWeights, max_loras: int, max_lora_rank: int) -> Adapter:
+        """Load a LoRA adapter beside the model; the arguments and errors are those of `AdapterSlots.load`.
+
+        Rows whose cache says so in `adapters` are then computed with it.
+        """
+        if self.batch_invariant:
+            raise UnsupportedError(_INVARIANT_ADAPTERS)
+        with self._padded_forward.lock:  # no layer has a stand-in now
+            adapter = self.adapters.load(name, weights, max_loras, max_lora_rank)
+            assert self.adapters.stacks is not None
+            for forward in self._forwards:
+                forward.apply_adapters(self.adapters.stacks)
+        return adapter
 
     def store_drafter_layer(self, layer: DrafterLayer) -> None:
         """Store a drafter's keys and values of every token that is read later, in caches that are made from now on.

@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ from redrafter.attention.own_thread import only_in_this_thread
 from redrafter.errors import UnsupportedError
 from redrafter.target.aux_hidden import join_hidden, watch_outputs
 from redrafter.target.drafter_layer import DrafterLayer
+from redrafter.target.lora_layers import LoraStacks
 from redrafter.target.rope import SwitchingRope
 from redrafter.tree.token_tree import Tree
 
@@ -44,7 +45,11 @@ class ModelParts:
 
 
 class TreeForward(ABC):
-    """A causal LM's forward over the new nodes of token trees. It leaves nothing on the model between calls."""
+    """A causal LM's forward over the new nodes of token trees. It leaves nothing on the model between calls.
+
+    Attributes:
+        lock: Held while anything is set on the model, by any forward of any target on it.
+    """
 
     def __init__(self, parts: ModelParts):
         """Make the forward of a model."""
@@ -54,7 +59,8 @@ class TreeForward(ABC):
         self._aux_layers: Sequence[nn.Module] = ()
         self._aux_layer_ids: tuple[int, ...] = ()
         self._drafter_layer: DrafterLayer | None = None
-        self._lock: Any = _LOCKS.setdefault(parts.model, threading.RLock())
+        self._lora: LoraStacks | None = None
+        self.lock: Any = _LOCKS.setdefault(parts.model, threading.RLock())
         self._index: Tensor | None = None  # this and the next two hold something only during a call
         self._head_inputs: tuple[Tensor, ...] = ()
         self._aux_outputs: tuple[Tensor, ...] = ()
@@ -103,9 +109,31 @@ class TreeForward(ABC):
         """Let `long` of all later calls choose between the two ropes of the model."""
         self._rope = rope
 
+    def apply_adapters(self, stacks: LoraStacks) -> None:
+        """Let the adapters in these stacks take part in later calls, for the rows of a cache that has any."""
+        self._lora = stacks
+
     @abstractmethod
     def _select(self, hidden: Tensor) -> Tensor:
         """Pick from hidden states the tokens that `self._index` names."""
+
+    def _kept_columns(self, adapters: Tensor | None) -> Tensor | None:
+        """Return which columns of the adapters' stacks each token keeps; None where no row has an adapter.
+
+        Args:
+            adapters: Slot of each token's adapter, 0 for none; None where no row has one.
+        """
+        if adapters is None:
+            return None
+        assert self._lora is not None, "an adapter is loaded before a row has it"
+        return self._lora.keep(adapters)
+
+    def _adapting(self, keep: Tensor | None, *, threads_apart: bool = True) -> AbstractContextManager[None]:
+        """Return the context of a forward whose tokens keep these columns; None for the model alone."""
+        if keep is None:
+            return nullcontext()
+        assert self._lora is not None
+        return self._lora.running(keep, threads_apart=threads_apart)
 
     def _start_recording(self, index: Tensor | None) -> None:
         self._index, self._head_inputs, self._aux_outputs = index, (), ()

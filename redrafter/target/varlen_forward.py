@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from redrafter.attention.positions import answer_by_position
 from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME
@@ -142,8 +143,12 @@ class VarlenForward(TreeForward):
             torch._dynamo.maybe_mark_dynamic(long, 0)
         for x in (ids, positions, index, *plan.tensors):
             torch._dynamo.maybe_mark_dynamic(x, 0)
-        with self._lock, self._attending(ATTENTION_NAME, plan, threads_apart=False):
-            logits, hidden = self._run(ids, positions, index, plan, long)
+        keep = self._kept_columns(_token_adapters(tree, nodes, cache.adapters, chunks))
+        if keep is not None:
+            keep = pad(keep, (0, 0, 0, len(ids) - len(keep)))
+            torch._dynamo.maybe_mark_dynamic(keep, 0)
+        with self.lock, self._attending(ATTENTION_NAME, plan, keep, threads_apart=False):
+            logits, hidden = self._run(ids, positions, index, plan, long, keep)
         hidden = hidden[: len(tokens[0])]
         if self._drafter_layer is not None:
             above = tree.tokens.shape[1] - tree.new
@@ -176,14 +181,15 @@ class VarlenForward(TreeForward):
         if not all_tokens:
             index = torch.tensor([piece.count for piece in pieces]).cumsum(0) - 1
         long = None if long is None else torch.cat([long[piece.row].expand(piece.count) for piece in pieces])
+        adapters = cache.adapters
+        if adapters is not None:
+            adapters = torch.cat([adapters[piece.row].expand(piece.count) for piece in pieces])
+        keep = self._kept_columns(adapters)
         paged = cache.plan_prefill(pieces)
         plan = PromptPlan(pieces, self._kinds.by_layer or (), paged)
-        with (
-            self._lock,
-            self._attending(PROMPT_ATTENTION_NAME, plan, threads_apart=True),
-        ):
+        with self.lock, self._attending(PROMPT_ATTENTION_NAME, plan, keep, threads_apart=True):
             dense = cache if isinstance(cache, DenseCache) else None
-            logits, hidden = self._plain(tokens, positions, index, plan, long, dense)
+            logits, hidden = self._plain(tokens, positions, index, plan, long, keep, dense)
         if self._drafter_layer is not None:
             if isinstance(cache, DenseCache):
                 slots = cache.slots(tokens.device)
@@ -228,6 +234,7 @@ class VarlenForward(TreeForward):
         index: Tensor,
         plan: Plan | PromptPlan,
         long: Tensor | None,
+        keep: Tensor | None,
         cache: DenseCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run T tokens through the model, and the head at R of them.
@@ -238,6 +245,7 @@ class VarlenForward(TreeForward):
             index: The tokens at which to compute the head, `[R]` int64.
             plan: What attention must know of the forward.
             long: Whether each token has the rope of long texts, `[T]` bool.
+            keep: Which columns of the adapters' stacks each token keeps, `[T, S * R]` bool; None for the model alone.
             cache: The model's own kind of cache, where the plan names no pages.
 
         Returns:
@@ -245,6 +253,9 @@ class VarlenForward(TreeForward):
         """
         self._start_recording(index)
         self._long, self._positions = long, positions
+        if keep is not None:  # set here, where a compiled forward sees that it is another tensor each time
+            assert self._lora is not None
+            self._lora.set_keep(keep)
         out = self._model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -266,8 +277,17 @@ class VarlenForward(TreeForward):
         return nullcontext() if self._rope is None else self._rope.choosing(lambda: self._long[None])
 
     @contextmanager
-    def _attending(self, attention: str, plan: Plan | PromptPlan, *, threads_apart: bool) -> Iterator[None]:
-        """Have the model attend by our function of that name, which `plan` tells of the forward."""
+    def _attending(
+        self, attention: str, plan: Plan | PromptPlan, keep: Tensor | None, *, threads_apart: bool
+    ) -> Iterator[None]:
+        """Have the model attend by our function of that name, which `plan` tells of the forward.
+
+        Args:
+            attention: The name of the function.
+            plan: What attention must know of the forward.
+            keep: The columns of adapters that each token keeps, `[T, S * R]` bool; None for the model alone.
+            threads_apart: Let the forwards of other threads pass what is set by.
+        """
         before = self._config._attn_implementation
         self._config._attn_implementation = replacement_for(before, attention)
         running = RUNNING_PLAN.set(plan)
@@ -278,6 +298,7 @@ class VarlenForward(TreeForward):
                 self._choosing_rope(),
                 row_by_row,
                 self._fused or nullcontext(),
+                self._adapting(keep, threads_apart=threads_apart),  # its stand-ins stand before those for fused layers
                 # Behind the fused layers, whose stand-ins have the hooks then.
                 answer_by_position(self._slot_readers, self._new_positions),
             ):
@@ -297,6 +318,23 @@ def _flat_nodes(tree: Tree) -> Tensor | slice:
     return row * tree.new + index - starts[row]
 
 
+def _token_adapters(
+    tree: Tree, nodes: Tensor | slice, adapters: Tensor | None, chunks: PromptChunks | None
+) -> Tensor | None:
+    """Return the slot of each token's adapter, `[T]` int64; None where no row has one.
+
+    Args:
+        tree: The trees of B rows.
+        nodes: Which of their new nodes are tokens, as `_flat_nodes` says.
+        adapters: Slot of each row's adapter, `[B]` int64; None where neither a row nor a chunk has one.
+        chunks: What is read of prompts; None for nothing.
+    """
+    if adapters is None:
+        return None
+    of_nodes = adapters[:, None].expand(-1, tree.new).flatten()[nodes]
+    return of_nodes if chunks is None else torch.cat([of_nodes, chunks.token_adapters()])
+
+
 def _by_row(tree: Tree, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return what is known of a forward's nodes, `[T, D]` each, as `[B, M, D]`; undefined where nodes were left out."""
     rows = tree.tokens.shape[0]
@@ -311,7 +349,7 @@ def _by_row(tree: Tree, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]
 
 def _aligned(x: Tensor) -> Tensor:
     """Return `[M]` padded with zeros to a multiple of `TOKEN_MULTIPLE`."""
-    return torch.nn.functional.pad(x, (0, -len(x) % TOKEN_MULTIPLE))
+    return pad(x, (0, -len(x) % TOKEN_MULTIPLE))
 
 
 def _fixed_order() -> dict[str, Any]:

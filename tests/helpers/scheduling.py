@@ -78,6 +78,7 @@ def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
         kinds["logit_bias"] = params.logit_bias
     ids = torch.tensor([list(sequence.prompt)])
     ends = sorted(params.stop_token_ids) or None
+    kinds["adapter"] = None if sequence.adapter is None else sequence.adapter.name
     found = engine.generate(ids, max_new_tokens=sequence.max_new_tokens, eos_token_id=ends, speculate=False, **kinds)
     return found[0, ids.shape[1] :].tolist()
 

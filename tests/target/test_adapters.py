@@ -3,32 +3,14 @@
 import pytest
 import torch
 
+from helpers.adapters import PROJECTIONS, adapted, peft, randomized
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.target.adapters import base_of
 from redrafter.train.teacher import Teacher
 
-peft = pytest.importorskip("peft")
-
 IDS, MASK = uneven_batch(rows=3)
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "up_proj", "gate_proj"]
-
-
-def adapted(architecture="llama", seed=1, **changes):
-    """Return a tiny model with LoRA adapters that change what it writes."""
-    settings = {"r": 4, "target_modules": PROJECTIONS, "task_type": "CAUSAL_LM", "lora_alpha": 32} | changes
-    model = peft.get_peft_model(tiny_model(architecture), peft.LoraConfig(**settings)).eval()
-    return randomized(model, seed)
-
-
-def randomized(model, seed=1):
-    """Give the adapters of a model random weights; new ones change nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
-            weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
-    return model
 
 
 def plain_text(model):

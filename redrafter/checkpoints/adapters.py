@@ -1,0 +1,158 @@
+"""Read LoRA adapters in PEFT's format from directories, without PEFT."""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
+from redrafter.files.checkpoint_kind import read_json
+from redrafter.target.lora_layers import LoraWeights
+
+__all__ = ["adapter_name", "read_adapter"]
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."  # of the names of weights, before the model's own
+
+# Fields of a config that change no number that is computed: they say how the adapter was found, trained or begun.
+_NEUTRAL = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+        *("layers_pattern", "layers_to_transform", "lora_dropout", "peft_type", "peft_version", "revision"),
+        *("runtime_config", "target_modules", "task_type", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),
+    }
+)
+_READ = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"})
+# Ways to begin a training that leave the model's own weights as they are. Others make PEFT change them at loading.
+_PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+_MEANINGS = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole layers beside LoRA",
+    "trainable_token_indices": "rows of the embedding",
+    "layer_replication": "layers that stand in the model twice",
+    "target_parameters": "LoRA on parameters of no layer, such as fused experts",
+    "alora_invocation_tokens": "aLoRA",
+    "lora_bias": "biases of LoRA's own",
+}
+
+
+def read_adapter(path: str | Path) -> LoraWeights:
+    """Read a LoRA adapter from the directory that PEFT's `save_pretrained` wrote.
+
+    Raises:
+        CheckpointError: A file is missing, cannot be read, or holds what does not belong there.
+        UnsupportedError: The adapter is more than LoRA on linear layers; the message names what it is.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{path} is not a directory; give the one that PEFT's save_pretrained wrote")
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{path} has no {CONFIG_FILE}; give the directory that PEFT's save_pretrained wrote")
+    config = read_json(folder / CONFIG_FILE)
+    _check_config(path, config)
+    tensors = _read_tensors(folder)
+    pairs = _pairs(path, tensors)
+    layers = {name: (a.float(), b.float() * _scaling(path, config, name, len(a))) for name, (a, b) in pairs.items()}
+    for name, pair in layers.items():
+        if not all(bool(tensor.isfinite().all()) for tensor in pair):
+            raise CheckpointError(f"{path} holds numbers that are not finite, in {name}")
+    return LoraWeights(str(path), layers)
+
+
+def adapter_name(path: str | Path, taken: Collection[str] = ()) -> str:
+    """Return a name for an adapter that was given as a path alone: that of its directory."""
+    name = Path(path).resolve().name
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _check_config(path: str | Path, config: Mapping[str, Any]) -> None:
+    """Refuse by name what is more than LoRA on linear layers."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise _unsupported(path, f"it is a {kind} adapter, and only LORA is computed for each row by itself")
+    if config.get("bias", "none") != "none":
+        raise _unsupported(path, f"it was trained with bias={config['bias']!r}, which changes the model's own biases")
+    beginning = config.get("init_lora_weights", True)
+    if beginning not in _PLAIN_BEGINNINGS:
+        raise _unsupported(
+            path, f"init_lora_weights={beginning!r} changes the model's own weights (PEFT can save it as plain LoRA)"
+        )
+    for name, value in config.items():
+        if name not in _NEUTRAL | _READ and value:
+            meaning = f", {_MEANINGS[name]}" if name in _MEANINGS else ""
+            raise _unsupported(path, f"it has {name}={value!r}{meaning}, which is more than LoRA on linear layers")
+
+
+def _unsupported(path: str | Path, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path} cannot be applied beside others: {reason}; merge it into its model with PEFT's merge_and_unload(), "
+        "and use what that saves"
+    )
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    file = next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{folder} has no {' and no '.join(WEIGHTS_FILES)}")
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
+    except Exception as error:  # what pickle raises for a file that is none, or that holds code
+        raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{file} does not hold tensors by name")
+    return tensors
+
+
+def _pairs(path: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A `[r, in]` and B `[out, r]` by the name of their layer in the model."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = re.fullmatch(rf"(?:{re.escape(PREFIX)})?(.+)\.lora_([AB])\.weight", key)
+        if match is None:
+            raise _unsupported(path, f"it holds {key}, which is no weight of LoRA on a linear layer")
+        halves.setdefault(match[1], {})[match[2]] = tensor
+    if not halves:
+        raise CheckpointError(f"{path} holds no weights")
+    for name, half in halves.items():
+        if len(half) < 2:
+            raise CheckpointError(f"{path} has no {PREFIX}{name}.lora_{'B' if 'A' in half else 'A'}.weight")
+        a, b = half["A"], half["B"]
+        if a.dim() != 2 or b.dim() != 2 or not a.shape[0] == b.shape[1] > 0:
+            raise CheckpointError(
+                f"{path} has a lora_A of shape {list(a.shape)} and a lora_B of shape {list(b.shape)} for {name}, "
+                "which cannot be multiplied"
+            )
+    return {name: (half["A"], half["B"]) for name, half in halves.items()}
+
+
+def _scaling(path: str | Path, config: Mapping[str, Any], name: str, rank: int) -> float:
+    """Return what the product of a layer is multiplied by: alpha / r, or alpha / sqrt(r) of rsLoRA."""
+    asked = _of_pattern(config.get("rank_pattern") or {}, name, config.get("r"))
+    alpha = _of_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha"))
+    if asked != rank:
+        raise CheckpointError(f"{path} has weights of rank {rank} for {name}, where its {CONFIG_FILE} says {asked}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise CheckpointError(f"{path} has no number lora_alpha in its {CONFIG_FILE}, but {alpha!r}")
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the value of the first pattern that a layer's name, or the end of it, matches, as PEFT looks it up."""
+    try:
+        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+    except re.error as error:
+        raise ArgumentError(f"a pattern of {CONFIG_FILE} is no regular expression: {error}") from error
