@@ -4,7 +4,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,7 +228,9 @@ class Engine:
         """
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"the name of an adapter is a text, got {name!r}")
-        self.target.load_adapter(name, read_adapter(path), self.options.max_loras, self.options.max_lora_rank)
+        weights, graphs = read_adapter(path), (self.lender or self).graphs
+        with nullcontext() if graphs is None else graphs.lock:  # nothing is captured meanwhile
+            self.target.load_adapter(name, weights, self.options.max_loras, self.options.max_lora_rank)
 
     def load_adapters(self, adapters: Mapping[str, str | Path] | None) -> None:
         """Load LoRA adapters by name; None for none."""

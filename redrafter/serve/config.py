@@ -9,8 +9,10 @@ from typing import Any
 from redrafter.app.flags import flag, names, option
 from redrafter.app.option_files import check_object, read_text, unknown_key
 from redrafter.app.option_values import convert_value, options_by_name
+from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError
 from redrafter.scheduler.limits import Limits
+from redrafter.serve.lora_modules import parse_lora_modules
 from redrafter.serve.network.api_keys import KEY_VARIABLE
 
 __all__ = ["LIMIT_OPTIONS", "ServeOptions", "config_beside", "read_config"]
@@ -113,6 +115,21 @@ class ServeOptions:
         "template has these marks; none: it is part of the answer's text",
         choices=("auto", "none"),
     )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        'LoRA adapters to serve beside the model, each as a model of its own: name=path, or {"name": "...", "path": '
+        '"..."}; the path is a directory that PEFT wrote',
+        metavar="NAME=PATH",
+    )
+    max_loras: int = option(EngineOptions.max_loras, "LoRA adapters that may be loaded at once")
+    max_lora_rank: int = option(
+        EngineOptions.max_lora_rank, "most of their ranks; a step with adapters computes as many columns for each"
+    )
+    allow_runtime_lora_updating: bool = option(
+        False,
+        "let clients load and unload adapters from directories of this machine: POST /v1/load_lora_adapter and "
+        "/v1/unload_lora_adapter",
+    )
     log_format: str = option("text", "what lines on stderr are, of requests and all else", choices=("text", "json"))
     log_level: str = option("info", "the least that is logged", choices=("debug", "info", "warning", "error"))
 
@@ -125,6 +142,8 @@ class ServeOptions:
             ("max_connections", 1, 1 << 20),
             ("max_body_size", 1 << 10, 1 << 30),
             ("drain_timeout", 0, 86400),
+            ("max_loras", 1, 1024),
+            ("max_lora_rank", 1, 4096),
         ):
             if getattr(self, name) is not None and not least <= getattr(self, name) <= most:
                 raise ArgumentError(f"{flag(name)} must be from {least} to {most}, got {getattr(self, name)}")
@@ -134,6 +153,7 @@ class ServeOptions:
                 raise ArgumentError(f"{flag(name)} needs a value, got an empty one")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        parse_lora_modules(self.lora_modules)
 
     def limits(self, max_seq_len: int | None) -> Limits:
         """Return the limits of the scheduler. max_seq_len: most tokens of a sequence; None for the model's context."""

@@ -65,6 +65,16 @@ class Metrics:
             "position",
             {position: str(position) for position in range(engine.facts.draft_depth)},
         )
+        by_adapter = {
+            "generation_tokens": "Tokens written with a LoRA adapter",
+            "spec_decode_num_draft_tokens": "Drafts verified in texts with a LoRA adapter",
+            "spec_decode_num_accepted_tokens": "Drafts accepted in texts with a LoRA adapter",
+        }
+        labels = ["model_name", "adapter"]
+        self._by_adapter = [
+            Counter(f"redrafter:adapter_{name}", help, labels, registry=self.registry)
+            for name, help in by_adapter.items()
+        ]
         self._first = self._histogram(
             "time_to_first_token_seconds", "From coming to the first token", _FIRST_TOKEN_BUCKETS
         )
@@ -90,6 +100,10 @@ class Metrics:
             self._accepted.inc(delta.accepted)
             for position in range(delta.accepted):
                 self._accepted_by_position[position].inc()
+        if sequence.adapter is not None:
+            counts = (len(delta.tokens), delta.drafted or 0, delta.accepted)
+            for counter, count in zip(self._by_adapter, counts, strict=True):
+                counter.labels(self._model, sequence.adapter).inc(count)
         if delta.finish is not None:
             self._ended[delta.finish].inc()
             self._latency.observe(now - sequence.arrived_at)

@@ -20,6 +20,7 @@ class ServedSequence:
         stop_token_ids: Ids that end the text.
         stats: Counts of its steps; the draw of its first token is none.
         find_stop: Called with the tokens of each delta; returns the index of the one that ends the text, or None.
+        adapter: Name of its LoRA adapter; None for the model alone.
         reused: Leading tokens of the prompt that were in the cache already.
         prompt_scores: Scores of the prompt's tokens but the first, once it is read, if they were asked for.
         written: Number of tokens that were written.
@@ -31,6 +32,7 @@ class ServedSequence:
     stop_token_ids: frozenset[int]
     stats: Stats
     find_stop: Callable[[Sequence[int]], int | None] | None = None
+    adapter: str | None = None
     reused: int = 0
     prompt_scores: Sequence[PromptScore] = ()
     written: int = 0

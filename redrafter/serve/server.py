@@ -9,7 +9,7 @@ from redrafter.app.options import LoadOptions
 from redrafter.app.templates import find_template, read_template
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import load_tokenizer
-from redrafter.errors import ReDrafterError
+from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import EngineClient
 from redrafter.serve.engine_process.start import EngineProcess
@@ -43,6 +43,8 @@ class Server:
     def __post_init__(self) -> None:
         options = self.options
         self.name = options.served_model_name or short_name(self.engine.facts.model)
+        if self.name in self.engine.facts.adapters:
+            raise ArgumentError(f"--lora-modules has the model's own name {self.name!r}: give the adapter another one")
         metrics = Metrics(self.engine, self.name)
         self.engine.on_delta = metrics.observe
         service = Service(
@@ -56,7 +58,7 @@ class Server:
         policy = AccessPolicy.of(
             self.keys, options.host, options.allowed_hosts, options.allowed_origins, options.open_metrics
         )
-        self.app = create_app(service, policy, options.max_body_size)
+        self.app = create_app(service, policy, options.max_body_size, options.allow_runtime_lora_updating)
 
     def summary(self, url: str) -> list[str]:
         """Return log lines that say what is served, with a command to try it. url: where it is served."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SamplingParams
 from redrafter.serve.answers.chat import ChatFormat
@@ -20,6 +22,7 @@ from redrafter.serve.answers.prompt_logprobs import check_scores, prompt_logprob
 from redrafter.serve.answers.text import StopStrings, decode_tokens
 from redrafter.serve.answers.usage import summarize
 from redrafter.serve.chat.tool_schema import call_schema
+from redrafter.serve.delta_stream import Stopped
 from redrafter.serve.engine_process.client import EngineClient
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.prompts import Prompts
@@ -48,6 +51,7 @@ class Service:
         reasoning: Whether thoughts are separated from the answer, if the chat template has marks for them.
         created: When the service started, in seconds since 1970.
         prompts: Reads the prompts of requests.
+        adapters: Directories of the LoRA adapters that are served, by name.
     """
 
     engine: EngineClient
@@ -61,14 +65,21 @@ class Service:
 
     def __post_init__(self) -> None:
         facts = self.engine.facts
+        self.adapters = dict(facts.adapters)
         self.prompts = Prompts(
             self.tokenizer, self.model, facts.vocab_size, facts.context, self.special_tokens_in_content
         )
 
-    def model_entry(self) -> dict[str, Any]:
-        """Return the entry of this model in a list of models."""
-        entry = {"id": self.model, "object": "model", "created": self.created, "owned_by": "redrafter"}
-        return entry | {"max_model_len": self.context}
+    def model_entry(self, name: str | None = None) -> dict[str, Any]:
+        """Return the entry of this model, or of an adapter, in a list of models."""
+        name = self.model if name is None else name
+        entry = {"id": name, "object": "model", "created": self.created, "owned_by": "redrafter"}
+        return entry | {"max_model_len": self.context, "parent": self.model if name in self.adapters else None}
+
+    @property
+    def model_entries(self) -> list[dict[str, Any]]:
+        """The list of models: the model itself, then its adapters."""
+        return [self.model_entry(name) for name in (self.model, *self.adapters)]
 
     @property
     def context(self) -> int:
@@ -76,9 +87,41 @@ class Service:
         return self.engine.facts.context
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` for the name of another model; None is any model."""
-        if name is not None and name != self.model:
-            raise ApiError(404, f"the model {name!r} is not served here; {self.model!r} is", "model", "model_not_found")
+        """Raise `ApiError` for the name of neither the model nor an adapter; None is the model."""
+        if name is None or name == self.model or name in self.adapters:
+            return
+        adapters = f", and so are its adapters {', '.join(map(repr, self.adapters))}" if self.adapters else ""
+        message = f"the model {name!r} is not served here; {self.model!r} is{adapters}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a directory of this machine, to be served as a model of this name.
+
+        Raises:
+            ApiError: The name is taken, there is no such directory, or what it holds cannot be served.
+        """
+        if name in self.adapters or name == self.model:
+            raise ApiError(400, f"The lora adapter '{name}' has already been loaded.", "lora_name")
+        if not await asyncio.to_thread(os.path.isdir, path):
+            raise ApiError(404, f"No adapter found for '{path}': it is no directory of the server", "lora_path")
+        try:
+            await self.engine.change_adapters(name, path)
+        except Stopped:
+            raise
+        except ReDrafterError as error:
+            raise ApiError(400, str(error), "lora_path") from error
+        self.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve a LoRA adapter no longer. Texts that are being written with it go on.
+
+        Raises:
+            ApiError: There is no such adapter.
+        """
+        if name not in self.adapters:
+            raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
+        del self.adapters[name]
+        await self.engine.change_adapters(name, None)
 
     async def completion(
         self, request: CompletionRequest, facts: Facts
@@ -149,9 +192,11 @@ class Service:
         choices = [Choice(self.tokenizer, stops, asked.include_drafts) for _ in prompts]
         client = _client(facts)
         salt = self._salt(client, request.cache_salt)
-        deltas = self.engine.deltas(prompts, max_new_tokens, params, make, grammar, client, salt)
+        name = request.model or self.model
+        adapter = name if name in self.adapters else None
+        deltas = self.engine.deltas(prompts, max_new_tokens, params, make, grammar, client, salt, adapter)
         if not request.stream:
-            body = await collect_answer(deltas, choices, form, self.model, best)
+            body = await collect_answer(deltas, choices, form, name, best)
             if (
                 isinstance(request, ChatRequest)
                 and request.prompt_logprobs is not None
@@ -161,7 +206,7 @@ class Service:
                 body["prompt_logprobs"] = await asyncio.to_thread(prompt_logprobs, sequence, count, self.tokenizer)
             facts |= summarize(choices)
             return body
-        parts = stream_answer(deltas, choices, form, self.model, asked)
+        parts = stream_answer(deltas, choices, form, name, asked)
         first = await anext(parts)  # so that a refusal is answered with a status, not within a stream
 
         async def all_parts() -> AsyncIterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The server's side of the line to its engine: requests go out, and what the engine writes comes back as streams."""
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 from collections import defaultdict
@@ -15,7 +16,15 @@ from redrafter.scheduler.stats import Stats
 from redrafter.serve.delta_stream import DeltaStream, SlowConsumerError, Stopped
 from redrafter.serve.engine_process.channel import Channel
 from redrafter.serve.engine_process.loading import EngineFacts
-from redrafter.serve.engine_process.messages import Cancel, EngineLoad, Refused, Submit, Written
+from redrafter.serve.engine_process.messages import (
+    AdaptersChanged,
+    Cancel,
+    ChangeAdapters,
+    EngineLoad,
+    Refused,
+    Submit,
+    Written,
+)
 from redrafter.serve.served_sequence import ServedSequence
 
 __all__ = ["EngineClient", "EngineHandle"]
@@ -23,6 +32,7 @@ __all__ = ["EngineClient", "EngineHandle"]
 _LOG = logging.getLogger(__name__)
 
 FindStop = Callable[[Sequence[int]], int | None]
+Change = concurrent.futures.Future[None]
 
 
 class EngineHandle(Protocol):
@@ -59,6 +69,7 @@ class EngineClient:
         self._numbers = count()
         self._texts: dict[int, tuple[DeltaStream, int]] = {}  # those that have not ended: stream, and place in it
         self._streams: set[DeltaStream] = set()  # those that somebody receives from
+        self._changes: dict[int, Change] = {}  # of adapters, that the engine has not answered
         self._draining = self._stopping = False
         self._thread = threading.Thread(target=self._run, name="redrafter-receiver", daemon=True)
 
@@ -108,6 +119,7 @@ class EngineClient:
         grammar: GrammarSource | None = None,
         client: str = "",
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[tuple[int, ServedSequence, list[SequenceDelta]]]:
         """Ask for a text after each prompt of one request, after prompt i with seed + i, and yield their deltas.
 
@@ -122,6 +134,7 @@ class EngineClient:
             grammar: Grammar that the texts must follow, or None.
             client: Who asks, as far as fairness goes.
             cache_salt: Prefixes are reused only from requests with the same salt.
+            adapter: Name of the LoRA adapter of all texts; None for the model alone.
 
         Yields:
             The index of a prompt, its sequence, and its deltas since it was yielded last, until all have ended.
@@ -136,13 +149,15 @@ class EngineClient:
             raise Stopped
         ends, depth = params.stop_token_ids, self.facts.draft_depth
         sequences = [
-            ServedSequence(prompt, ends, Stats(accepted_by_depth=[0] * depth), make_find_stop()) for prompt in prompts
+            ServedSequence(prompt, ends, Stats(accepted_by_depth=[0] * depth), make_find_stop(), adapter)
+            for prompt in prompts
         ]
         stream = DeltaStream(asyncio.get_running_loop(), [next(self._numbers) for _ in prompts], sequences)
         self._streams.add(stream)
         try:
             self._texts.update({number: (stream, index) for index, number in enumerate(stream.numbers)})
-            self._channel.send(Submit(stream.numbers, prompts, max_new_tokens, params, grammar, client, cache_salt))
+            request = Submit(stream.numbers, prompts, max_new_tokens, params, grammar, client, cache_salt, adapter)
+            self._channel.send(request)
             if not self._thread.is_alive():  # it may have ended before it could see the request
                 raise Stopped
             left = len(prompts)
@@ -157,6 +172,26 @@ class EngineClient:
             self._streams.discard(stream)
             if not all(sequence.ended for sequence in sequences):
                 self._channel.send(Cancel(stream.numbers))
+
+    async def change_adapters(self, name: str, path: str | None) -> None:
+        """Load a LoRA adapter from a directory of the engine's machine, or unload it.
+
+        Args:
+            name: Name of the adapter.
+            path: Directory to load it from; None to unload it.
+
+        Raises:
+            Stopped: The server accepts nothing new, or it or the engine was stopped meanwhile.
+            ReDrafterError: It cannot be loaded, or there is no such adapter.
+        """
+        if not self.alive:
+            raise Stopped
+        number, change = next(self._numbers), Change()
+        self._changes[number] = change
+        self._channel.send(ChangeAdapters(number, name, path))
+        if not self._thread.is_alive():  # it may have ended before it could see the request
+            raise Stopped
+        await asyncio.wrap_future(change)
 
     def _run(self) -> None:
         """Receive messages until the line ends."""
@@ -173,7 +208,10 @@ class EngineClient:
             self._fail_all(Stopped(reason))
             self._on_failure(reason)
 
-    def _handle_message(self, message: Written | Refused) -> None:
+    def _handle_message(self, message: Written | Refused | AdaptersChanged) -> None:
+        if isinstance(message, AdaptersChanged):
+            self._changed(message)
+            return
         if isinstance(message, Refused):
             self._refuse(message)
             return
@@ -208,9 +246,21 @@ class EngineClient:
             stream.fail(refused.error)
         _wake([stream])
 
+    def _changed(self, message: AdaptersChanged) -> None:
+        change = self._changes.pop(message.number)
+        if not change.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
+        if message.error is None:
+            change.set_result(None)
+        else:
+            change.set_exception(message.error)
+
     def _fail_all(self, error: Stopped) -> None:
         """Let everybody who still receives get an error."""
         self._texts.clear()
+        for change in (self._changes.pop(number) for number in tuple(self._changes)):
+            if change.set_running_or_notify_cancel():
+                change.set_exception(error)
         unfinished = [
             stream for stream in tuple(self._streams) if not all(sequence.ended for sequence in stream.sequences)
         ]

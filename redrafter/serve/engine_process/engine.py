@@ -1,7 +1,7 @@
 """A loaded model with its scheduler, and what a server must know of it."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from redrafter.app.engines import PLAIN, can_draft, draft_shape
 from redrafter.app.loading import Pair
@@ -16,6 +16,7 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.loading import EngineFacts, LoadEngine
 from redrafter.serve.engine_process.warm_up import warm_up
+from redrafter.serve.lora_modules import parse_lora_modules
 
 __all__ = ["ServedEngine", "load_pair"]
 
@@ -48,6 +49,9 @@ class ServedEngine:
         engine = pair.engine
         if isinstance(engine, DraftTarget) and engine.adaptive:
             raise ArgumentError("a server drafts at one length: leave out --adaptive")
+        engine.options = replace(engine.options, max_loras=options.max_loras, max_lora_rank=options.max_lora_rank)
+        adapters = parse_lora_modules(options.lora_modules)
+        engine.load_adapters(adapters)  # before keys and values take what memory is free
         limits = options.limits(load.max_seq_len)
         min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes too
         graphs = engine.make_graphs(max(limits.max_batch_size, min_rows))
@@ -62,6 +66,7 @@ class ServedEngine:
             scheduler.batch.depth,
             limits.reuse,
             engine.target.batch_invariant,
+            adapters,
         )
         return cls(pair, scheduler, facts)
 
@@ -69,7 +74,10 @@ class ServedEngine:
         """Compile kernels and capture steps on a GPU, which the first requests would else wait for."""
         if self.pair.engine.target.device.type == "cuda":
             _LOG.info("compiling kernels and capturing steps; --no-warm-up leaves that to the first requests")
-            warm_up(self.scheduler)
+            target = self.pair.engine.target
+            with target.adapters.holding([None, *target.adapters.names[:1]]) as adapters:  # steps with one serve all
+                for adapter in adapters:
+                    warm_up(self.scheduler, adapter)
 
 
 def load_pair(request: LoadEngine) -> Pair:
@@ -92,8 +100,11 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     if proposer is not None and pair.method != PLAIN:
         drafts = f"{pair.method}, {draft_shape(proposer) or 'no drafts at one row'}"
     invariant = ", batch-invariant" if target.batch_invariant else ""
+    names = ", ".join(target.adapters.names)
+    adapters = (f"adapters: {names}",) if names else ()
     return (
         f"{target.name}, {dtype_name(target.dtype)} on {target.device}{invariant}; {drafts}",
+        *adapters,
         f"up to {options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
         f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values",
     )

@@ -4,7 +4,7 @@ It imports no torch, so that the process can be started before the server has im
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.serve.config import ServeOptions
@@ -41,6 +41,7 @@ class EngineFacts:
         draft_depth: Levels of the deepest tree of drafts.
         reuse: Whether prompts are looked for in the cache.
         batch_invariant: Whether a text does not depend on what is computed beside it, bit for bit.
+        adapters: Directories of the LoRA adapters that are loaded, by name.
     """
 
     model: str
@@ -52,6 +53,7 @@ class EngineFacts:
     draft_depth: int
     reuse: bool
     batch_invariant: bool = False
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

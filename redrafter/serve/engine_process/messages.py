@@ -7,7 +7,16 @@ from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.logprobs import PromptScore
 from redrafter.scheduler.sequence import SamplingParams, SequenceDelta
 
-__all__ = ["Cancel", "EngineLoad", "PromptFacts", "Refused", "Submit", "Written"]
+__all__ = [
+    "AdaptersChanged",
+    "Cancel",
+    "ChangeAdapters",
+    "EngineLoad",
+    "PromptFacts",
+    "Refused",
+    "Submit",
+    "Written",
+]
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,7 @@ class Submit:
         grammar: Grammar that the texts must follow, or None.
         client: Who asks.
         cache_salt: Prefixes are reused only from requests with the same salt.
+        adapter: Name of the LoRA adapter of all texts; None for the model alone.
     """
 
     numbers: tuple[int, ...]
@@ -31,6 +41,7 @@ class Submit:
     grammar: GrammarSource | None
     client: str
     cache_salt: str | None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,34 @@ class Cancel:
     """
 
     numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChangeAdapters:
+    """A request to load a LoRA adapter, or to unload one.
+
+    Attributes:
+        number: Number of the request.
+        name: Name of the adapter.
+        path: Directory to load it from; None to unload it.
+    """
+
+    number: int
+    name: str
+    path: str | None
+
+
+@dataclass(frozen=True)
+class AdaptersChanged:
+    """The answer to `ChangeAdapters`.
+
+    Attributes:
+        number: Number of the request.
+        error: Why nothing has changed; None where it has.
+    """
+
+    number: int
+    error: Exception | None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from redrafter.serve.engine_process.channel import Channel
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
 from redrafter.serve.engine_process.grammars import Grammars
 from redrafter.serve.engine_process.loading import LoadEngine, LoadFailed
-from redrafter.serve.engine_process.messages import Cancel, Refused, Submit
+from redrafter.serve.engine_process.messages import AdaptersChanged, Cancel, ChangeAdapters, Refused, Submit
 from redrafter.serve.engine_process.worker import Worker
 from redrafter.serve.log import start_logging
 
@@ -105,6 +105,7 @@ class _EngineServer:
         self._line_ended = False
         self._loop = asyncio.get_running_loop()
         self._worker = Worker(scheduler, channel.send, lambda: self._call(self._done.set))
+        self._changing: set[asyncio.Task[None]] = set()
         self._compiling: dict[tuple[int, ...], asyncio.Task[None]] = {}  # by the numbers of a request's texts
 
     async def run(self) -> int:
@@ -129,9 +130,13 @@ class _EngineServer:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _handle(self, message: Submit | Cancel) -> None:
+    def _handle(self, message: Submit | Cancel | ChangeAdapters) -> None:
         if isinstance(message, Cancel):
             self._cancel(message.numbers)
+        elif isinstance(message, ChangeAdapters):
+            task = asyncio.ensure_future(asyncio.to_thread(self._change_adapters, message))
+            self._changing.add(task)
+            task.add_done_callback(self._changing.discard)
         elif message.grammar is None:
             self._submit(message, None)
         else:
@@ -158,6 +163,18 @@ class _EngineServer:
         del self._compiling[request.numbers]
         if task.cancelled():
             self._refuse(request, ReDrafterError("its client has gone"))
+
+    def _change_adapters(self, message: ChangeAdapters) -> None:
+        """Load or unload an adapter, in a thread of its own, and tell the server."""
+        error: Exception | None = None
+        try:
+            self._worker.change_adapters(message.name, message.path)
+        except ReDrafterError as refusal:
+            error = refusal
+        except Exception as failure:
+            _LOG.error("an adapter could not be changed", exc_info=failure)
+            error = RuntimeError(str(failure))  # another library's may not be picklable
+        self._channel.send(AdaptersChanged(message.number, error))
 
     def _submit(self, request: Submit, grammar: Grammar | None) -> None:
         try:

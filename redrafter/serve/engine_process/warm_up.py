@@ -10,6 +10,7 @@ from redrafter.scheduler.chunk_buffers import ROOMS
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+from redrafter.target.adapter_slots import Adapter
 
 __all__ = ["warm_up"]
 
@@ -20,10 +21,14 @@ GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams()
 TOP_P = SamplingParams(top_p=0.9)  # with logits processors
 
 
-def warm_up(scheduler: Scheduler) -> None:
+def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     """Decode sequences that nobody reads: prompts of many lengths, and steps of every number of rows.
 
-    For a scheduler without sequences. The first sequence longer than `MIN_POSITIONS` still waits for its own steps.
+    The first sequence longer than `MIN_POSITIONS` still waits for its own steps.
+
+    Args:
+        scheduler: A scheduler without sequences.
+        adapter: The adapter of all of these sequences; None for the model alone.
     """
     began = time.monotonic()
     limits, scheduler.limits = scheduler.limits, replace(scheduler.limits, max_queue_size=0)
@@ -33,39 +38,46 @@ def warm_up(scheduler: Scheduler) -> None:
     fillings = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS[:-1])]  # tokens that need each room at least
     for rows, params in itertools.product(scheduler.batch.sizes, (GREEDY, SAMPLED, TOP_P)):
         for speculate in (True, False):
-            _write(scheduler, min(rows, limits.max_batch_size), 1, replace(params, speculate=speculate))
+            _write(scheduler, min(rows, limits.max_batch_size), 1, replace(params, speculate=speculate), adapter)
         for length in fillings if scheduler.reads_beside else ():
-            _read_beside(scheduler, min(rows, limits.max_batch_size - 1), min(length, longest - 1), params)
+            _read_beside(scheduler, min(rows, limits.max_batch_size - 1), min(length, longest - 1), params, adapter)
     for length in lengths:
-        _write(scheduler, 1, length, GREEDY)
-        _write(scheduler, min(2, limits.max_batch_size), length, GREEDY)
+        _write(scheduler, 1, length, GREEDY, adapter)
+        _write(scheduler, min(2, limits.max_batch_size), length, GREEDY, adapter)
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
     scheduler.limits, scheduler.batch.draft_pauses = limits, pauses
     scheduler.graphs.forget_prefixes()
     scheduler.prefiller.restart_pace()  # so that these first durations slow no later forward
 
 
-def _write(scheduler: Scheduler, rows: int, length: int, params: SamplingParams) -> None:
+def _write(scheduler: Scheduler, rows: int, length: int, params: SamplingParams, adapter: Adapter | None) -> None:
     """Decode two tokens after each of some prompts: one by prefill, one by a step."""
     prompts = [[1 + row % 7] * length for row in range(rows)]
-    scheduler.submit(*(TokenSequence(prompt, 2, params, lambda sequence, delta: None) for prompt in prompts))
+    scheduler.submit(*(_unread(prompt, 2, params, adapter) for prompt in prompts))
     while not scheduler.idle:
         scheduler.round()
 
 
-def _read_beside(scheduler: Scheduler, rows: int, length: int, params: SamplingParams) -> None:
+def _read_beside(scheduler: Scheduler, rows: int, length: int, params: SamplingParams, adapter: Adapter | None) -> None:
     """Read a prompt beside so many rows that go on."""
     if not rows:
         return
-    going_on = [TokenSequence([1], scheduler.longest - 1, params, lambda sequence, delta: None) for _ in range(rows)]
+    going_on = [_unread([1], scheduler.longest - 1, params, adapter) for _ in range(rows)]
     scheduler.submit(*going_on)
     while scheduler.waiting or len(scheduler.batch.rows) < rows:
         scheduler.round()
     salt = f"{rows} {params}"  # so that no part of the prompt is in the cache
-    read = TokenSequence([1] * length, 1, params, lambda sequence, delta: None, cache_salt=salt)
+    read = _unread([1] * length, 1, params, adapter, salt)
     scheduler.submit(read)
     while not read.ended and scheduler.batch.rows:
         scheduler.round()
     scheduler.cancel_all()
     while not scheduler.idle:
         scheduler.round()
+
+
+def _unread(
+    prompt: list[int], count: int, params: SamplingParams, adapter: Adapter | None, salt: str | None = None
+) -> TokenSequence:
+    """Return a sequence of at most `count` new tokens whose deltas nobody reads."""
+    return TokenSequence(prompt, count, params, lambda sequence, delta: None, cache_salt=salt, adapter=adapter)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+from redrafter.engine.engine import Engine
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.grammar import Grammar
 from redrafter.scheduler.scheduler import Scheduler
@@ -59,8 +60,10 @@ class Worker:
 
         Raises:
             QueueFullError: Too many sequences wait.
-            ArgumentError: One of the prompts can never be served.
+            ArgumentError: One of the prompts can never be served, or the adapter was unloaded meanwhile.
         """
+        adapters = self.scheduler.engine.target.adapters
+        held = [None if request.adapter is None else adapters.hold(request.adapter) for _ in request.numbers]
         sequences = {
             number: TokenSequence(
                 prompt,
@@ -69,6 +72,7 @@ class Worker:
                 partial(self._write, number),
                 client=request.client,
                 cache_salt=request.cache_salt,
+                adapter=held[index],
             )
             for index, (number, prompt) in enumerate(zip(request.numbers, request.prompts, strict=True))
         }
@@ -76,10 +80,25 @@ class Worker:
         try:
             self.scheduler.submit(*sequences.values())
         except Exception:
-            for number in sequences:
+            for number, sequence in sequences.items():
                 del self._sequences[number]
+                self._release(sequence)
             raise
         self._work.set()
+
+    def change_adapters(self, name: str, path: str | None) -> None:
+        """Load an adapter from a directory, or unload it where there is none; from any thread.
+
+        Raises:
+            ReDrafterError: It cannot be loaded, as `Engine.load_adapter` describes, or there is no such adapter.
+        """
+        engine = self.scheduler.engine
+        assert isinstance(engine, Engine), "what is served is an engine"
+        with self.scheduler.graphs.lock:  # nothing is captured meanwhile, which others' work would end
+            if path is None:
+                engine.unload_adapter(name)
+            else:
+                engine.load_adapter(name, path)
 
     def cancel(self, numbers: Iterable[int]) -> None:
         """End the texts with these numbers before their next step, except those that have ended."""
@@ -98,6 +117,12 @@ class Worker:
         self._deltas.append((number, delta))
         if delta.finish is not None:
             del self._sequences[number], self._reused[number]
+            self._release(sequence)
+
+    def _release(self, sequence: TokenSequence) -> None:
+        """Let the adapter of a sequence be unloaded that has ended or was refused."""
+        if sequence.adapter is not None:
+            self.scheduler.engine.target.adapters.release(sequence.adapter)
 
     def _run(self) -> None:
         try:

@@ -46,13 +46,14 @@ class ModelHealth(_Answer):
 
 
 class Model(_Answer):
-    """A served model."""
+    """A served model, or an adapter of `parent`."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    parent: str | None
 
 
 class Models(_Answer):

@@ -29,6 +29,7 @@ from redrafter.serve.protocol.response_models import (
     answer_responses,
     error_responses,
 )
+from redrafter.serve.routes.adapters import add_adapter_routes
 from redrafter.serve.routes.page import page
 from redrafter.serve.routes.refused import add_refusals
 from redrafter.serve.routes.responses import add_responses
@@ -42,7 +43,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def create_app(
-    service: Service, policy: AccessPolicy | None = None, max_body_bytes: int = ServeOptions.max_body_size
+    service: Service,
+    policy: AccessPolicy | None = None,
+    max_body_bytes: int = ServeOptions.max_body_size,
+    allow_lora_updating: bool = ServeOptions.allow_runtime_lora_updating,
 ) -> FastAPI:
     """Return the ASGI application.
 
@@ -50,6 +54,7 @@ def create_app(
         service: Answers the requests.
         policy: Which requests are accepted; None for all.
         max_body_bytes: Bytes that the body of a request may have.
+        allow_lora_updating: Whether clients may load and unload adapters.
     """
     policy = policy or AccessPolicy()
     service.apart = len(policy.keys) > 1
@@ -100,7 +105,7 @@ def create_app(
 
     @app.get("/v1/models", response_model=Models, responses=error_responses(401))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model_entry()]}
+        return {"object": "list", "data": service.model_entries}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -116,6 +121,7 @@ def create_app(
 
     add_token_routes(app, service)
     add_responses(app, service, _respond)
+    add_adapter_routes(app, service, allow_lora_updating)
     add_refusals(app)
     return app
 

@@ -31,7 +31,7 @@ def add_responses(app: FastAPI, service: Service, respond: Respond) -> None:
 
     @app.post("/v1/responses", responses=answer_responses(ResponseAnswer))
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        head = _head(body, service.model)
+        head = _head(body, body.model or service.model)
 
         async def work() -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
             answer = await service.chat(as_chat(body), request.scope["facts"])

@@ -88,7 +88,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{model:path}", response_model=Model, responses=error_responses(401, 404))
     async def model(model: str) -> dict[str, Any]:
         service.check_model(model)
-        return service.model_entry()
+        return service.model_entry(model)
 
     @app.post("/tokenize", response_model=TokenizeAnswer, **options)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

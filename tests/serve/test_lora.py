@@ -1,0 +1,181 @@
+"""LoRA adapters of a server: each is a model of its own, and clients may load more where the server lets them."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.adapters import adapted, peft
+from helpers.serving import Program
+from redrafter import boxed_pair
+from redrafter.errors import ArgumentError
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.lora_modules import parse_lora_modules
+
+LONG = "The old man looked at the sea and the sea looked at the old man, and neither of the two said a word. " * 3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Directories of adapters of the boxed base, by name."""
+    folder = tmp_path_factory.mktemp("adapters")
+    found = {}
+    for seed, name in enumerate(("one", "two", "three")):
+        base = AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32)
+        adapted(model=base, seed=seed, lora_alpha=2).save_pretrained(folder / name)
+        found[name] = folder / name
+    return found
+
+
+@pytest.fixture(scope="module")
+def program(folders) -> Iterator[Program]:
+    modules = f"one={folders['one']}", f'{{"name": "two", "path": "{folders["two"]}"}}'
+    server = Program(
+        "--dtype", "float32", "--allow-runtime-lora-updating", "--max-loras", "3", "--lora-modules", *modules
+    )
+    yield server
+    assert server.end() == 0
+
+
+@pytest.fixture(scope="module")
+def http(program) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=program.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    """Return what PEFT's model of an adapter, or the model alone, writes after a prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(boxed_pair())
+
+    def write(name: str | None, prompt: str) -> str:
+        model = AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32)
+        if name is not None:
+            model = peft.PeftModel.from_pretrained(model, folders[name])
+        ids = torch.tensor([tokenizer(prompt).input_ids])
+        text = model.eval().generate(input_ids=ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+        return tokenizer.decode(text, skip_special_tokens=True)
+
+    return write
+
+
+def complete(http, model, prompt="Once upon a time", **more):
+    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0} | ({"model": model} if model else {}) | more
+    return http.post("/v1/completions", json=body)
+
+
+@pytest.mark.parametrize("name", ["one", "two", None])
+def test_an_adapter_is_a_model_of_its_own(http, expected, name):
+    answer = complete(http, name).json()
+    assert answer["choices"][0]["text"] == expected(name, "Once upon a time")
+    assert answer["model"] == (name or "boxed")
+
+
+def test_models_and_their_parents_are_listed(http):
+    entries = http.get("/v1/models").json()["data"]
+    assert [(entry["id"], entry["parent"]) for entry in entries] == [
+        ("boxed", None),
+        ("one", "boxed"),
+        ("two", "boxed"),
+    ]
+    assert http.get("/v1/models/two").json() == entries[2]
+
+
+def test_a_prefix_is_reused_by_its_own_adapter_alone(http, expected):
+    for name, cached in ((None, False), ("one", False), ("two", False), ("one", True), (None, True)):
+        answer = complete(http, name, LONG).json()
+        assert answer["choices"][0]["text"] == expected(name, LONG)
+        assert (answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == cached
+
+
+def test_a_stream_and_a_chat_and_a_response_have_adapters_too(http):
+    messages = [{"role": "user", "content": "Tell me of the sea."}]
+    settings = {"max_tokens": 12, "temperature": 0}
+    texts = {}
+    for name in ("boxed", "one"):
+        chat = http.post("/v1/chat/completions", json={"model": name, "messages": messages, **settings}).json()
+        assert chat["model"] == name
+        body = {"model": name, "input": messages[0]["content"], "max_output_tokens": 12, "temperature": 0}
+        response = http.post("/v1/responses", json=body).json()
+        assert response["model"] == name
+        texts[name] = chat["choices"][0]["message"]["content"]
+        assert response["output"][0]["content"][0]["text"] == texts[name]
+    assert texts["boxed"] != texts["one"]
+    assert '"model": "one"' in complete(http, "one", stream=True).text
+
+
+def test_another_name_is_refused_with_those_that_are_served(http):
+    answer = complete(http, "four")
+    assert answer.status_code == 404
+    assert "'boxed' is, and so are its adapters 'one', 'two'" in answer.json()["error"]["message"]
+
+
+def test_adapters_are_loaded_and_unloaded_while_the_server_runs(http, expected, folders):
+    body = {"lora_name": "three", "lora_path": str(folders["three"])}
+    answer = http.post("/v1/load_lora_adapter", json=body)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'three' added successfully.")
+    assert complete(http, "three").json()["choices"][0]["text"] == expected("three", "Once upon a time")
+    again = http.post("/v1/load_lora_adapter", json=body)
+    assert again.status_code == 400
+    assert again.json()["error"]["message"] == "The lora adapter 'three' has already been loaded."
+    answer = http.post("/v1/unload_lora_adapter", json={"lora_name": "three"})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'three' removed successfully.")
+    assert complete(http, "three").status_code == 404
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "three"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "message"),
+    [
+        ("load", {"lora_name": "x"}, 400, "Both 'lora_name' and 'lora_path' must be provided."),
+        ("load", {"lora_name": "x", "lora_path": "/nowhere"}, 404, "No adapter found for '/nowhere'"),
+        ("load", {"lora_name": "x", "lora_path": "/"}, 400, "has no adapter_config.json"),
+        ("load", {"lora_name": "boxed", "lora_path": "/"}, 400, "has already been loaded"),
+        ("load", {"lora_name": "x", "lora_path": "/", "rank": 3}, 400, "rank is not supported"),
+        ("unload", {}, 400, "'lora_name' needs to be provided"),
+        ("unload", {"lora_name": "x"}, 404, "The lora adapter 'x' cannot be found."),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_as_vllm_does(http, route, body, status, message):
+    answer = http.post(f"/v1/{route}_lora_adapter", json=body)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+
+
+def test_an_adapter_without_room_is_refused(http, folders):
+    bodies = [{"lora_name": name, "lora_path": str(folders["three"])} for name in ("three", "four")]
+    assert [http.post("/v1/load_lora_adapter", json=body).status_code for body in bodies] == [200, 400]
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "three"}).status_code == 200
+
+
+def test_metrics_count_the_texts_of_each_adapter(program, http):
+    name = 'redrafter:adapter_generation_tokens_total{adapter="two"}'
+    before = program.metrics().get(name, 0)
+    count = complete(http, "two").json()["usage"]["completion_tokens"]
+    assert program.metrics()[name] == before + count
+    assert program.metrics()['redrafter:adapter_spec_decode_num_draft_tokens_total{adapter="two"}'] > 0
+
+
+def test_a_server_that_does_not_allow_it_loads_nothing(folders):
+    server = Program("--lora-modules", f"one={folders['one']}")
+    body = {"lora_name": "three", "lora_path": str(folders["three"])}
+    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body)
+    assert answer.status_code == 404
+    assert "--allow-runtime-lora-updating" in answer.json()["error"]["message"]
+    assert server.end() == 0
+
+
+@pytest.mark.parametrize("word", ["one", "=x", "one=", '{"name": "one"}', '{"name": "one", "path": "x", "r": 3}', "{"])
+def test_modules_that_are_misspelt_are_refused(word):
+    with pytest.raises(ArgumentError, match="--lora-modules are name=path"):
+        ServeOptions(lora_modules=(word,))
+
+
+def test_modules_of_one_name_are_refused():
+    with pytest.raises(ArgumentError, match="names 'one' twice"):
+        parse_lora_modules(["one=a", "one=b"])
