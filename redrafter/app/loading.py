@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.engines import PLAIN, apply_draft_target_config, choose_method, drafting_model_name, load_engine
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import find_template
+from redrafter.checkpoints.adapters import read_adapter, split_name
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.engine.engine import Engine
@@ -142,6 +143,8 @@ class Pair:
         for name in ("top_k", "top_p", "min_p", *PENALTY_OPTIONS):
             if getattr(options, name) is not None:
                 arguments[name] = getattr(options, name)
+        if options.adapter is not None:
+            arguments["adapter"] = self._loaded_adapter(options.adapter)
         if options.bad_words:
             arguments["bad_words_ids"] = self._bad_words(options.bad_words)
         self._check_ids("logit-bias", options.logit_bias or ())
@@ -153,6 +156,14 @@ class Pair:
         if options.stop:
             arguments |= {"stop_strings": list(options.stop), "tokenizer": self.tokenizer}
         return arguments
+
+    def _loaded_adapter(self, typed: str) -> str:
+        """Return the name of the adapter that `--adapter` names, which is loaded if it is not."""
+        name, path = split_name(typed)
+        if name not in self.engine.adapters:
+            weights = read_adapter(path)
+            self.engine.target.load_adapter(name, weights, max_loras=1, max_lora_rank=weights.rank)
+        return name
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text with and without a leading space, without duplicates."""

@@ -158,6 +158,9 @@ class GenerationOptions:
     stop_token_ids: Sequence[int] = option(
         (), "end the answer after these tokens too, beside the model's own end tokens", type=integers, metavar="ID,..."
     )
+    adapter: str | None = option(
+        None, "LoRA adapter to generate with: a directory that PEFT wrote, or name=directory", metavar="PATH"
+    )
     speculate: bool = option(True, "decode without drafting")
 
     def __post_init__(self) -> None:

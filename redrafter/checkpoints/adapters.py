@@ -2,20 +2,20 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
-from redrafter.target.lora_layers import LoraWeights
+from redrafter.target.lora_layers import LoraWeights, merge_into
 
-__all__ = ["adapter_name", "read_adapter"]
+__all__ = ["merge_adapter", "read_adapter", "split_name"]
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -67,12 +67,23 @@ def read_adapter(path: str | Path) -> LoraWeights:
     return LoraWeights(str(path), layers)
 
 
-def adapter_name(path: str | Path, taken: Collection[str] = ()) -> str:
-    """Return a name for an adapter that was given as a path alone: that of its directory."""
-    name = Path(path).resolve().name
-    while name in taken:
-        name += "_"
-    return name
+def split_name(text: str) -> tuple[str, str]:
+    """Return the name and the directory of an adapter that is typed as `name=path`, or as a path alone."""
+    name, sign, path = text.partition("=")
+    if sign and name and path and not Path(text).is_dir():
+        return name, path
+    return Path(text).resolve().name, text
+
+
+def merge_adapter(model: nn.Module, path: str | Path) -> None:
+    """Add the LoRA adapter in a directory to the weights of a model, in place and for good.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
+        MismatchError: The adapter was made for another model.
+        UnsupportedError: The adapter is more than LoRA on linear layers, or the model is quantised.
+    """
+    merge_into(model, read_adapter(path))
 
 
 def _check_config(path: str | Path, config: Mapping[str, Any]) -> None:

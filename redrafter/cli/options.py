@@ -12,7 +12,7 @@ from redrafter.errors import ArgumentError
 __all__ = ["NOT_IN_COMPARE", "BenchOptions", "CompareOptions", "ServerOptions", "TuneOptions"]
 
 # Generation options that `redrafter compare` does not have, since transformers' assisted generation has none such.
-NOT_IN_COMPARE = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "stop_token_ids")
+NOT_IN_COMPARE = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "stop_token_ids", "adapter")
 
 
 @dataclass(frozen=True)

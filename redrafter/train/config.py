@@ -52,6 +52,11 @@ class TrainConfig:
     dry_run: bool = option(False, "print what would be trained and how much memory it takes, then exit")
     show_sample: bool = option(False, "print the first text of the data with the learnt parts marked, then exit")
     drafter: str | None = option(None, "train this drafter further instead of a new one", path=True)
+    adapter: str | None = option(
+        None,
+        "LoRA adapter that the base has: a directory that PEFT wrote; the drafter learns what both write",
+        path=True,
+    )
     trust_remote_code: bool = option(False, "run model code that comes with the base")
     dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", *DTYPES))
     save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES)

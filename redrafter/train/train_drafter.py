@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from redrafter.app.flags import short_name
 from redrafter.app.loading import limit_threads
 from redrafter.app.program import run_command
+from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
@@ -226,11 +227,18 @@ class TrainingSession:
 
 
 def _target(config: TrainConfig, accelerator: Accelerator) -> Target:
-    """Load the base, spread over the processes if asked for."""
+    """Load the base with its adapter, spread over the processes if asked for."""
     load: dict[str, Any] = {"dtype": config.dtype, "trust_remote_code": config.trust_remote_code}
+
+    def load_base(device: Any) -> PreTrainedModel:
+        model = load_model(str(config.model), device=device, **load)
+        if config.adapter is not None:
+            merge_adapter(model, config.adapter)
+        return model
+
     if not config.shard_base:
-        return Target(load_model(str(config.model), device=accelerator.device, **load))
-    model = load_sharded(lambda: load_model(str(config.model), device="cpu", **load), accelerator)
+        return Target(load_base(accelerator.device))
+    model = load_sharded(lambda: load_base("cpu"), accelerator)
     target = Target(model, type(model).__name__.removeprefix("FSDP"))  # which sharding puts before a model's class
     target.refuse_varlen("its layers are spread over several processes")
     return target

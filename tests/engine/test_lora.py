@@ -18,6 +18,7 @@ from redrafter import (
     ReDrafter,
     UnsupportedError,
 )
+from redrafter.attention import tree_attention
 from redrafter.target import prompt_reader
 
 IDS, MASK = uneven_batch(rows=4)
@@ -430,3 +431,26 @@ def test_threads_may_load_adapters_while_others_write(adapters):
 
     for found in in_threads(work, 2)[1]:
         check_rows(found, adapters, ["one"] * 4)
+
+
+@pytest.mark.slow
+def test_a_compiled_forward_is_compiled_once_with_adapters_and_once_without(adapters, monkeypatch):
+    monkeypatch.setattr(tree_attention, "_operator", lambda plan, device: tree_attention.tree_attention)  # a GPU's
+    engine, compiled, compile = paged(make_engine({"two": adapters["two"]})), [], torch.compile
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda run, fullgraph, options: compile(run, fullgraph=True, backend=backend))
+    engine.target.varlen_forward.compile()
+    for names in ([None] * 4, ["two", None, "two", None], [None] * 4, ["two"] * 4):
+        check_rows(engine.generate(IDS, MASK, adapter=names, **GREEDY), adapters, names)
+    assert len(compiled) == 2
+    engine.load_adapter("one", adapters["one"][1])  # which changes layers that "two" does not
+    check_rows(engine.generate(IDS, MASK, adapter=MIXED, **GREEDY), adapters)
+    engine.unload_adapter("two")
+    engine.load_adapter("two", adapters["two"][1])
+    for names in (MIXED, ["one"] * 4, [None] * 4):
+        check_rows(engine.generate(IDS, MASK, adapter=names, **GREEDY), adapters, names)
+    assert len(compiled) == 3

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Phi3ForCausalLM, PreTrainedModel
 
+from helpers.adapters import adapted
 from helpers.models import VOCAB, paged, scripted_engine, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, Engine
 from redrafter.target.target import Target
@@ -131,3 +132,18 @@ def test_dynamic_rope_is_said_to_be_served_up_to_its_first_context():
     with pytest.warns(UserWarning, match=f"has dynamic rope.*up to {AT} tokens are written, of the {WHOLE}"):
         target = Target(model)
     assert target.context == AT
+
+
+@pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_cross_the_switch_keep_their_adapters(family, on, tmp_path):
+    model = adapted(model=switching_model(family), target_modules=["o_proj"])
+    model.save_pretrained(tmp_path)
+    engine = on(with_tree(switching_model(family), tiny_drafter(), 4, 3))
+    engine.load_adapter("it", tmp_path)
+    ids, mask = prompts_of(LENGTHS["crossing"])
+    found = engine.generate(ids, mask, adapter=["it", None, None, "it"], max_new_tokens=NEW, do_sample=False)
+    expected = alone(model, ids, mask)
+    with model.disable_adapter():
+        expected[1:3] = alone(model, ids[1:3], mask[1:3])
+    assert torch.equal(found[:, -NEW:], expected)

@@ -23,6 +23,7 @@ from redrafter.app.flags import add_options, read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.app.program import run_command
+from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_beams
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.recurrent import RecurrentProposer
@@ -131,6 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json is not None:
             check_writable(Path(options.json), "--json")
         pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
+        if options.adapter is not None:
+            merge_adapter(pair.engine.model, options.adapter)
         document = {"command": shlex.join(["redrafter", "evaluate", *argv])} | evaluate(pair, options)
         print(*format_report(document), sep="\n")
         if options.explain:

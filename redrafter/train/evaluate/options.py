@@ -65,6 +65,9 @@ class EvaluateOptions(PromptOptions):
     )
     seed: int = option(0, "seed of the choice of prompts and of the sampling")
     batch_size: int = option(32, "prompts that the model continues at once")
+    adapter: str | None = option(
+        None, "LoRA adapter that the model has: a directory that PEFT wrote", metavar="PATH", path=True
+    )
     plot: str | None = option(
         None, "plot acceptance by depth as a PNG; needs matplotlib", metavar="FILE.png", path=True
     )

@@ -51,6 +51,7 @@ def make_report(
     return {
         "model": short_name(pair.name),
         "drafter": short_name(str(pair.drafting_model)),
+        "adapter": options.adapter and short_name(options.adapter),
         "hardware": hardware(target.device),
         "device": str(target.device),
         "dtype": dtype_name(target.dtype),

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.program import run_command
+from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.merged import holds_drafter
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.tokenizers import load_tokenizer
@@ -127,7 +128,7 @@ def run(config: RegenerateConfig, log: Callable[[str], object]) -> dict[str, Any
 
 
 def load(config: RegenerateConfig) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """Load the base, with its drafter if it has one, and its tokenizer."""
+    """Load the base, with its adapter and its drafter if it has such, and its tokenizer."""
     options = LoadOptions(
         model=config.model,
         drafter=config.drafter,
@@ -136,6 +137,13 @@ def load(config: RegenerateConfig) -> tuple[Engine, PreTrainedTokenizerBase]:
         trust_remote_code=config.trust_remote_code,
     )
     name, options, _ = check_options(options, DraftOptions())
+    engine, tokenizer = _load_base(name, options)
+    if config.adapter is not None:
+        merge_adapter(engine.model, config.adapter)
+    return engine, tokenizer
+
+
+def _load_base(name: str, options: LoadOptions) -> tuple[Engine, PreTrainedTokenizerBase]:
     if options.drafter is not None or holds_drafter(name):
         pair = Pair.load(options)
         return pair.engine, pair.tokenizer

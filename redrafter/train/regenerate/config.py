@@ -24,6 +24,7 @@ class RegenerateConfig:
 
     model: str | None = option(None, "base model: a hub id or a directory", required=True)
     drafter: str | None = option(None, "drafter of the base, which makes it faster and changes no token", path=True)
+    adapter: str | None = option(None, "LoRA adapter that the base has: a directory that PEFT wrote", path=True)
     data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads", required=True)
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: the GPU, where there is one)")
     dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", "float32", "bfloat16", "float16"))
