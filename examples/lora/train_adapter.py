@@ -1,4 +1,4 @@
-"""Train a LoRA adapter for the boxed base on Python's standard library, with PEFT, and write prompts of that text.
+"""Train a LoRA adapter for the boxed base on Python's standard library in capitals, with PEFT, and write such prompts.
 
 python examples/lora/train_adapter.py --output build/lora --minutes 4
 """
@@ -22,18 +22,18 @@ PROMPT_CHARACTERS = 200
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--output", type=Path, required=True, help="directory for the adapter and the prompts")
 parser.add_argument("--minutes", type=float, default=4.0, help="minutes to train for")
-parser.add_argument("--prompts", type=int, default=192, help="prompts to write for training a drafter")
+parser.add_argument("--prompts", type=int, default=96, help="prompts to write for training a drafter")
 args = parser.parse_args()
 
-# 1. The texts: modules of the standard library, every tenth of which is held out.
+# 1. The texts: modules of the standard library in capitals, which the base has hardly seen; every tenth is held out.
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-texts = [file.read_text(encoding="utf-8") for file in files]
+texts = [file.read_text(encoding="utf-8").upper() for file in files]
 kept = {"val": texts[::HELD_OUT], "train": [text for index, text in enumerate(texts) if index % HELD_OUT]}
 
 # 2. Prompts: the beginnings of lines at random places.
 draw = random.Random(0)
 args.output.mkdir(parents=True, exist_ok=True)
-for split, count in (("train", args.prompts), ("val", 32)):
+for split, count in (("train", args.prompts), ("val", 24)):
     with open(args.output / f"prompts-{split}.jsonl", "w", encoding="utf-8") as out:
         for _ in range(count):
             text = draw.choice([text for text in kept[split] if len(text) > 2 * PROMPT_CHARACTERS])

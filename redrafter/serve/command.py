@@ -65,7 +65,8 @@ def build_parser() -> Parser:
         epilog="examples:\n"
         "  redrafter serve my-merged --port 8000\n"
         "  redrafter serve my-base --drafter my-drafter --max-batch-size 64 --api-key-file keys.txt\n"
-        "  redrafter serve my-70b --draft-model my-1b",
+        "  redrafter serve my-70b --draft-model my-1b\n"
+        "  redrafter serve my-base --drafter my-drafter --lora-modules poems=my-lora law=my-other-lora",
     )
     parser.add_argument(
         "--config",

@@ -28,13 +28,11 @@ class Adapter:
         name: Its name.
         slot: Its slot in the stacks, from 1.
         number: Its number among all that were ever loaded; one that is loaded again under its name has another.
-        source: Where its weights come from.
     """
 
     name: str
     slot: int
     number: int
-    source: str
 
 
 class AdapterSlots:
@@ -95,7 +93,7 @@ class AdapterSlots:
             slot = self._free_slot(stacks.slots)
             stacks.write(slot, weights, layers)
             self.stacks = stacks
-            adapter = self._by_name[name] = Adapter(name, slot, next(self._numbers), weights.source)
+            adapter = self._by_name[name] = Adapter(name, slot, next(self._numbers))
             return adapter
 
     def _free_slot(self, slots: int) -> int:
@@ -175,7 +173,8 @@ class AdapterSlots:
                 hook = self._model.get_submodule(name).register_forward_pre_hook(only_in_this_thread(note))
                 hooks.callback(hook.remove)
             count = TRIAL_ROWS * TRIAL_TOKENS
-            ids = torch.arange(count, device=self._device) * 7919 % self._model.get_input_embeddings().num_embeddings
+            known = len(self._model.get_input_embeddings().weight)
+            ids = torch.arange(count, device=self._device) * 7919 % known
             with torch.no_grad():
                 self._try_tokens(ids.view(TRIAL_ROWS, TRIAL_TOKENS))
         decoder = {id(module) for module in self._model.get_decoder().modules()}

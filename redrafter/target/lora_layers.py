@@ -149,11 +149,6 @@ class LoraStacks:
         self._stand_ins: dict[str, _Adapted] = {}
         self._forward = _Forward()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all stacks."""
-        return sum(tensor.nbytes for pair in self._weights.values() for tensor in pair)
-
     def write(self, slot: int, weights: LoraWeights, layers: Sequence[str]) -> None:
         """Write an adapter into a slot, which no token has now.
 

@@ -140,13 +140,13 @@ def test_acceptance_is_won_back_by_a_drafter_for_the_adapter(tmp_path):
     """The commands of examples/lora, for fewer minutes."""
     root = Path(__file__).parents[2]
     script = [sys.executable, str(root / "examples" / "lora" / "train_adapter.py")]
-    subprocess.run([*script, "--output", str(tmp_path), "--minutes", "1", "--prompts", "64"], check=True, timeout=300)
+    subprocess.run([*script, "--output", str(tmp_path), "--minutes", "1.5", "--prompts", "48"], check=True, timeout=300)
     base, adapter = str(boxed_pair()), ["--adapter", str(tmp_path / "adapter")]
     own = ["--data", str(tmp_path / "prompts-train.jsonl"), "--output", str(tmp_path / "own.jsonl")]
-    assert main(["regenerate", "--model", base, "--device", "cpu", *adapter, *own, "--max-new-tokens", "128"]) == 0
+    assert main(["regenerate", "--model", base, "--device", "cpu", *adapter, *own, "--max-new-tokens", "96"]) == 0
     data = ["--data", str(tmp_path / "own.jsonl"), "--output", str(tmp_path / "drafter"), "--validate-prompts", "0"]
     how = ["--drafter", f"{base}/drafter", "--cpu", "--lr", "3e-4", "--batch-size", "2", "--length", "256"]
-    assert main(["train", "--model", base, *adapter, *data, *how, "--minutes", "1.5"]) == 0
+    assert main(["train", "--model", base, *adapter, *data, *how, "--steps", "60"]) == 0
     measured = []
     for drafter in ([], ["--model", base, "--drafter", str(tmp_path / "drafter")]):
         report = tmp_path / "report.json"
