@@ -193,7 +193,7 @@ class Service:
         client = _client(facts)
         salt = self._salt(client, request.cache_salt)
         name = request.model or self.model
-        adapter = name if name in self.adapters else None
+        adapter = None if name == self.model else name  # the engine refuses one that was unloaded a moment ago
         deltas = self.engine.deltas(prompts, max_new_tokens, params, make, grammar, client, salt, adapter)
         if not request.stream:
             body = await collect_answer(deltas, choices, form, name, best)

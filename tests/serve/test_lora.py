@@ -1,5 +1,6 @@
 """LoRA adapters of a server: each is a model of its own, and clients may load more where the server lets them."""
 
+import asyncio
 from collections.abc import Iterator
 
 import httpx
@@ -11,11 +12,15 @@ pytest.importorskip("fastapi")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.adapters import adapted, peft
+from helpers.engine_in_thread import OPENAI_DEFAULTS
 from helpers.serving import Program
 from redrafter import boxed_pair
 from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.engine_process.loading import EngineFacts
 from redrafter.serve.lora_modules import parse_lora_modules
+from redrafter.serve.protocol.requests import CompletionRequest
+from redrafter.serve.service import Service
 
 LONG = "The old man looked at the sea and the sea looked at the old man, and neither of the two said a word. " * 3
 
@@ -168,6 +173,24 @@ def test_a_server_that_does_not_allow_it_loads_nothing(folders):
     assert answer.status_code == 404
     assert "--allow-runtime-lora-updating" in answer.json()["error"]["message"]
     assert server.end() == 0
+
+
+def test_an_adapter_that_is_unloaded_while_its_prompt_is_read_is_not_served_as_the_model():
+    asked = []
+
+    class Engine:
+        facts = EngineFacts("m", (), 97, 96, frozenset(), OPENAI_DEFAULTS, 3, True, adapters={"one": "somewhere"})
+
+        def deltas(self, *arguments):
+            asked.append(arguments[-1])
+            raise ArgumentError("no adapter 'one' is loaded")
+
+    service = Service(Engine(), AutoTokenizer.from_pretrained(boxed_pair()), "m", None)
+    read = service.prompts.encode_prompts
+    service.prompts.encode_prompts = lambda prompt: service.adapters.clear() or read(prompt)
+    with pytest.raises(ArgumentError):
+        asyncio.run(service.completion(CompletionRequest(model="one", prompt=[5, 6]), {}))
+    assert asked == ["one"]
 
 
 @pytest.mark.parametrize("word", ["one", "=x", "one=", '{"name": "one"}', '{"name": "one", "path": "x", "r": 3}', "{"])
