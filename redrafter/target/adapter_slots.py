@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from redrafter.attention.own_thread import only_in_this_thread
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.target.aux_hidden import only_in_this_thread
 from redrafter.target.lora_layers import LoraStacks, LoraWeights, check_layers
 
 __all__ = ["Adapter", "AdapterSlots"]
