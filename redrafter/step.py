@@ -9,7 +9,7 @@ proposer fix all of them and nothing here reads a value on the host, so a step c
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from redrafter.target.target import Target
 from redrafter.tree.accept import Path, accept
 from redrafter.tree.token_tree import Tree, chain
 
-__all__ = ["DraftPrompts", "StepOutput", "draw_first_tokens", "read_prompts", "step"]
+__all__ = ["DraftPrompts", "StepOutput", "draw_first_tokens", "read_draft_prompts", "read_prompts", "step"]
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,11 @@ def step(
 
     # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
     chunk_ends: ChunkEnds | None = None
+    shift = state.position_shift  # [B], behind images
     if chunks is None:
-        logits, hidden = target.verify(tree, state.length, cache)  # [B, N, V], [B, N, F]
+        logits, hidden = target.verify(tree, state.length, cache, position_shift=shift)  # [B, N, V], [B, N, F]
     else:
-        logits, hidden, chunk_ends = target.verify_and_read(tree, state.length, cache, chunks)
+        logits, hidden, chunk_ends = target.verify_and_read(tree, state.length, cache, chunks, shift)
 
     # 3. Draw. The target draws its own next token at every node, after that node's own prefix.
     scores = sampler.scores(logits, _prefixes(state, tree, sampler, cache.window))  # [B, N, V]
@@ -169,19 +170,33 @@ def read_prompts(
     """
     if draft_model is not None:
         assert draft_cache is not None, "a draft model has a cache"
-        device = draft_model.device
-        if draft_prompts is None:
-            draft_model.prefill(
-                draft_model.clamp_to_vocab(tokens.to(device)),
-                upto.to(device),
-                draft_cache,
-                start=None if start is None else start.to(device),
-                counts=counts,
-            )
-        else:
-            read = draft_prompts
-            draft_model.prefill(read.tokens, read.upto, draft_cache, start=read.start, counts=read.counts)
+        read_draft_prompts(tokens, upto, draft_model, draft_cache, draft_prompts, start=start, counts=counts)
     return target.prefill(tokens, upto, cache, start=start, counts=counts, show=show)
+
+
+def read_draft_prompts(
+    tokens: Tensor,
+    upto: Tensor,
+    draft_model: Target,
+    draft_cache: KVCache,
+    draft_prompts: DraftPrompts | None = None,
+    *,
+    start: Tensor | None = None,
+    counts: Sequence[int] | None = None,
+) -> None:
+    """Read prompts into the cache of a draft model; see `read_prompts`. Of images it sees the ids in their places."""
+    if draft_prompts is not None:
+        read = draft_prompts
+        draft_model.prefill(read.tokens, read.upto, draft_cache, start=read.start, counts=read.counts)
+        return
+    device = draft_model.device
+    draft_model.prefill(
+        draft_model.clamp_to_vocab(tokens.to(device)),
+        upto.to(device),
+        draft_cache,
+        start=None if start is None else start.to(device),
+        counts=counts,
+    )
 
 
 def draw_first_tokens(
@@ -228,9 +243,8 @@ def _advance(state: State, tokens: Tensor, path: Path, hidden: Tensor) -> State:
     positions = state.length[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)  # [B, K+1]
     state.tokens.scatter_(1, positions, tokens)
     end = path.end[:, None, None].expand(-1, 1, hidden.shape[-1])  # [B, 1, F]
-    return State(
-        state.tokens,
-        torch.where(state.active, state.length + path.accepted + 1, state.length),
-        torch.where(state.active[:, None], hidden.gather(1, end).squeeze(1), state.hidden),
-        state.active,
+    return replace(
+        state,
+        length=torch.where(state.active, state.length + path.accepted + 1, state.length),
+        hidden=torch.where(state.active[:, None], hidden.gather(1, end).squeeze(1), state.hidden),
     )

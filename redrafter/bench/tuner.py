@@ -273,6 +273,7 @@ class Tuner:
             want_logits=False,
             as_dict=True,
             slow_processors=[],
+            images=[None] * len(rows),
         )
 
     def _late(self) -> bool:

@@ -62,7 +62,7 @@ def load_model(
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
         kwargs: For `AutoModelForCausalLM.from_pretrained`, or for `AutoModelForImageTextToText.from_pretrained` for
-            models that see images, which are then used for text only.
+            models that see images.
 
     Raises:
         ArgumentError: If transformers does not take one of `kwargs`, the model is loaded already and `kwargs` are

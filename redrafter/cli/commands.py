@@ -50,11 +50,19 @@ def _add_generate(commands: Any) -> None:
         epilog="examples:\n"
         '  redrafter generate --model my-base --drafter my-drafter "Once upon a time"\n'
         '  redrafter generate --temperature 0.7,0.2 --seed 1 "Once upon a time" "The old man"\n'
-        "  redrafter generate --file prompts.txt --temperature 0.8 --seed 1 --json > out.json",
+        "  redrafter generate --file prompts.txt --temperature 0.8 --seed 1 --json > out.json\n"
+        '  redrafter generate --model my-vision-base --chat-template --image cat.png "What is this?"',
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue (default: all of stdin)")
     parser.add_argument("--file", metavar="FILE", help="text file with one prompt a line; blank lines are skipped")
     parser.add_argument("--chat-template", action="store_true", help="use each prompt as a user's turn of a chat")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image that is shown before the prompt, with --chat-template, for a model that sees (may be repeated)",
+    )
     parser.add_argument(
         "--num-return-sequences", type=int, default=1, metavar="N", help="texts per prompt (default: %(default)s)"
     )

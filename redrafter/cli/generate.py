@@ -13,6 +13,7 @@ from redrafter.app.engines import draft_shape
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.cli.images import encode_with_images
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
@@ -35,6 +36,10 @@ def run(args: argparse.Namespace) -> int:
     if args.compare and not options.speculate:
         raise ArgumentError("--compare sets speculation against plain decoding: leave out --no-speculate")
     prompts = _read_prompts(args)
+    if args.image and (len(prompts) != 1 or not args.chat_template):
+        raise ArgumentError(
+            "--image shows images before one prompt of a chat: add --chat-template, and give one prompt"
+        )
     if isinstance(options.temperature, tuple) and len(options.temperature) != len(prompts):
         raise ArgumentError(
             f"--temperature has {len(options.temperature)} values for {len(prompts)} prompts: give one, or one for each"
@@ -75,8 +80,13 @@ class _GenerateJob:
         tokenizer = self.pair.tokenizer
         if args.chat_template:
             chat = ChatEncoder(self.pair)
-            self._ids = [chat.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
             self._extra["eos_token_id"] = [*chat.eos, *options.stop_token_ids]
+        if args.image:
+            trust = read_options(LoadOptions, args).trust_remote_code
+            ids, images = encode_with_images(self.pair, prompts[0], args.image, trust)
+            self._ids, self._extra = [ids], self._extra | images
+        elif args.chat_template:
+            self._ids = [chat.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
         else:
             self._ids = [tokenizer(prompt).input_ids for prompt in prompts]
 

@@ -25,12 +25,15 @@ class State:
         length: Committed tokens n of each row, `[B]` int64.
         hidden: The target's hidden state that produced the pending token, `[B, F]`.
         active: Rows that a step advances, `[B]` bool; the others stay as they are.
+        position_shift: What is added to the places of each row's tokens in its text to get their positions in the
+            target, `[B]` int64: images count as other numbers of positions than tokens. None for nothing.
     """
 
     tokens: Tensor
     length: Tensor
     hidden: Tensor
     active: Tensor
+    position_shift: Tensor | None = None
 
     @property
     def pending(self) -> Tensor:
@@ -39,7 +42,8 @@ class State:
 
     def at(self, rows: Tensor) -> "State":
         """Return the state of rows `rows` `[B']` int64 alone."""
-        return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows])
+        shift = None if self.position_shift is None else self.position_shift[rows]
+        return State(self.tokens[rows], self.length[rows], self.hidden[rows], self.active[rows], shift)
 
     def with_active(self, active: Tensor) -> "State":
         """Return the same state with the rows marked in `active` `[B]` bool active."""

@@ -70,6 +70,7 @@ class Row:
             adapter=request.adapters[index],
             index=index,
             keeps=frozenset(name for name, want in wanted.items() if want),
+            images=request.images[index],
         )
 
     def _find_stop(self, new: Sequence[int]) -> int | None:

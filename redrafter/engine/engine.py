@@ -33,7 +33,7 @@ from redrafter.engine.call_arguments import (
 )
 from redrafter.engine.decoding import decode
 from redrafter.engine.idle_batches import IdleBatches
-from redrafter.engine.model_inputs import without_empty_inputs
+from redrafter.engine.model_inputs import separate_inputs
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.outputs import GenerateOutput
 from redrafter.engine.prompt_checks import check_shapes
@@ -41,7 +41,7 @@ from redrafter.engine.request import Request, read_request
 from redrafter.engine.row_adapters import AdapterNames, row_adapters
 from redrafter.engine.row_seeds import Seed
 from redrafter.engine.streaming import ColumnStream, StepStreamer
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, first_line
 from redrafter.sampling.grammar_masks import check_grammars
 from redrafter.scheduler.cuda_graphs import MOST_ROWS, CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
@@ -292,6 +292,7 @@ class Engine:
                 always kept). Besides, `temperature` may be a list with one value per output row; `frequency_penalty`,
                 `presence_penalty` and `logit_bias` (a dict from ids) are OpenAI's; `grammar` is a `Grammar` that the
                 texts follow, or what `Grammar.of` reads, with `tokenizer`, or a list of one or None per output row.
+                A model that sees images takes what its processor returns beside ids and mask (`pixel_values`, ...).
 
         Returns:
             Ids `[B, P + new]`, laid out as `model.generate` lays them out, or a `GenerateOutput` with `.stats`.
@@ -301,7 +302,8 @@ class Engine:
             UnsupportedError: For modes that cannot be honoured (beam search, classifier-free guidance, ...).
         """
         # 1. Read the arguments: drop those that ask for nothing, refuse those that cannot be honoured.
-        kwargs = without_neutral(without_empty_inputs(generation_kwargs, self.model, known_arguments() | NEUTRAL))
+        kwargs, images = separate_inputs(generation_kwargs, self.target, known_arguments() | NEUTRAL)
+        kwargs = without_neutral(kwargs)
         input_ids = prompt_of(input_ids, kwargs.pop("inputs", None))
         check_arguments(kwargs)
         if not isinstance(generation_config, GenerationConfig | None):
@@ -338,12 +340,17 @@ class Engine:
                 generation_config=generation_config,
                 streamer=streamer if isinstance(streamer, BaseStreamer) else None,
                 custom_generate=decode_prepared,
+                **images,
                 **kwargs,
             )
         except (ValueError, TypeError, ImportError) as error:
             if prepared:
                 raise
             raise ArgumentError(str(error)) from error
+        except (RuntimeError, IndexError) as error:
+            if prepared or not images or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ArgumentError(f"the model cannot read these images: {first_line(error)}") from error
 
     def custom_generate(
         self,

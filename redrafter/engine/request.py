@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from redrafter.engine.argument_checks import check_modes
 from redrafter.engine.batch_invariance import check_processors
-from redrafter.engine.model_inputs import check_prepared
+from redrafter.engine.model_inputs import read_prepared
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.prompt_checks import check_ids, check_length, read_mask
 from redrafter.engine.row_seeds import Seed, row_seeds
@@ -27,6 +27,7 @@ from redrafter.sampling.grammar_masks import GrammarProcessor
 from redrafter.sampling.hf_processors import read_processors
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.adapter_slots import Adapter
+from redrafter.target.images import ImagePrompt
 from redrafter.target.target import Target
 
 __all__ = ["Request", "read_request"]
@@ -55,6 +56,7 @@ class Request:
         want_logits: Whether logits are recorded.
         as_dict: Whether a `GenerateOutput` is returned in place of ids.
         slow_processors: Names of processors that run node by node.
+        images: The images of each row's prompt; None for a row without any.
     """
 
     prompts: Tensor
@@ -73,6 +75,7 @@ class Request:
     want_logits: bool
     as_dict: bool
     slow_processors: list[str]
+    images: list[ImagePrompt | None]
 
 
 def read_request(
@@ -111,7 +114,7 @@ def read_request(
     check_modes(config, target.model.generation_config)
     check_ids(input_ids, target)
     seen = read_mask(attention_mask, input_ids)
-    check_prepared(prepared, seen, target.model)
+    images = read_prepared(prepared, input_ids, seen, target)
     if config.num_return_sequences is not None and config.num_return_sequences < 1:
         raise ArgumentError(f"num_return_sequences must be 1 or more, got {config.num_return_sequences}")
     rows, width = input_ids.shape
@@ -157,6 +160,7 @@ def read_request(
         want_logits=bool(config.return_dict_in_generate and config.output_logits),
         as_dict=bool(config.return_dict_in_generate),
         slow_processors=slow,
+        images=images,
     )
 
 

@@ -137,7 +137,8 @@ def new_state(target: Target, rows: int, width: int) -> State:
     with target.device:
         tokens, length = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
         hidden = torch.zeros(rows, target.feature_size, dtype=target.dtype)
-        return State(tokens, length, hidden, torch.zeros(rows, dtype=torch.bool))
+        shift = torch.zeros_like(length) if target.images.ok else None
+        return State(tokens, length, hidden, torch.zeros(rows, dtype=torch.bool), shift)
 
 
 class CUDAGraphRunner:

@@ -60,7 +60,7 @@ class LaunchedPrefill:
 
     Attributes:
         first: The draws of the tokens that follow prompts; None where none is complete.
-        size: Tokens of the forward, with those of padding.
+        size: Tokens of the forward, with those of padding; 0 for one whose time is not measured.
         timer: Measures the forward.
     """
 

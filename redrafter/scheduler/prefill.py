@@ -17,7 +17,7 @@ from redrafter.scheduler.prefill_budget import Chunk, PrefillPace, choose_chunks
 from redrafter.scheduler.row_adapters import adapters_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.step import DraftPrompts, read_prompts
+from redrafter.step import DraftPrompts, read_draft_prompts, read_prompts
 from redrafter.target.target import Target
 
 __all__ = ["PrefilledRows", "Prefiller"]
@@ -77,6 +77,7 @@ class Prefiller:
         """Choose what the forwards of one round read.
 
         Sequences whose prompts are scored are read apart from others, which need the logits of their last tokens alone.
+        A prompt with images is read whole, in a forward of its own; where forwards have a pace, one of them a round.
 
         Args:
             sequences: Sequences with blocks, in the order of their admission.
@@ -85,6 +86,13 @@ class Prefiller:
         Returns:
             The chunks of each forward.
         """
+        seeing = [sequence for sequence in sequences if sequence.images is not None]
+        whole = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
+        texts = [sequence for sequence in sequences if sequence.images is None]
+        return whole + self._choose_texts(texts, step_tokens)
+
+    def _choose_texts(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[list[Chunk]]:
+        """Choose chunks of prompts without images, as `choose` does."""
         most = self._limits.max_num_tokens - step_tokens
         budget = max(min(most, self.pace.tokens) if self._limits.chunked and self._limits.paced else most, BLOCK_SIZE)
         kinds = [[sequence for sequence in sequences if sequence.needs_scores is scored] for scored in (False, True)]
@@ -104,6 +112,8 @@ class Prefiller:
         """
         device = self._target.device
         sequences = [sequence for sequence, _ in chunks]
+        if sequences[0].images is not None:
+            return self._read_with_images(sequences[0], row_caches)
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
         tokens, start, upto = (to_device(x, device) for x in (_stack_tokens(sequences, ends), starts, ends))
@@ -147,6 +157,25 @@ class Prefiller:
         tokens = _stack([text.ids for text in texts], lengths)
         tokens, start, upto = (to_device(x, device) for x in (tokens, starts, lengths))
         return DraftPrompts(tokens, start, upto, counts)
+
+    def _read_with_images(self, sequence: TokenSequence, row_caches: RowCaches) -> PrefilledRows:
+        """Launch a forward that reads a prompt with images, and what was written behind it before it was preempted."""
+        assert sequence.images is not None
+        device, count = self._target.device, sequence.prefill_length
+        caches = row_caches.of_prompts([sequence])
+        caches.target.adapters = adapters_of([sequence], device)
+        tokens, upto = to_device(_stack_tokens([sequence], [count]), device), to_device([count], device, torch.long)
+        if sequence.adapter is not None:
+            sequence.adapter.check_images()
+        prompt = sequence.images.prepare(self._target.model, sequence.prompt)
+        sequence.position_shift = prompt.position_shift
+        if self._draft_model is not None:
+            assert caches.draft is not None, "a draft model has a cache"
+            draft_prompts = self._draft_prompts([sequence], [count])
+            read_draft_prompts(tokens, upto, self._draft_model, caches.draft, draft_prompts, counts=[count])
+        logits, hidden = self._target.read_with_images(tokens[:, :count], prompt, caches.target)
+        _take_note([(sequence, count)])
+        return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
 
     @property
     def can_read_beside(self) -> bool:

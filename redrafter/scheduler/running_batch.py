@@ -183,6 +183,9 @@ class RunningBatch:
         state.tokens[rows, : read.tokens.shape[1]] = read.tokens
         state.tokens[rows].scatter_(1, read.lengths[:, None], pending[:, None])
         state.length[rows], state.hidden[rows], state.active[rows] = read.lengths, read.hidden, True
+        if state.position_shift is not None:
+            shifts = [sequence.position_shift for sequence in sequences]
+            state.position_shift[rows] = to_device(shifts, state.length.device, torch.long)
         self.sampling.write(first, sequences)
         self._adapters.write(first, sequences)
         self.caches.add(first, sequences, read.caches, read.rows)
@@ -206,8 +209,10 @@ class RunningBatch:
             return
         last = len(self.rows) - 1
         if row != last:
-            for tensor in (self.state.tokens, self.state.length, self.state.hidden):
-                tensor[row] = tensor[last]
+            state = self.state
+            for tensor in (state.tokens, state.length, state.hidden, state.position_shift):
+                if tensor is not None:
+                    tensor[row] = tensor[last]
             self.sampling.move(last, row)
             self._adapters.move(last, row)
             self.caches.move(last, row)
@@ -306,7 +311,8 @@ class RunningBatch:
     def _first(self, rows: int) -> State:
         """Return the state of the first rows, which shares memory with `state`."""
         state = self.state
-        return State(state.tokens[:rows], state.length[:rows], state.hidden[:rows], state.active[:rows])
+        shift = None if state.position_shift is None else state.position_shift[:rows]
+        return State(state.tokens[:rows], state.length[:rows], state.hidden[:rows], state.active[:rows], shift)
 
     def _capture(self, rows: int, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""

@@ -26,6 +26,7 @@ from contextlib import nullcontext
 import torch
 
 from redrafter.drafting.vocabulary_map import DraftText
+from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.admission import Admission
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, bucket
@@ -235,11 +236,21 @@ class Scheduler:
             return
         for chunks in self.prefiller.choose(alone, self.batch.step_nodes):
             timer = Timer(self.engine.target.device)
-            rows = self.prefiller.forward(chunks, self.batch.caches)
+            seeing = chunks[0][0].images is not None
+            try:
+                rows = self.prefiller.forward(chunks, self.batch.caches)
+            except (ArgumentError, UnsupportedError) as error:
+                if not seeing:
+                    raise
+                # These images are wrong, and nobody else's.
+                self._places.end(chunks[0][0], SequenceDelta((), finish="error", error=error), keep=False)
+                continue
             self._publish(rows)
             first = self._start_decoding(rows)
             timer.stop()
-            self._launch(LaunchedPrefill(first, padded_tokens(chunks, self.prefiller.padded), timer))
+            # How long images take says nothing of other prompts.
+            size = 0 if seeing else padded_tokens(chunks, self.prefiller.padded)
+            self._launch(LaunchedPrefill(first, size, timer))
 
     def _publish(self, rows: PrefilledRows) -> None:
         """Let later sequences find the prompts that are in the cache."""
@@ -251,8 +262,10 @@ class Scheduler:
         """Return the sequences whose prompts are read in the forwards of steps."""
         if not self.reads_beside or len(self._places.prefilling) > len(self.batch.sequences):
             return []
-        # A prompt that is scored needs the logits of all its tokens.
-        return [sequence for sequence in self._places.prefilling if not sequence.needs_scores]
+        # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
+        return [
+            sequence for sequence in self._places.prefilling if not sequence.needs_scores and sequence.images is None
+        ]
 
     def _start_decoding(self, rows: PrefilledRows) -> LaunchedStep | None:
         """Let sequences whose prompts are complete take part in the next step, unless no token is to follow.
@@ -331,7 +344,8 @@ class Scheduler:
         if isinstance(forward, LaunchedPrefill):
             if forward.first is not None:
                 self._report(forward.first)
-            self.prefiller.pace.measure(forward.size, forward.timer.seconds)
+            if forward.size:
+                self.prefiller.pace.measure(forward.size, forward.timer.seconds)
         else:
             self._report(forward)
 

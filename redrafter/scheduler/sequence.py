@@ -15,6 +15,7 @@ from redrafter.grammar.guided_text import GuidedText
 from redrafter.scheduler.logprobs import PromptScore, token_logprobs
 from redrafter.scheduler.stats import Stats
 from redrafter.target.adapter_slots import Adapter
+from redrafter.target.images import ImageInputs, ImagePrompt
 
 __all__ = ["Finish", "NewTokens", "SamplingParams", "SequenceDelta", "TokenSequence", "cut"]
 
@@ -133,6 +134,9 @@ class TokenSequence:
         adapter: LoRA adapter that it is read and written with; None for the model alone.
         index: Its number among the sequences of one call, if it is of one.
         keeps: What is reported beside its tokens: "logits", "scores" (the logits after processors), both or neither.
+        images: The images of the prompt; None for a prompt of text.
+        position_shift: What is added to the places of its tokens in the text to get their positions, once its images
+            were read.
         tokens: The prompt and the tokens that follow it so far.
         block_table: Blocks of the cache, while the sequence holds a place.
         prefilled: Leading tokens whose keys and values are in these blocks, while its prompt is being read.
@@ -162,6 +166,8 @@ class TokenSequence:
     adapter: Adapter | None = None
     index: int = 0
     keeps: frozenset[str] = frozenset()
+    images: ImageInputs | ImagePrompt | None = None
+    position_shift: int = 0
     tokens: list[int] = field(default_factory=list)
     block_table: BlockTable | None = None
     prefilled: int = 0

@@ -136,7 +136,12 @@ class SequenceBlocks:
         sequence.block_table = sequence.draft_block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:
-        """Tell whether a sequence's blocks hold what those of any sequence with the same text would hold."""
+        """Tell whether a sequence's blocks hold what those of any sequence with the same text would hold.
+
+        The ids of two prompts with different images are the same.
+        """
+        if sequence.images is not None:
+            return False
         return self._fixed_rope_context is None or sequence.max_length <= self._fixed_rope_context
 
     def _cached(self, sequence: TokenSequence) -> int:

@@ -93,7 +93,10 @@ class ServeOptions:
     max_connections: int | None = option(
         None, "connections at once (default: 1024, or as many as files may be open)", metavar="N"
     )
-    max_body_size: int = option(2 << 20, "bytes of a request's body")
+    max_body_size: int = option(2 << 20, "bytes of a request's body, images included")
+    max_images: int = option(8, "images of a request, for a model that sees them; 0: none are taken")
+    max_image_size: int = option(8 << 20, "bytes of an image, as PNG, JPEG, WebP or GIF")
+    max_image_pixels: int = option(1 << 24, "pixels of a request's images together")
     drain_timeout: float = option(30.0, "seconds that texts have to end in once the server is told to stop")
     max_batch_size: int = option(Limits.max_batch_size, "texts that are written at once")
     max_num_tokens: int = option(Limits.max_num_tokens, "tokens of one forward: drafts, and pieces of prompts")
@@ -141,6 +144,9 @@ class ServeOptions:
             ("max_queue_size", 0, 1 << 30),
             ("max_connections", 1, 1 << 20),
             ("max_body_size", 1 << 10, 1 << 30),
+            ("max_images", 0, 1024),
+            ("max_image_size", 1 << 10, 1 << 30),
+            ("max_image_pixels", 1 << 10, 1 << 30),
             ("drain_timeout", 0, 86400),
             ("max_loras", 1, 1024),
             ("max_lora_rank", 1, 4096),

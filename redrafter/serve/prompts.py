@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.serve.chat.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.chat.template import THINK_TAGS, ChatTemplate
 from redrafter.serve.chat.tools import describe_tools, template_tools
+from redrafter.serve.images import ImageReader
+from redrafter.serve.protocol.messages import TextPart
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, Message, ToolCall
 
 __all__ = ["ChatPrompt", "Prompts"]
@@ -25,10 +27,12 @@ class ChatPrompt:
     Attributes:
         ids: Token ids.
         thinking: Whether the prompt ends within thoughts, so that the answer goes on with them.
+        images: What the model takes of its images beside the ids; None for a prompt of text.
     """
 
     ids: list[int]
     thinking: bool
+    images: dict[str, Any] | None = None
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Prompts:
         vocabulary: Number of the target's ids.
         context: Most tokens of a prompt and its answer.
         special_tokens_in_content: Whether control tokens that a message spells are encoded as such.
+        images: Reads the images of chats, or says why none are read.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -48,6 +53,7 @@ class Prompts:
     vocabulary: int
     context: int
     special_tokens_in_content: bool = False
+    images: ImageReader | str = "this model takes no images"
 
     @property
     def template(self) -> ChatTemplate:
@@ -91,8 +97,10 @@ class Prompts:
         Raises:
             ApiError: If there is no template, it refuses the request, or the prompt is too long.
         """
+        urls = [url for message in request.messages for url in message.images]
+        reader = self._image_reader(len(urls)) if urls else None
         tools = template_tools(request.callable_tools)
-        messages = [_template_message(message, self.template.knows_developer) for message in request.messages]
+        messages = [_template_message(message, self.template) for message in request.messages]
         variables = self._variables(request)
         marker = choose_marker(messages, tools, variables, self.template.text)
         text = self._render(messages, None, variables, marker)
@@ -100,14 +108,27 @@ class Prompts:
             with_tools = self._render(messages, tools, variables, marker)
             if with_tools == text:  # the template ignores tools
                 parallel_calls = request.parallel_tool_calls is not False
-                messages = [{"role": "system", "content": describe_tools(tools, parallel_calls)}, *messages]
+                description = describe_tools(tools, parallel_calls)
+                messages = [{"role": "system", "content": _content(description, self.template)}, *messages]
                 with_tools = self._render(messages, None, variables, marker)
             text = with_tools
         self._check_size(text, "messages")
-        text, ids = self._control.encode(text, marker)
+        placed = None if reader is None else reader.place(text, urls)
+        text, ids = self._control.encode(text if placed is None else placed.text, marker)
         begin, end = THINK_TAGS
-        tail = messages[-1]["content"] if request.continue_final_message else text.rstrip()[-len(begin) :]
-        return ChatPrompt(self._checked(ids, "messages"), thinking=tail.rfind(begin) > tail.rfind(end))
+        tail = request.messages[-1].text if request.continue_final_message else text.rstrip()[-len(begin) :]
+        thinking = tail.rfind(begin) > tail.rfind(end)
+        ids = self._checked(ids, "messages")
+        if reader is None or placed is None:
+            return ChatPrompt(ids, thinking)
+        return ChatPrompt(ids, thinking, placed.inputs | reader.token_types(ids))
+
+    def _image_reader(self, count: int) -> ImageReader:
+        """Return what reads a request's images, or raise `ApiError` where none or fewer are read."""
+        if isinstance(self.images, str):
+            raise ApiError(400, self.images, "messages", "no_images")
+        self.images.check_count(count)
+        return self.images
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
         """Return the variables that a request has for the chat template, and options of `apply_chat_template`."""
@@ -163,10 +184,16 @@ class Prompts:
         return ApiError(400, message, param, "context_length_exceeded")
 
 
-def _template_message(message: Message, knows_developer: bool) -> dict[str, Any]:
-    """Return a message as chat templates read it: content as one text, arguments of calls as objects."""
-    role = "system" if message.role == "developer" and not knows_developer else message.role
-    templated: dict[str, Any] = {"role": role, "content": message.text}
+def _template_message(message: Message, template: ChatTemplate) -> dict[str, Any]:
+    """Return a message as chat templates read it: arguments of calls as objects, content as one text or as parts."""
+    role = "system" if message.role == "developer" and not template.knows_developer else message.role
+    content: Any = _content(message.text, template)
+    if message.images:
+        content = [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in message.parts
+        ]
+    templated: dict[str, Any] = {"role": role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             templated[name] = value
@@ -180,6 +207,11 @@ def _template_message(message: Message, knows_developer: bool) -> dict[str, Any]
             for call in message.tool_calls
         ]
     return templated
+
+
+def _content(text: str, template: ChatTemplate) -> str | list[dict[str, Any]]:
+    """Return the content of a message of text, as one part where the template reads nothing else."""
+    return [{"type": "text", "text": text}] if template.reads_parts else text
 
 
 def _parse_arguments(call: ToolCall) -> Any:

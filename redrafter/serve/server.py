@@ -1,5 +1,6 @@
 """A server: the application, and the line to the engine whose texts it answers with."""
 
+import logging
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -8,11 +9,14 @@ from redrafter.app.flags import short_name
 from redrafter.app.options import LoadOptions
 from redrafter.app.templates import find_template, read_template
 from redrafter.checkpoints.merged import boxed_pair
+from redrafter.checkpoints.processors import load_processor
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.client import EngineClient
+from redrafter.serve.engine_process.loading import EngineFacts
 from redrafter.serve.engine_process.start import EngineProcess
+from redrafter.serve.images import ImageLimits, ImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.network.access import AccessPolicy
 from redrafter.serve.network.api_keys import KEY_VARIABLE, ApiKeys
@@ -20,6 +24,8 @@ from redrafter.serve.routes.app import create_app
 from redrafter.serve.service import Service
 
 __all__ = ["Server", "load_server"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,6 +37,7 @@ class Server:
         tokenizer: The model's tokenizer.
         options: How the server listens, and how much it serves at once.
         keys: API keys that clients must send.
+        images: Reads the images of chats, or says why none are read.
         name: Name of the model that clients use.
         app: The ASGI application.
     """
@@ -39,6 +46,7 @@ class Server:
     tokenizer: PreTrainedTokenizerBase
     options: ServeOptions
     keys: ApiKeys = field(default_factory=ApiKeys)
+    images: ImageReader | str = Service.images
 
     def __post_init__(self) -> None:
         options = self.options
@@ -53,6 +61,7 @@ class Server:
             self.name,
             metrics,
             special_tokens_in_content=options.special_tokens_in_content,
+            images=self.images,
             reasoning=options.reasoning_format == "auto",
         )
         policy = AccessPolicy.of(
@@ -91,7 +100,23 @@ def load_server(process: EngineProcess, options: ServeOptions, load: LoadOptions
     if template is not None:
         tokenizer.chat_template = template
     facts = process.wait_until_loaded()
-    return Server(EngineClient(process.channel, facts, process), tokenizer, options, keys)
+    images = _load_image_reader(options, load, facts)
+    return Server(EngineClient(process.channel, facts, process), tokenizer, options, keys, images)
+
+
+def _load_image_reader(options: ServeOptions, load: LoadOptions, facts: EngineFacts) -> ImageReader | str:
+    """Return what reads the images of chats, or why none are read, which is logged if the model takes some."""
+    if not facts.image_inputs:
+        return Service.images
+    if not options.max_images:
+        return "this server takes no images"
+    limits = ImageLimits(options.max_images, options.max_image_size, options.max_image_pixels)
+    try:
+        processor = load_processor(facts.model, trust_remote_code=load.trust_remote_code)
+        return ImageReader(processor, facts.image_inputs, limits)
+    except ReDrafterError as error:
+        _LOG.warning("images are refused: %s", error)
+        return "this server is not set up for images"
 
 
 def _load_tokenizer(options: LoadOptions) -> PreTrainedTokenizerBase:

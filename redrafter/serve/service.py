@@ -5,9 +5,10 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,9 +25,17 @@ from redrafter.serve.answers.usage import summarize
 from redrafter.serve.chat.tool_schema import call_schema
 from redrafter.serve.delta_stream import Stopped
 from redrafter.serve.engine_process.client import EngineClient
+from redrafter.serve.images import ImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.prompts import Prompts
-from redrafter.serve.protocol.requests import MAX_PROMPTS, ApiError, ChatRequest, CompletionRequest, StreamOptions
+from redrafter.serve.protocol.requests import (
+    MAX_PROMPTS,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    StreamOptions,
+)
 
 __all__ = ["Service"]
 
@@ -34,6 +43,8 @@ MIN_TEMPERATURE = 1e-5  # lower ones would overflow the logits: they mean greedy
 DEFAULT_COMPLETION_TOKENS = 16  # of a completion without max_tokens, as in OpenAI's API
 
 AnyRequest = CompletionRequest | ChatRequest
+R = TypeVar("R")
+T = TypeVar("T")
 Facts = dict[str, Any]  # what the log says of a request, by name
 
 
@@ -48,6 +59,7 @@ class Service:
         metrics: Metrics of the engine.
         apart: Whether clients do not share prefixes in the cache, as they should not if each has a key of its own.
         special_tokens_in_content: Whether a control token that is spelled out in a message counts as one.
+        images: Reads the images of chats, or says why none are read.
         reasoning: Whether thoughts are separated from the answer, if the chat template has marks for them.
         created: When the service started, in seconds since 1970.
         prompts: Reads the prompts of requests.
@@ -60,14 +72,16 @@ class Service:
     metrics: Metrics
     apart: bool = False
     special_tokens_in_content: bool = False
+    images: ImageReader | str = Prompts.images
     reasoning: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        self._image_thread = ThreadPoolExecutor(1, "redrafter-images")
         facts = self.engine.facts
         self.adapters = dict(facts.adapters)
         self.prompts = Prompts(
-            self.tokenizer, self.model, facts.vocab_size, facts.context, self.special_tokens_in_content
+            self.tokenizer, self.model, facts.vocab_size, facts.context, self.special_tokens_in_content, self.images
         )
 
     def model_entry(self, name: str | None = None) -> dict[str, Any]:
@@ -154,7 +168,9 @@ class Service:
     async def chat(self, request: ChatRequest, facts: Facts) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         """Answer a request for a chat, as `completion` does."""
         self.check_model(request.model)
-        prompt = await asyncio.to_thread(self.prompts.encode_chat, request)
+        prompt = await self.encode(self.prompts.encode_chat, request, request.messages)
+        if prompt.images is not None and request.prompt_logprobs is not None:
+            raise ApiError(400, "the tokens of a prompt with images are not scored: leave it out", "prompt_logprobs")
         count = (request.top_logprobs or 0) if request.logprobs else None
         grammar = _grammar_source(request)
         params = self._sampling_params(request, count, grammar)
@@ -170,7 +186,20 @@ class Service:
             split_thoughts=thinks,
             thinking=thinks and prompt.thinking,
         )
-        return await self._serve(request, [prompt.ids] * (request.n or 1), max_new_tokens, params, grammar, form, facts)
+        prompts = [prompt.ids] * (request.n or 1)
+        return await self._serve(request, prompts, max_new_tokens, params, grammar, form, facts, images=prompt.images)
+
+    async def encode(self, encode: Callable[[R], T], request: R, messages: Sequence[Message] | None) -> T:
+        """Encode a request in a thread, in the only one for chats with images: decoded images are large.
+
+        Args:
+            encode: Encodes the request.
+            request: The request.
+            messages: Its messages; None where it is no chat.
+        """
+        seeing = any(message.images for message in messages or ())
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._image_thread if seeing else None, encode, request)
 
     async def _serve(
         self,
@@ -182,6 +211,7 @@ class Service:
         form: CompletionFormat | ChatFormat,
         facts: Facts,
         best: tuple[int, int] = (1, 1),
+        images: dict[str, Any] | None = None,
     ) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         if len(prompts) > MAX_PROMPTS:
             raise ApiError(400, f"{len(prompts)} texts in one request; at most {MAX_PROMPTS}", "n")
@@ -194,7 +224,9 @@ class Service:
         salt = self._salt(client, request.cache_salt)
         name = request.model or self.model
         adapter = None if name == self.model else name  # the engine refuses one that was unloaded a moment ago
-        deltas = self.engine.deltas(prompts, max_new_tokens, params, make, grammar, client, salt, adapter)
+        deltas = self.engine.deltas(
+            prompts, max_new_tokens, params, make, grammar, client, salt, adapter, images=images
+        )
         if not request.stream:
             body = await collect_answer(deltas, choices, form, name, best)
             if (

@@ -28,11 +28,22 @@ class Adapter:
         name: Its name.
         slot: Its slot in the stacks, from 1.
         number: Its number among all that were ever loaded; one that is loaded again under its name has another.
+        left_out: Names of its layers that no token of a text passes through, such as those of an encoder of images.
     """
 
     name: str
     slot: int
     number: int
+    left_out: tuple[str, ...] = ()
+
+    def check_images(self) -> None:
+        """Raise `UnsupportedError` where it changes how images are encoded, which the model does alone."""
+        if self.left_out:
+            raise UnsupportedError(
+                f"the adapter {self.name!r} takes no images here: it changes {self.left_out[0]}, which no text passes "
+                "through, and images are encoded without adapters; merge it into its model with PEFT's "
+                "merge_and_unload()"
+            )
 
 
 class AdapterSlots:
@@ -93,7 +104,8 @@ class AdapterSlots:
             slot = self._free_slot(stacks.slots)
             stacks.write(slot, weights, layers)
             self.stacks = stacks
-            adapter = self._by_name[name] = Adapter(name, slot, next(self._numbers))
+            left_out = tuple(layer for layer in weights.layers if layer not in layers)
+            adapter = self._by_name[name] = Adapter(name, slot, next(self._numbers), left_out)
             return adapter
 
     def _free_slot(self, slots: int) -> int:

@@ -3,10 +3,13 @@
 It serves any model that can be served at all, on any device or spread over several.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from redrafter.attention.alibi import has_alibi
 from redrafter.attention.mask import TreeSlots, additive_mask
@@ -40,18 +43,20 @@ class PaddedForward(TreeForward):
         cache: DenseCache,
         logits_index: Tensor | None = None,
         long: Tensor | None = None,
+        position_shift: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the new nodes of a tree through the model; see `TreeForward`."""
         nodes, new = tree.tokens.shape[1], tree.new
         cache.write_after(length + (nodes - new), new)
-        positions = length[:, None] + tree.depth[:, -new:]  # [B, M]
+        places = length[:, None] + tree.depth[:, -new:]  # [B, M]
+        positions = places if position_shift is None else places + position_shift[:, None]
         slots = TreeSlots(length, tree.depth, tree.ancestors, cache.window)
         keep = self._kept_columns(None if cache.adapters is None else cache.adapters[:, None].expand(-1, new))
         with (
             self.lock,
             self._adapting(keep),
             self._recording(),
-            answer_by_position(self._slot_readers, lambda: positions, slots),
+            answer_by_position(self._slot_readers, lambda: places, slots),
             self._choosing_rope(long, new),
         ):
             self._start_recording(logits_index)
@@ -65,11 +70,32 @@ class PaddedForward(TreeForward):
             )
             hidden = self._recorded_hidden().to(self._device)  # [B, M, F]
         if self._drafter_layer is not None:
-            flat = tree.tokens[:, -new:].flatten(), positions.flatten(), hidden.flatten(0, 1)
+            flat = tree.tokens[:, -new:].flatten(), places.flatten(), hidden.flatten(0, 1)
             self._drafter_layer.write(cache, cache.slots(self._device), *flat)
         if logits_index is not None:
             hidden = _take(hidden, logits_index)
         return out.logits.to(self._device), hidden
+
+    def read_whole(
+        self, ids: Tensor, inputs: Mapping[str, Any], past: DynamicCache, adapters: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Read one text as the model itself does, all of it at once.
+
+        Args:
+            ids: The text, `[1, P]` int64.
+            inputs: What else the model takes of it, by name.
+            past: A cache of transformers' own with what stands before it; receives the keys and values of the layers.
+            adapters: Slot of the text's adapter, `[1]` int64; None for the model alone.
+
+        Returns:
+            Logits `[1, V]` of the last token, and hidden states of all, `[1, P, F]`.
+        """
+        keep = self._kept_columns(None if adapters is None else adapters[:, None].expand_as(ids))
+        with self.lock, self._adapting(keep), self._recording():
+            self._start_recording(torch.tensor([ids.shape[1] - 1], device=ids.device))
+            out = self._model(input_ids=ids, past_key_values=past, use_cache=True, **inputs)
+            hidden = self._recorded_hidden().to(self._device)
+        return out.logits[:, -1].to(self._device), hidden
 
     def _select(self, hidden: Tensor) -> Tensor:
         return hidden if self._index is None else _take(hidden, self._index.to(hidden.device))

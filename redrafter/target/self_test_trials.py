@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer
 
-from redrafter.cache.dense import DenseCache, LayerShape
+from redrafter.cache.dense import LayerShape
+from redrafter.cache.fill import fill_first_slots
 from redrafter.cache.paged import KVCache
 from redrafter.errors import UnsupportedError, first_line
 from redrafter.tree.token_tree import Tree, chain, tree_of
@@ -134,7 +135,7 @@ def run_trial(target: TargetUnderTest, trial: Trial, cache: KVCache) -> Tensor:
     parents, depth = (torch.tensor(x, device=device).expand(rows, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
     try:
         if trial.prompts is None:
-            _fill(cache, trial)
+            fill_first_slots(cache, _stored(trial.shapes, trial.states))
         else:
             # In several forwards, as long prompts are read.
             target.prefill(trial.prompts, trial.length, cache, max_tokens=trial.prompts.shape[1])
@@ -213,19 +214,3 @@ def _write(cache: Cache, shapes: Sequence[LayerShape], states: Sequence[Sequence
         cache.update(keys, values, layer)
         if index_keys:
             cache.update_indexer(index_keys[0], layer)
-
-
-def _fill(cache: KVCache, trial: Trial) -> None:
-    """Put a far trial's keys and values into the first slots of its only row."""
-    count = int(trial.length[0])
-    if isinstance(cache, DenseCache):
-        cache.write_after(torch.zeros_like(trial.length), count)
-        _write(cache, trial.shapes, trial.states)
-        return
-    slots = cache.slots(torch.arange(count, device=trial.length.device)[None])
-    for layer, (keys, values, *_) in _stored(trial.shapes, trial.states):
-        home = cache.pool.layer_pools[layer]
-        assert home is not None, "a layer that stores something has a home"
-        keys_pool, k, values_pool, v = home
-        keys_pool[k].index_copy_(0, slots, keys[0].transpose(0, 1))
-        values_pool[v].index_copy_(0, slots, values[0].transpose(0, 1))

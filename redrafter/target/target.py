@@ -5,15 +5,17 @@ compared with plain forwards; an architecture whose answers differ is refused, s
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from redrafter.attention.positions import find_slot_readers, masks_slots
 from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape
+from redrafter.cache.fill import fill_first_slots
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.target.adapter_slots import Adapter, AdapterSlots
@@ -23,6 +25,7 @@ from redrafter.target.aux_hidden import decoder_layers
 from redrafter.target.batch_invariance import check_products, check_rows, support_of
 from redrafter.target.cache_support import CacheSupport
 from redrafter.target.drafter_layer import DrafterLayer
+from redrafter.target.images import ImagePrompt, image_arguments, token_type_arguments
 from redrafter.target.invariant_products import RowByRow
 from redrafter.target.lora_layers import LoraWeights
 from redrafter.target.mode_checks import check_autocast
@@ -67,6 +70,8 @@ class Target:
             computed beside it.
         varlen_forward: The forward over a paged cache.
         prompt_reader: What reads prompts.
+        image_arguments: Names of arguments of `generate` that give the model images; none where it takes none.
+        image_inputs: These and the names of the types of tokens that it takes beside them.
     """
 
     @name_model_in_errors
@@ -101,6 +106,8 @@ class Target:
         self.rope: SwitchingRope | None = None
         self.drafter_layer: DrafterLayer | None = None
         self.batch_invariant = False
+        self.image_arguments = image_arguments(model)
+        self.image_inputs = self.image_arguments | token_type_arguments(model)
         warn_of_shared_scales(model.config, self.name)
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
@@ -303,6 +310,7 @@ class Target:
         length: Tensor,
         cache: KVCache,
         logits_index: Tensor | None = None,
+        position_shift: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the new nodes of a tree through the model, in one forward. Nothing is committed.
 
@@ -311,16 +319,23 @@ class Target:
             length: Committed tokens of each row, `[B]` int64.
             cache: Keys and values of the rows; receives those of the new nodes.
             logits_index: The one of each row's M new nodes at which to compute the head, `[B]` int64; None for all.
+            position_shift: What is added to the places of each row's tokens in its text to get their positions, `[B]`
+                int64; None for nothing.
 
         Returns:
             Logits `[B, M, V]` and the hidden states that a drafter reads, `[B, M, F]`; M is 1 with `logits_index`.
         """
         long = None if self.rope is None else length >= self.rope.switch_at  # [B]
         forward = self.varlen_forward if isinstance(cache, PagedCache) else self._padded_forward
-        return forward(tree, length, cache, logits_index, long)  # type: ignore[arg-type]
+        return forward(tree, length, cache, logits_index, long, position_shift)  # type: ignore[arg-type]
 
     def verify_and_read(
-        self, tree: Tree, length: Tensor, cache: KVCache, chunks: PromptChunks
+        self,
+        tree: Tree,
+        length: Tensor,
+        cache: KVCache,
+        chunks: PromptChunks,
+        position_shift: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, ChunkEnds]:
         """Run a tree and chunks of prompts through the model, in one forward on a paged cache.
 
@@ -328,14 +343,15 @@ class Target:
             tree: The trees of B rows, N nodes each.
             length: Committed tokens of each row, `[B]` int64.
             cache: Keys and values of the rows; receives those of the nodes, and its pool those of the chunks.
-            chunks: What is read of P prompts.
+            chunks: What is read of P prompts, whose positions are not shifted.
+            position_shift: As in `verify`.
 
         Returns:
             Logits `[B, N, V]` and hidden states `[B, N, F]` of the nodes, and both of the last token of each chunk.
         """
         assert self.reads_beside_trees, "the caller reads prompts by `prefill`"
         assert isinstance(cache, PagedCache)
-        return self.varlen_forward.verify_and_read(tree, length, cache, chunks)
+        return self.varlen_forward.verify_and_read(tree, length, cache, chunks, position_shift)
 
     @property
     def reads_beside_trees(self) -> bool:
@@ -372,6 +388,58 @@ class Target:
         with cache.subset(rows, switch_at) as part:
             long = torch.ones_like(rows, dtype=torch.bool)
             self.prompt_reader.read(tokens[rows], length[rows], part, long, counts=[switch_at] * len(rows))
+
+    @property
+    def images(self) -> Support:
+        """Whether prompts may have images. The model reads such a prompt by its own forward, all of it at once."""
+        return self.images_on_paged if self.varlen.ok else self._images_on_dense
+
+    @property
+    def _images_on_dense(self) -> Support:
+        if not self.image_arguments:
+            return Support("its forward takes no images that were encoded before (mm_encoder_outputs)")
+        if self.batch_invariant:
+            return Support("it is batch-invariant, and images of a batch are encoded together")
+        if any(shape.index_dim for shape in self._caches.shapes):
+            return Support("its layers attend to tokens that an indexer chooses")
+        return Support() if self.rope is None else Support("its rope switches at a length of text")
+
+    @property
+    def images_on_paged(self) -> Support:
+        """Whether prompts may have images on a paged cache."""
+        stored = [replace(shape, source=None) for shape in self._caches.paged_shapes]
+        if self._images_on_dense.ok and stored != self._caches.shapes:
+            return Support("it stores something else on a paged cache than on its own")
+        return self._images_on_dense
+
+    def read_with_images(self, ids: Tensor, prompt: ImagePrompt, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Read one prompt with images into a cache, as the model itself does, all of it at once.
+
+        Args:
+            ids: The prompt, and what was written behind it before the row was preempted, `[1, P]` int64.
+            prompt: What the model takes beside the ids of the prompt.
+            cache: Keys and values of one row, which says the row's adapter; receives those of all P tokens.
+
+        Returns:
+            Logits `[1, V]` and hidden states `[1, F]` of the last token.
+        """
+        past = DynamicCache()
+        read_whole, adapters = self._padded_forward.read_whole, cache.adapters
+        logits, hidden = read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters)
+        if prompt.length < ids.shape[1]:
+            positions = torch.arange(prompt.length, ids.shape[1], device=ids.device) + prompt.position_shift
+            text = ids[:, prompt.length :], {"position_ids": positions[None]}
+            logits, behind = read_whole(*text, past, adapters)
+            hidden = torch.cat([hidden, behind], dim=1)
+        layers: Sequence[Any] = past.layers
+        shapes = self._caches.shapes
+        states = [(i, (layers[i].keys, layers[i].values)) for i, shape in enumerate(shapes) if shape.heads]
+        if self.drafter_layer is not None and cache.has_drafter_layer:
+            places = torch.arange(ids.shape[1], device=ids.device)
+            keys, values = self.drafter_layer.remember(ids[0], places, hidden[0])  # [P, H, d]
+            states.append((len(shapes), (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])))
+        fill_first_slots(cache, states)
+        return logits, hidden[:, -1]
 
     def prefill(
         self,

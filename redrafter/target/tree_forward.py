@@ -78,6 +78,7 @@ class TreeForward(ABC):
         cache: Any,
         logits_index: Tensor | None = None,
         long: Tensor | None = None,
+        position_shift: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the new nodes of a tree through the model.
 
@@ -87,6 +88,8 @@ class TreeForward(ABC):
             cache: Keys and values of the rows; receives those of the new nodes.
             logits_index: The one of each row's M new nodes at which to compute the head, `[B]` int64; None for all.
             long: Whether each row has the rope of long texts, `[B]` bool; None where rope does not switch.
+            position_shift: What is added to the places of each row's tokens in its text to get their positions, `[B]`
+                int64; None for nothing.
 
         Returns:
             Logits `[B, M, V]` and the hidden states that a drafter reads, `[B, M, F]`; M is 1 with `logits_index`.

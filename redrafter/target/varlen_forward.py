@@ -81,23 +81,29 @@ class VarlenForward(TreeForward):
         cache: PagedCache,
         logits_index: Tensor | None = None,
         long: Tensor | None = None,
+        position_shift: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the new nodes of a tree through the model; see `TreeForward`."""
         index = torch.arange(tree.size, device=length.device)
         if logits_index is not None:  # of a row without tokens in a ragged forward, any token will do
             index = (tree.row_starts()[:-1] + logits_index).clamp(max=tree.size - 1)
-        logits, hidden = self._run_tree(tree, length, cache, index, long, None)
+        logits, hidden = self._run_tree(tree, length, cache, index, long, None, position_shift)
         if logits_index is not None:
             return logits[:, None], hidden[index][:, None]
         return _by_row(tree, logits, hidden[: tree.size])
 
     def verify_and_read(
-        self, tree: Tree, length: Tensor, cache: PagedCache, chunks: PromptChunks
+        self,
+        tree: Tree,
+        length: Tensor,
+        cache: PagedCache,
+        chunks: PromptChunks,
+        position_shift: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, ChunkEnds]:
         """Run the nodes of a tree and chunks of prompts through the model; see `Target.verify_and_read`."""
         count = tree.size
         index = torch.cat([torch.arange(count, device=length.device), count + chunks.last])
-        logits, hidden = self._run_tree(tree, length, cache, index, None, chunks)
+        logits, hidden = self._run_tree(tree, length, cache, index, None, chunks, position_shift)
         ends = ChunkEnds(logits[count:], hidden[index[count:]])
         return *_by_row(tree, logits[:count], hidden[:count]), ends
 
@@ -109,6 +115,7 @@ class VarlenForward(TreeForward):
         index: Tensor,
         long: Tensor | None,
         chunks: PromptChunks | None,
+        position_shift: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run T tokens, the new nodes of a tree and then chunks of prompts, through the model.
 
@@ -119,18 +126,25 @@ class VarlenForward(TreeForward):
             index: The tokens at which to compute the head, `[R]` int64.
             long: Whether each row has the rope of long texts, `[B]` bool; None where rope does not switch.
             chunks: What is read of prompts; None for nothing.
+            position_shift: As in a call; those of prompts are not shifted.
 
         Returns:
             Logits `[R, V]` and the hidden states of all tokens, `[T, F]`.
         """
         wanted, nodes = len(index), _flat_nodes(tree)
         ids = tree.tokens[:, -tree.new :].flatten()[nodes]
-        positions = (length[:, None] + tree.depth[:, -tree.new :]).flatten()[nodes]
+        places = positions = (length[:, None] + tree.depth[:, -tree.new :]).flatten()[nodes]
+        if position_shift is not None:
+            positions = positions + position_shift[:, None].expand(-1, tree.new).flatten()[nodes]
         if chunks is not None:
-            ids, positions = torch.cat([ids, chunks.tokens]), torch.cat([positions, chunks.positions()])
+            ids, places, positions = (
+                torch.cat(both)
+                for both in ((ids, chunks.tokens), (places, chunks.positions()), (positions, chunks.positions()))
+            )
         if self._context is not None:
-            positions = positions.clamp(max=self._context - 1)  # what is past the end is never kept
-        tokens = ids, positions
+            # What is past the end is never kept.
+            places, positions = places.clamp(max=self._context - 1), positions.clamp(max=self._context - 1)
+        tokens = ids, places
         ids, positions, index = _aligned(ids), _aligned(positions), _aligned(index)
         invariant = self._row_by_row is not None
         if invariant and chunks is None and tree.is_chain and tree.new > MAX_NODES_APART:

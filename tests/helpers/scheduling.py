@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from helpers.models import VOCAB
+from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
 from redrafter.cache.paged import KVCachePool
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
+from redrafter.target.images import ImageInputs
 
 KINDS = {
     "greedy": SamplingParams(temperature=0),
@@ -44,6 +46,16 @@ class Sink:
 
 def make_sequence(prompt: list[int], max_new_tokens: int, params: SamplingParams) -> TokenSequence:
     return TokenSequence(prompt, max_new_tokens, params, Sink())
+
+
+def seeing_sequence(
+    engine: Engine, layout: Layout, seed: int, params: SamplingParams, count: int = 20
+) -> TokenSequence:
+    """Return a sequence behind a random prompt with images."""
+    inputs = prompts_with_images(engine.model, [layout], seed)
+    ids = inputs.pop("input_ids")[0].tolist()
+    del inputs["attention_mask"]
+    return TokenSequence(ids, count, replace(params, seed=seed), Sink(), images=ImageInputs(inputs))
 
 
 def launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +91,8 @@ def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
     ids = torch.tensor([list(sequence.prompt)])
     ends = sorted(params.stop_token_ids) or None
     kinds["adapter"] = None if sequence.adapter is None else sequence.adapter.name
+    if sequence.images is not None:
+        kinds |= sequence.images.inputs
     found = engine.generate(ids, max_new_tokens=sequence.max_new_tokens, eos_token_id=ends, speculate=False, **kinds)
     return found[0, ids.shape[1] :].tolist()
 

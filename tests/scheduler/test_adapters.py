@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from helpers.adapters import saved
-from helpers.models import VOCAB, tiny_drafter, tiny_model, with_tree
+from helpers.adapters import adapted, saved
+from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import (
     Sink,
     alone,
@@ -15,7 +15,9 @@ from helpers.scheduling import (
     random_sequences,
     run,
     scheduler,
+    seeing_sequence,
 )
+from helpers.seeing_models import tiny_seeing_model
 from redrafter.engine.engine import Engine
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 
@@ -96,3 +98,20 @@ def test_steps_without_adapters_are_other_steps(engine):
     sequences[1].adapter = engine.target.adapters.hold("one")
     run(served, sequences[1:])
     assert {key[-1] for key in served.batch.captured_steps} == {0, engine.target.adapters.stacks.version}
+
+
+def test_a_preempted_sequence_with_images_is_read_again_with_its_adapter(tmp_path):
+    model, layers = tiny_seeing_model("qwen2_5_vl"), r".*language_model.*\.(q_proj|v_proj|down_proj)"
+    model.generation_config.eos_token_id = None
+    engine = paged(with_tree(model, tiny_drafter(), 4, 3))
+    adapted(model=tiny_seeing_model("qwen2_5_vl"), target_modules=layers).save_pretrained(tmp_path)
+    engine.load_adapter("one", tmp_path)
+    sequences = [seeing_sequence(engine, (3 + row, "image", 4), row, GREEDY, count=50) for row in range(6)]
+    for sequence in sequences[:4]:
+        sequence.adapter = engine.target.adapters.hold("one")
+    served = scheduler(engine, blocks=14)
+    run(served, sequences)
+    assert served.preempted
+    for sequence in sequences:
+        assert sequence.sink.tokens == alone(engine, sequence)
+    nothing_is_held(served)

@@ -181,7 +181,7 @@ def test_an_adapter_that_is_unloaded_while_its_prompt_is_read_is_not_served_as_t
     class Engine:
         facts = EngineFacts("m", (), 97, 96, frozenset(), OPENAI_DEFAULTS, 3, True, adapters={"one": "somewhere"})
 
-        def deltas(self, *arguments):
+        def deltas(self, *arguments, images):
             asked.append(arguments[-1])
             raise ArgumentError("no adapter 'one' is loaded")
 

@@ -70,11 +70,19 @@ class ControlTokens:
         pattern = self._special_pattern if message["role"] == "assistant" else self._any_pattern
         marked: dict[str, Any] = {}
         for name, value in message.items():
-            if name in _TEXT_FIELDS:
+            if name == "content" and isinstance(value, list):
+                marked[name] = [self._mark_part(part, pattern, marker) for part in value]
+            elif name in _TEXT_FIELDS:
                 marked[name] = self._mark_edges(_break_names(value, marker, pattern), marker)
             else:
                 marked[name] = value if name == "role" else self.mark(value, marker)
         return marked
+
+    def _mark_part(self, part: dict[str, Any], pattern: re.Pattern[str], marker: str) -> dict[str, Any]:
+        """Mark a part of a message's content, of which only texts come from a user."""
+        if part["type"] != "text":
+            return part
+        return part | {"text": self._mark_edges(_break_names(part["text"], marker, pattern), marker)}
 
     def mark(self, value: Any, marker: str) -> Any:
         """Return any JSON value with `marker` in the control tokens that its texts and keys spell."""

@@ -40,6 +40,15 @@ class ChatTemplate:
         special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         return THINK_TAGS[1] in self.text and not special.intersection(THINK_TAGS)
 
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template reads the content of a message as a list of parts, and of no text that is no part."""
+        probe = "a text to look for"
+        try:
+            return probe not in self.render([{"role": "user", "content": probe}], None, add_generation_prompt=True)
+        except ApiError:
+            return False
+
     @property
     def knows_developer(self) -> bool:
         """Whether the template mentions the role `developer`."""

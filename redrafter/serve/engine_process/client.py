@@ -5,10 +5,10 @@ import concurrent.futures
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SamplingParams, SequenceDelta
@@ -120,6 +120,7 @@ class EngineClient:
         client: str = "",
         cache_salt: str | None = None,
         adapter: str | None = None,
+        images: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[tuple[int, ServedSequence, list[SequenceDelta]]]:
         """Ask for a text after each prompt of one request, after prompt i with seed + i, and yield their deltas.
 
@@ -135,6 +136,7 @@ class EngineClient:
             client: Who asks, as far as fairness goes.
             cache_salt: Prefixes are reused only from requests with the same salt.
             adapter: Name of the LoRA adapter of all texts; None for the model alone.
+            images: What the model takes of the images in each of the prompts, which are equal; None for text.
 
         Yields:
             The index of a prompt, its sequence, and its deltas since it was yielded last, until all have ended.
@@ -156,8 +158,8 @@ class EngineClient:
         self._streams.add(stream)
         try:
             self._texts.update({number: (stream, index) for index, number in enumerate(stream.numbers)})
-            request = Submit(stream.numbers, prompts, max_new_tokens, params, grammar, client, cache_salt, adapter)
-            self._channel.send(request)
+            text = (stream.numbers, prompts, max_new_tokens, params, grammar, client, cache_salt)
+            self._channel.send(Submit(*text, adapter, images))
             if not self._thread.is_alive():  # it may have ended before it could see the request
                 raise Stopped
             left = len(prompts)

@@ -67,6 +67,7 @@ class ServedEngine:
             limits.reuse,
             engine.target.batch_invariant,
             adapters,
+            engine.target.image_inputs if engine.target.images_on_paged.ok else frozenset(),
         )
         return cls(pair, scheduler, facts)
 

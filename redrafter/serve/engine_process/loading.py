@@ -42,6 +42,7 @@ class EngineFacts:
         reuse: Whether prompts are looked for in the cache.
         batch_invariant: Whether a text does not depend on what is computed beside it, bit for bit.
         adapters: Directories of the LoRA adapters that are loaded, by name.
+        image_inputs: Names of what the model takes of images beside ids and mask; none where it takes no images.
     """
 
     model: str
@@ -54,6 +55,7 @@ class EngineFacts:
     reuse: bool
     batch_invariant: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
+    image_inputs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.logprobs import PromptScore
@@ -32,6 +33,7 @@ class Submit:
         client: Who asks.
         cache_salt: Prefixes are reused only from requests with the same salt.
         adapter: Name of the LoRA adapter of all texts; None for the model alone.
+        images: What the model takes of the images in each of the prompts, which are equal; None for text.
     """
 
     numbers: tuple[int, ...]
@@ -42,6 +44,7 @@ class Submit:
     client: str
     cache_salt: str | None
     adapter: str | None = None
+    images: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from redrafter.grammar.grammar import Grammar
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.serve.engine_process.messages import EngineLoad, PromptFacts, Submit, Written
+from redrafter.target.images import ImageInputs
 
 __all__ = ["Worker"]
 
@@ -62,6 +63,7 @@ class Worker:
             QueueFullError: Too many sequences wait.
             ArgumentError: One of the prompts can never be served, or the adapter was unloaded meanwhile.
         """
+        images = None if request.images is None else ImageInputs(request.images)
         adapters = self.scheduler.engine.target.adapters
         held = [None if request.adapter is None else adapters.hold(request.adapter) for _ in request.numbers]
         sequences = {
@@ -73,6 +75,7 @@ class Worker:
                 client=request.client,
                 cache_salt=request.cache_salt,
                 adapter=held[index],
+                images=images,
             )
             for index, (number, prompt) in enumerate(zip(request.numbers, request.prompts, strict=True))
         }

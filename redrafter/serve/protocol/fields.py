@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 __all__ = [
+    "IMAGE_TAG",
     "LIST_TAG",
     "MAX_INTEGER",
     "MAX_PARTS",
@@ -39,6 +40,7 @@ MAX_INTEGER = 2**31 - 1  # for counts and ids
 
 # Tags of the members of unions. Pydantic puts them into the location of an error.
 TEXT_TAG, LIST_TAG, IDS_TAG, ID_LISTS_TAG, OBJECT_TAG = "<text>", "<list>", "<ids>", "<lists of ids>", "<object>"
+IMAGE_TAG = "<image>"
 _TAG = re.compile("<[a-z_ ]+>")
 
 

@@ -1,11 +1,13 @@
 """Messages of a chat request, and the tools that the model may call."""
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, Tag
+from pydantic import BeforeValidator, Field, StrictBool, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from redrafter.serve.protocol.fields import (
+    IMAGE_TAG,
     LIST_TAG,
     MAX_PARTS,
     OBJECT_TAG,
@@ -17,7 +19,9 @@ from redrafter.serve.protocol.fields import (
     tag_text_or_object,
 )
 
-__all__ = ["Message", "Tool", "ToolCall", "ToolChoice", "ToolChoices"]
+__all__ = ["DATA_URL", "ImagePart", "Message", "TextPart", "Tool", "ToolCall", "ToolChoice", "ToolChoices"]
+
+DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 
 
 class Function(Strict):
@@ -62,12 +66,48 @@ class TextPart(Strict):
     text: str
 
 
-def _check_is_text(part: Any) -> Any:
-    """Refuse parts of other types than text by name."""
+def _check_url(url: Any) -> Any:
+    """Refuse addresses, which the server would have to fetch, before anything else."""
+    if isinstance(url, str) and not DATA_URL.match(url):
+        raise PydanticCustomError(
+            "unsupported", "this server fetches nothing: send the image itself, as data:image/png;base64,..."
+        )
+    return url
+
+
+class ImageUrl(Strict):
+    """An image within a URL.
+
+    Attributes:
+        url: A `data:` URL in base64.
+        detail: How closely to look at it; the model's processor decides that alone.
+    """
+
+    url: Annotated[str, BeforeValidator(_check_url)]
+    detail: Literal["auto"] = "auto"
+
+
+class ImagePart(Strict):
+    """An image as a part of a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def _check_part(part: Any) -> Any:
+    """Refuse parts of other types than text and images by name."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
-        raise PydanticCustomError("unsupported", "{kind} parts cannot be read, only text", {"kind": kind})
+    if isinstance(kind, str) and kind not in ("text", "image_url"):
+        raise PydanticCustomError("unsupported", "{kind} parts cannot be read, only text and images", {"kind": kind})
     return part
+
+
+def _tag_part(part: Any) -> str | None:
+    """Return the tag of a part of a message, which may be a pydantic model already; None for other values."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    if kind == "image_url":
+        return IMAGE_TAG
+    return TEXT_TAG if isinstance(part, dict | TextPart) else None
 
 
 class FunctionCall(Strict):
@@ -100,8 +140,13 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
+_Part = Annotated[
+    Annotated[TextPart, Tag(TEXT_TAG)] | Annotated[ImagePart, Tag(IMAGE_TAG)],
+    one_of(_tag_part, "a part of text or an image"),
+    BeforeValidator(_check_part),
+]
 _Parts = Annotated[
-    list[Annotated[TextPart, BeforeValidator(_check_is_text)]],
+    list[_Part],
     Field(fail_fast=True, max_length=MAX_PARTS),
     Tag(LIST_TAG),
 ]
@@ -126,9 +171,25 @@ class Message(Strict):
     refusal: Annotated[None, refuse_with("give it as content")] = None
     function_call: Annotated[None, refuse_with("give tool_calls")] = None
 
+    @model_validator(mode="after")
+    def _check_images(self) -> "Message":
+        if self.images and self.role != "user":
+            raise ValueError("images are read in messages of the user alone")
+        return self
+
     @property
     def text(self) -> str:
-        """The content as one text, parts joined; empty where there is none."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        """The content as one text, parts joined and images left out; empty where there is none."""
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+    @property
+    def parts(self) -> "list[TextPart | ImagePart]":
+        """The content as parts; none where there is none."""
+        if isinstance(self.content, str):
+            return [TextPart(type="text", text=self.content)]
+        return self.content or []
+
+    @property
+    def images(self) -> list[str]:
+        """The `data:` URLs of its images, in their order."""
+        return [part.image_url.url for part in self.parts if isinstance(part, ImagePart)]

@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI
@@ -93,7 +93,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", response_model=TokenizeAnswer, **options)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
-        ids = await asyncio.to_thread(_tokens, prompts(), body)
+        ids = await service.encode(partial(_tokens, prompts()), body, body.messages)
         names = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": names}
 

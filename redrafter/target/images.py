@@ -1,0 +1,230 @@
+"""Images in prompts: what a model's forward takes of them beside the ids.
+
+transformers' own `generate` prepares a call: it lets the model encode the images and count positions. What it prepares
+is split by rows here, so that each row can be read alone. From its last prompt token on, such a row is a text like any
+other, but for its positions: where an image counts as fewer positions than tokens, all that follows it is shifted.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from redrafter.errors import ArgumentError, UnsupportedError, first_line
+
+__all__ = [
+    "ImageInputs",
+    "ImagePrompt",
+    "image_arguments",
+    "marks_tokens",
+    "split_rows",
+    "to_model",
+    "token_type_arguments",
+]
+
+ENCODED = "mm_encoder_outputs"  # the forward's argument for what was encoded of images, by kind
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+_UNKNOWN_FORM = "the model adds images to its layers in a form that is not known here; pass text alone"
+# What a model's generation config may say of draws, while a call is prepared and nothing is drawn.
+_NO_DRAWS: dict[str, Any] = {
+    "max_new_tokens": 1,
+    "max_length": None,
+    "do_sample": False,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "pad_token_id": 0,
+    "stop_strings": None,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+}
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """What a model's forward takes of one prompt with images beside its ids.
+
+    Attributes:
+        length: Tokens of the prompt.
+        inputs: Keyword arguments of the forward: what was encoded of the images, positions and types of tokens.
+        position_shift: What is added to the place of a later token in its text to get its position.
+    """
+
+    length: int
+    inputs: Mapping[str, Any]
+    position_shift: int = 0
+
+    def prepare(self, model: Any, ids: Sequence[int]) -> "ImagePrompt":
+        """Return the prompt itself, which is prepared; see `ImageInputs.prepare`."""
+        return self
+
+
+@dataclass
+class ImageInputs:
+    """Images of one prompt as the model's processor gives them. Several texts may follow the prompt.
+
+    Attributes:
+        inputs: Keyword arguments of `generate` beside ids and mask, such as `pixel_values`.
+    """
+
+    inputs: Mapping[str, Any]
+    _prompt: ImagePrompt | None = field(default=None, init=False, repr=False)
+
+    def prepare(self, model: Any, ids: Sequence[int]) -> ImagePrompt:
+        """Let the model encode the images, in the first call.
+
+        Args:
+            model: The Hugging Face model.
+            ids: The prompt, the same in each call.
+
+        Raises:
+            ArgumentError: The images do not fit the prompt or the model.
+        """
+        if self._prompt is None:
+            self._prompt = self._encode(model, ids)
+        return self._prompt
+
+    def _encode(self, model: Any, ids: Sequence[int]) -> ImagePrompt:
+        prepared: dict[str, Any] = {}
+
+        def keep(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: object,
+            stopping_criteria: object,
+            generation_config: object,
+            **inputs: Any,
+        ) -> Tensor:
+            prepared.update(inputs)
+            return input_ids
+
+        device = model.get_input_embeddings().weight.device
+        prompt = torch.tensor([list(ids)], device=device)
+        given = {name: to_model(value, device) for name, value in self.inputs.items()}
+        try:
+            model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                custom_generate=keep,
+                **_NO_DRAWS,
+                **given,
+            )
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            raise ArgumentError(f"the model cannot read these images: {first_line(error)}") from error
+        [row] = split_rows(prepared, prompt, torch.ones_like(prompt, dtype=torch.bool), model)
+        if row is None:
+            raise ArgumentError("there are images in the request and none in its prompt")
+        return row
+
+
+def image_arguments(model: Any) -> frozenset[str]:
+    """Return the names of arguments of `generate` that give a model its images; none where it cannot take them here.
+
+    They are the arguments of its method that encodes images, as in `generate` of transformers. What that method returns
+    must be an argument of the model's forward.
+    """
+    encode = getattr(getattr(model, "base_model", None), "get_image_features", None)
+    if encode is None or ENCODED not in inspect.signature(model.forward).parameters:
+        return frozenset()
+    return frozenset(inspect.signature(encode).parameters.keys() - {"kwargs"})
+
+
+def marks_tokens(name: str, model: Any) -> bool:
+    """Tell whether 0 in an input of this name marks a token as text, and other numbers as a part of an image."""
+    beside = model.config.get_text_config(decoder=True) is not model.config  # GPT-2 embeds its token_type_ids as ids
+    return name.endswith("mm_token_type_ids") or (name == "token_type_ids" and beside)
+
+
+def token_type_arguments(model: Any) -> frozenset[str]:
+    """Return the names of arguments of a model's forward that say which tokens are parts of images."""
+    return frozenset(name for name in inspect.signature(model.forward).parameters if marks_tokens(name, model))
+
+
+def split_rows(prepared: Mapping[str, Any], ids: Tensor, seen: Tensor, model: Any) -> list[ImagePrompt | None]:
+    """Split by rows what transformers has prepared of images.
+
+    Args:
+        prepared: Keyword arguments that transformers would give to the model.
+        ids: The prompts, `[B, P]` int64, left-padded.
+        seen: False where a row is padded, `[B, P]` bool.
+        model: The Hugging Face model.
+
+    Returns:
+        For each row what the forward takes of it alone, without padding; None for a row without images.
+
+    Raises:
+        ArgumentError: The prompts have places for more or fewer images than there are.
+        UnsupportedError: A prompt ends with an image, behind which each axis would go on from a position of its own.
+    """
+    encoded = (prepared.get(ENCODED) or {}).get("image")
+    if encoded is None:
+        return [None] * len(ids)
+    places = (ids == model.config.image_token_id) & seen  # [B, P]
+    counts = places.sum(dim=1).tolist()
+    features = _flat(encoded[_form(encoded)])
+    if sum(counts) != len(features):
+        raise ArgumentError(
+            f"the images are encoded as {len(features)} tokens, and the prompts have {sum(counts)} places for them: "
+            "pass what one call of the processor returned"
+        )
+    rows: list[ImagePrompt | None] = []
+    first = 0
+    for row, count in enumerate(counts):
+        if not count:
+            rows.append(None)
+            continue
+        size = int(seen[row].sum())
+        inputs: dict[str, Any] = {ENCODED: {"image": _slice(encoded, slice(first, first + count))}}
+        for name in ("position_ids", *_TOKEN_TYPES):
+            if (value := prepared.get(name)) is not None:
+                inputs[name] = value[..., [row if value.shape[-2] > 1 else 0], -size:]
+        shift = 0
+        if (positions := inputs.get("position_ids")) is not None:
+            if bool(places[row, -1]) and positions.dim() == 3:
+                raise UnsupportedError(
+                    "a prompt that ends with an image cannot be continued: let a text follow the image"
+                )
+            shift = int(positions.flatten(0, -2)[-1, -1]) + 1 - size  # the axes of an image are equal for text
+        rows.append(ImagePrompt(size, inputs, shift))
+        first += count
+    return rows
+
+
+def _form(encoded: ModelOutput) -> str:
+    """Return the name under which a model has what it encoded of images."""
+    for name in ("pooler_output", "last_hidden_state"):
+        if encoded.get(name) is not None:
+            return name
+    raise UnsupportedError(_UNKNOWN_FORM)
+
+
+def _flat(features: Any) -> Tensor:
+    """Return encoded images, a tensor `[..., D]` of several or a list with one of each, as `[tokens, D]`."""
+    return torch.cat([feature.reshape(-1, feature.shape[-1]) for feature in features])
+
+
+def _slice(encoded: ModelOutput, tokens: slice) -> ModelOutput:
+    """Return some tokens of encoded images, in the form in which the model takes them, as of one image."""
+
+    def take(features: Any) -> Any:
+        taken = _flat(features)[tokens]
+        return taken[None] if isinstance(features, Tensor) else [taken]
+
+    sliced = {_form(encoded): take(encoded[_form(encoded)])}
+    layers = encoded.get("deepstack_features")
+    if layers is not None:
+        if not isinstance(layers[0][0], Tensor):
+            raise UnsupportedError(_UNKNOWN_FORM)
+        sliced["deepstack_features"] = [take(layer) for layer in layers]
+    return type(encoded)(**sliced)
+
+
+def to_model(value: Any, device: torch.device) -> Any:
+    """Return tensors, alone or in lists, on a device, and anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return [to_model(each, device) for each in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,154 @@
+"""Sequences with images beside others: what each writes is what it writes alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from helpers.models import paged, tiny_drafter, with_tree
+from helpers.scheduling import (
+    KINDS,
+    Sink,
+    alone,
+    launch_ahead,
+    make_sequence,
+    nothing_is_held,
+    random_sequences,
+    run,
+    scheduler,
+    seeing_sequence,
+)
+from helpers.seeing_models import Layout, tiny_seeing_model
+from redrafter import ArgumentError, Engine
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.sequence import TokenSequence
+
+LONG: Layout = (40, "image", 9)
+LAYOUTS: tuple[Layout, ...] = ((3, "image", 4), (2, "image", 1, "image", 3), (9, "image", 2), LONG)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen2_5_vl", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma3", "llava"))],
+)
+def engine(request) -> Engine:
+    model = tiny_seeing_model(request.param)
+    model.generation_config.eos_token_id = None
+    return paged(with_tree(model, tiny_drafter(), 4, 3))
+
+
+def mixed_sequences(engine: Engine, kinds: tuple[str, ...] = ("greedy", "sampled")) -> list[TokenSequence]:
+    """Return sequences with images among sequences of text."""
+    seeing = [
+        seeing_sequence(engine, layout, seed, KINDS[kinds[seed % len(kinds)]])
+        for seed, layout in enumerate(2 * LAYOUTS)
+    ]
+    texts = random_sequences(8, seed=4)
+    return [sequence for pair in zip(seeing, texts, strict=True) for sequence in pair]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("apart", [0, 2])
+def test_images_and_texts_are_served_side_by_side(engine, monkeypatch, apart, ahead):
+    if ahead:
+        launch_ahead(monkeypatch)
+    sequences = mixed_sequences(engine)
+    served = scheduler(engine, max_batch_size=5)
+    run(served, sequences, apart)
+    for sequence in sequences:
+        assert sequence.sink.tokens == alone(engine, sequence)
+    nothing_is_held(served)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_preempted_sequence_is_read_again_with_its_images(engine, monkeypatch, ahead):
+    if ahead:
+        launch_ahead(monkeypatch)
+    sequences = [seeing_sequence(engine, LAYOUTS[seed % 3], seed, KINDS["sampled"], count=50) for seed in range(6)]
+    served = scheduler(engine, blocks=14)
+    run(served, sequences)
+    assert served.preempted > 1
+    for sequence in sequences:
+        assert sequence.sink.tokens == alone(engine, sequence)
+    nothing_is_held(served)
+
+
+def test_two_images_behind_the_same_ids_share_no_blocks(engine):
+    first = seeing_sequence(engine, LONG, 1, KINDS["greedy"])
+    other = seeing_sequence(engine, LONG, 2, KINDS["greedy"])
+    second = replace(first, images=other.images, sink=Sink())
+    assert len(first.prompt) > 2 * BLOCK_SIZE
+    expected = [alone(engine, sequence) for sequence in (first, second)]
+    assert expected[0] != expected[1]
+    served = scheduler(engine)
+    run(served, [first])
+    run(served, [second])
+    assert [first.sink.tokens, second.sink.tokens] == expected
+    assert (first.reused, second.reused) == (0, 0)
+
+
+def test_a_text_with_the_ids_of_an_image_shares_nothing_with_it(engine):
+    seeing = seeing_sequence(engine, LONG, 1, KINDS["greedy"])
+    text = replace(seeing, images=None, sink=Sink())
+    served = scheduler(engine)
+    run(served, [seeing])
+    run(served, [text])
+    assert text.reused == 0
+    assert text.sink.tokens == alone(engine, text)
+
+
+def test_wrong_images_end_their_own_sequence_alone(engine):
+    sequences = mixed_sequences(engine)[:4]
+    wrong = seeing_sequence(engine, LAYOUTS[0], 9, KINDS["greedy"])
+    wrong = replace(wrong, prompt=[token + (token == 90) for token in wrong.prompt])
+    served = scheduler(engine)
+    for sequence in (sequences[0], wrong, *sequences[1:]):
+        served.submit(sequence)
+    while not served.idle:
+        served.round()
+    last = wrong.sink.deltas[-1]
+    assert last.finish == "error"
+    assert isinstance(last.error, ArgumentError)
+    for sequence in sequences:
+        assert sequence.sink.tokens == alone(engine, sequence)
+    nothing_is_held(served)
+
+
+def test_rows_that_move_take_their_positions_along():
+    model = tiny_seeing_model("qwen3_vl")
+    model.generation_config.eos_token_id = None
+    engine = paged(with_tree(model, tiny_drafter(), 4, 3))
+    seeing = seeing_sequence(engine, LAYOUTS[0], 1, KINDS["greedy"], count=3)
+    text = make_sequence([5, 6, 7], 30, KINDS["greedy"])  # moves to the row of the other
+    run(scheduler(engine), [seeing, text])
+    assert seeing.position_shift < 0
+    assert text.sink.tokens == alone(engine, text)
+
+
+def test_what_a_models_config_says_of_draws_is_no_concern_of_its_images(capfd):
+    model = tiny_seeing_model("qwen2_5_vl")
+    engine = paged(with_tree(model, tiny_drafter(), 4, 3))
+    model.generation_config.update(
+        do_sample=True,
+        temperature=0.6,
+        top_p=0.9,
+        stop_strings=["x"],
+        num_beams=3,
+        num_return_sequences=2,
+        max_length=4,
+    )
+    sequence = seeing_sequence(engine, LAYOUTS[0], 1, KINDS["greedy"])
+    run(scheduler(engine), [sequence])
+    assert len(sequence.sink.tokens) == 20
+    assert not capfd.readouterr().err
+
+
+def test_images_are_encoded_once_for_several_texts(monkeypatch):
+    model = tiny_seeing_model("llava")
+    engine = paged(with_tree(model, tiny_drafter(), 4, 3))
+    encode, calls = model.model.get_image_features, []
+    first = seeing_sequence(engine, LAYOUTS[0], 1, KINDS["greedy"])
+    monkeypatch.setattr(
+        model.model, "get_image_features", lambda pixel_values, **more: calls.append(1) or encode(pixel_values, **more)
+    )
+    run(scheduler(engine), [first, replace(first, sink=Sink()), replace(first, sink=Sink())])
+    assert len(calls) == 1
