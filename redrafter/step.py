@@ -125,12 +125,13 @@ def step(
     if sampler.plain is not None:
         path = path.without_drafts(sampler.plain)
 
-    # 5. Commit. The accepted nodes' keys and values move next to those of the committed tokens.
+    # 5. Commit. The accepted nodes' keys and values move next to those of the committed tokens; of recurrent states,
+    #    those after the last accepted nodes stay.
     if tree.branches:
         cache.commit(state.length, path.nodes)
-        if draft_cache is not None:
-            draft_length = state.length if tree.draft_length is None else tree.draft_length
-            draft_cache.commit(draft_length, path.nodes if tree.slots is None else tree.slots.gather(1, path.nodes))
+    cache.commit_states(state.length, path, state.active)
+    if draft_cache is not None:
+        _commit_drafts(state, tree, path, draft_cache)
 
     # 6. Advance. The token drawn at the end of the path is the next pending token.
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
@@ -184,19 +185,23 @@ def read_draft_prompts(
     start: Tensor | None = None,
     counts: Sequence[int] | None = None,
 ) -> None:
-    """Read prompts into the cache of a draft model; see `read_prompts`. Of images it sees the ids in their places."""
+    """Read prompts into the cache of a draft model; see `read_prompts`. Of images it sees the ids in their places.
+
+    Recurrent states stay a token behind, since each step reads the last committed token again.
+    """
     if draft_prompts is not None:
         read = draft_prompts
         draft_model.prefill(read.tokens, read.upto, draft_cache, start=read.start, counts=read.counts)
         return
     device = draft_model.device
-    draft_model.prefill(
-        draft_model.clamp_to_vocab(tokens.to(device)),
-        upto.to(device),
-        draft_cache,
-        start=None if start is None else start.to(device),
-        counts=counts,
-    )
+    tokens, upto = draft_model.clamp_to_vocab(tokens.to(device)), upto.to(device)
+    start = None if start is None else start.to(device)
+    if draft_cache.states is None:
+        draft_model.prefill(tokens, upto, draft_cache, start=start, counts=counts)
+        return
+    start = None if start is None else (start - 1).clamp(min=0)
+    draft_model.prefill(tokens, (upto - 1).clamp(min=1), draft_cache, start=start, counts=counts)
+    draft_cache.states.forget(upto == 1)
 
 
 def draw_first_tokens(
@@ -223,6 +228,19 @@ def draw_first_tokens(
     return _advance(before, drawn, path, hidden[:, None]), StepOutput(
         drawn, path, 0, _drafted(tree), logits[:, None], scores
     )
+
+
+def _commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:
+    """Commit the accepted nodes in a draft model's cache, as `step` does in the target's.
+
+    Its recurrent states stay a token behind, since each of its steps reads the last committed token again.
+    """
+    if tree.slots is not None:
+        path = replace(path, nodes=tree.slots.gather(1, path.nodes))
+    if tree.branches:
+        cache.commit(state.length if tree.draft_length is None else tree.draft_length, path.nodes)
+    if cache.states is not None:
+        cache.commit_states(state.length - 1, path.behind_reread(), state.active)
 
 
 def _drafted(tree: Tree) -> Tensor:

@@ -1,14 +1,19 @@
 """A step has fixed shapes and never reads a value on the host: all its operators are recorded and compared."""
 
+from functools import partial
+
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.models import tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.recurrent import recurrent_model
 from helpers.steps import prefill
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import step
 
+RECURRENT = ("lfm2", "mamba2", "olmo_hybrid")  # of a convolution, a state space, a gated delta rule
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique", "aten::item"}
 
 
@@ -46,8 +51,9 @@ def run(engine, proposer, seeds, count):
     return traces
 
 
-def test_steps_have_the_same_operators_and_shapes_whatever_is_accepted():
-    engine = with_tree(tiny_model("llama"), tiny_drafter(), 4, 3)
+@pytest.mark.parametrize("make_model", [lambda: tiny_model("llama"), *(partial(recurrent_model, x) for x in RECURRENT)])
+def test_steps_have_the_same_operators_and_shapes_whatever_is_accepted(make_model):
+    engine = with_tree(make_model(), tiny_drafter(), 4, 3)
     for proposer in (engine.proposer, PlainProposer()):
         for seeds in (None, torch.tensor([1, 2, 3])):
             traces = run(engine, proposer, seeds, count=7)[1:]  # the first one makes constants that are kept

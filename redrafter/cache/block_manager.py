@@ -26,11 +26,13 @@ class BlockTable:
         reused: Leading tokens whose keys and values were stored already; a multiple of `BLOCK_SIZE`, less than the
             prompt's length.
         salt: Only rows with the same salt share blocks.
+        state_row: Where the row's recurrent states are; 0 for a model without.
     """
 
     blocks: list[int]
     reused: int
     salt: Hashable = None
+    state_row: int = 0
 
 
 class _Node:
@@ -59,14 +61,16 @@ class BlockManager:
     spread over the blocks once published.
     """
 
-    def __init__(self, blocks: int):
+    def __init__(self, blocks: int, rows: int | None = None):
         """Begin with all blocks free.
 
         Args:
             blocks: Blocks of the pool, block 0 included.
+            rows: How many rows may have recurrent states at once, which blocks do not hold; None for a model without.
         """
         assert blocks > 0, "block 0 is always there"
         self._blocks = blocks
+        self._state_rows = None if rows is None else deque(range(1, 1 + rows))  # that no row has
         self._rows = [0] * blocks  # rows that hold each block
         self._empty = deque(range(1, blocks))  # held by no row, and no text is stored there
         # Held by no row, but a text is stored there; in order of eviction, least recently used first. The blocks before
@@ -108,7 +112,7 @@ class BlockManager:
             salt: Only blocks stored by rows with the same salt are shared.
 
         Raises:
-            CacheFullError: Too few blocks are free; nothing has changed then.
+            CacheFullError: Too few blocks are free, or as many rows as may are admitted; nothing has changed then.
         """
         assert 0 < len(prompt) <= slots
         shared = [node.block for node in self._find(prompt[:-1], salt)] if reuse else []
@@ -121,12 +125,18 @@ class BlockManager:
                 f"besides {len(shared)} reused, and {free} of {self._blocks - 1} are free; "
                 "raise kv_cache_free_gpu_memory_fraction, or lower max_new_tokens or the batch"
             )
+        if self._state_rows is not None and not self._state_rows:
+            raise CacheFullError(
+                "the recurrent states of all rows that there is memory for are taken; raise "
+                "kv_cache_free_gpu_memory_fraction, or lower the batch"
+            )
         for block in shared:
             self._idle.pop(block, None)
         blocks = shared + [self._take_free_block() for _ in range(fresh)]
         for block in blocks:
             self._rows[block] += 1
-        return BlockTable(blocks, len(shared) * BLOCK_SIZE, salt)
+        state_row = self._state_rows.popleft() if self._state_rows is not None else 0
+        return BlockTable(blocks, len(shared) * BLOCK_SIZE, salt, state_row)
 
     def grow(self, block_table: BlockTable, slots: int) -> None:
         """Add blocks to a row until it may touch `slots` slots.
@@ -173,6 +183,8 @@ class BlockManager:
         """
         assert block_table.blocks, "released twice"
         blocks, block_table.blocks = block_table.blocks, []
+        if self._state_rows is not None:
+            self._state_rows.append(block_table.state_row)
         last: _Node | None = None
         for block in blocks:
             last = self._nodes.get(block, last)

@@ -6,7 +6,7 @@ so that committing a path is one gather and one scatter for the whole model.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,15 +15,17 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from redrafter.attention.prompt_plan import Piece
+from redrafter.cache.states import RowStates, StateShape, StatesOfRows
+from redrafter.tree.accept import Path
 
-__all__ = ["DenseCache", "LayerShape", "group_by_shape"]
+__all__ = ["DenseCache", "LayerShape", "group_by_shape", "states_of"]
 
 WINDOW_STEP_SLOTS = 64  # the window grows in steps of this size, so that shapes seldom change
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The keys and values that one layer stores per slot.
+    """The keys and values that one layer stores per slot, and the recurrent states that it keeps per row.
 
     Attributes:
         heads: Key heads; 0 for a layer that stores nothing.
@@ -36,6 +38,7 @@ class LayerShape:
         of_drafter: Whether it is what a drafter stores, which stands behind the model's own layers.
         index_dim: Width of the keys by which an indexer chooses the slots that the layer attends to, one a slot; 0
             without an indexer.
+        states: Recurrent states; none for a layer that only attends.
     """
 
     heads: int
@@ -46,6 +49,12 @@ class LayerShape:
     source: int | None = None
     of_drafter: bool = False
     index_dim: int = 0
+    states: tuple[StateShape, ...] = ()
+
+    def widened(self) -> "LayerShape":
+        """Return the shape of the layer where it computes in float32."""
+        states = tuple(replace(state, dtype=torch.float32) for state in self.states)
+        return replace(self, dtype=torch.float32, states=states)
 
     def storing_nothing(self, source: int | None = None) -> "LayerShape":
         """Return the shape of a layer beside this one that stores nothing of its own."""
@@ -66,6 +75,11 @@ def group_by_shape(shapes: Sequence[LayerShape]) -> dict[Group, list[tuple[int, 
         if shape.index_dim:
             groups.setdefault((1, shape.index_dim, shape.dtype, shape.device), []).append((layer, "index_keys"))
     return groups
+
+
+def states_of(shapes: Sequence[LayerShape]) -> list[StateShape]:
+    """Return the recurrent states of all layers."""
+    return [state for shape in shapes for state in shape.states]
 
 
 class _Pool:
@@ -183,6 +197,16 @@ class _EmptyLayer(_Layer):
         return 0
 
 
+class _StatesLayer(_EmptyLayer):
+    """A layer that keeps recurrent states alone, which its module is given apart from the cache."""
+
+    is_initialized = True
+
+    def get_seq_length(self) -> int:
+        """Return the length that the model is told, as any layer that stores keys does."""
+        return self._cache.committed
+
+
 class DenseCache(Cache):
     """Keys and values of the rows of a batch, one buffer per row.
 
@@ -198,6 +222,7 @@ class DenseCache(Cache):
         has_drafter_layer: Whether the last layer is what a drafter stores.
         adapters: Slot of the adapter that each row's keys and values are computed with, 0 for none, `[B]` int64; None
             where no row has one.
+        states: The recurrent states of the rows; None for a model without.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], rows: int, contiguous: bool = False):
@@ -216,6 +241,8 @@ class DenseCache(Cache):
             self.pools.append(_Pool(len(members), *key))
             stores |= {member: (self.pools[-1], index) for index, member in enumerate(members)}
         super().__init__(layers=[self._layer(shape, stores, i) for i, shape in enumerate(shapes)])
+        kept = states_of(shapes)
+        self.states = StatesOfRows(RowStates(kept, rows)) if kept else None
         self.rows, self.window, self.committed, self._capacity = rows, 0, 0, 0
         self.has_drafter_layer = shapes[-1].of_drafter
         self.adapters: Tensor | None = None
@@ -224,7 +251,7 @@ class DenseCache(Cache):
     def _layer(self, shape: LayerShape, stores: Mapping[tuple[int, str], tuple[_Pool, int]], index: int) -> _Layer:
         """Return the view of layer `index` of its stores."""
         if not shape.heads:
-            return _EmptyLayer(self)
+            return _layer_without_keys(self, shape)
         if not shape.index_dim:
             return _Layer(self, stores[index, "keys"], stores[index, "values"])
         return _IndexedLayer(self, stores[index, "keys"], stores[index, "values"], stores[index, "index_keys"])
@@ -235,12 +262,21 @@ class DenseCache(Cache):
         if rows != self.rows:
             self.rows, window, self.window = rows, self.window, 0
             self._set_window(window)
+            if self.states is not None:
+                self.states.use_rows(rows)
 
     def move_row(self, source: int, to: int) -> None:
-        """Copy the keys and values of one row over those of another."""
+        """Copy the keys and values of one row, and its states, over those of another."""
         for pool in self.pools:
             data = self.by_row(pool)
             data[:, to] = data[:, source]
+        self._copy_states(torch.tensor([to]), self, torch.tensor([source]))
+
+    def _copy_states(self, to: Tensor, source: "DenseCache", rows: Tensor) -> None:
+        """Copy the states of rows `rows` of a cache of the same model over those of `to`, `[R']` int64 each."""
+        if self.states is not None:
+            assert source.states is not None, "both caches are of one model"
+            self.states.store.copy_rows(to, source.states.store, rows)
 
     def write_rows(self, first: int, part: "DenseCache", rows: Sequence[int]) -> None:
         """Copy rows of another cache of the same model over those from row `first` on.
@@ -254,6 +290,7 @@ class DenseCache(Cache):
         for pool, part_pool in zip(self.pools, part.pools, strict=True):
             part_data = part.by_row(part_pool)[:, list(rows), :slots]
             self.by_row(pool)[:, first : first + len(rows), :slots] = part_data
+        self._copy_states(torch.arange(first, first + len(rows)), part, torch.tensor(rows))
 
     def by_row(self, pool: _Pool) -> Tensor:
         """Return a view of a pool as `[G, B, S, heads, dim]`, of all rows."""
@@ -304,6 +341,7 @@ class DenseCache(Cache):
         for pool, part_pool in zip(self.pools, part.pools, strict=True):
             data = self.by_row(pool)
             data[:, rows.to(data.device), :slots] = part.by_row(part_pool)[:, :, :slots]
+        self._copy_states(rows, part, torch.arange(len(rows)))
 
     def write_after(self, length: Tensor, nodes: int) -> None:
         """Let the next forward store its `nodes` nodes after each row's committed tokens, `length` `[B]`."""
@@ -351,7 +389,23 @@ class DenseCache(Cache):
             moved = pool.data.index_select(1, source.to(device))
             pool.data.index_copy_(1, target.to(device), moved)
 
+    def commit_states(self, length: Tensor, path: Path, active: Tensor) -> None:
+        """Keep the recurrent states after the accepted nodes of the active rows, if the model has any.
+
+        Args:
+            length: Tokens of each row before its root, `[B]` int64.
+            path: The accepted nodes.
+            active: Rows that advance, `[B]` bool; the others keep what they have.
+        """
+        if self.states is not None:
+            self.states.commit(length, path, active)
+
     def _flat(self, length: Tensor, offset: Tensor) -> Tensor:
         """Return indices into the pools, `[B, M]`, of slots `length` `[B]` plus `offset` `[B, M]` or `[M]`."""
         row = torch.arange(self.rows, device=length.device) * self._capacity
         return (row + length)[:, None] + offset
+
+
+def _layer_without_keys(cache: DenseCache, shape: LayerShape) -> _EmptyLayer:
+    """Return the layer of a cache for one that stores no keys and values."""
+    return _StatesLayer(cache) if shape.states else _EmptyLayer(cache)

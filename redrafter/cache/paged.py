@@ -14,10 +14,12 @@ from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.attention.prompt_plan import PagedPrompt, Piece
 from redrafter.attention.tree_plan import Plan
 from redrafter.cache.block_manager import BlockTable
-from redrafter.cache.dense import DenseCache, LayerShape, group_by_shape
+from redrafter.cache.dense import DenseCache, LayerShape, group_by_shape, states_of
+from redrafter.cache.states import RowStates, StatesOfRows
 from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, chain
 
 __all__ = ["KVCache", "KVCachePool", "PagedCache", "stack_block_tables"]
@@ -33,17 +35,21 @@ class KVCachePool:
         num_blocks: Number of blocks, block 0 included.
         has_drafter_layer: Whether the last layer is what a drafter stores.
         pools: The tensors, `[G, num_blocks * BLOCK_SIZE, heads, dim]` each.
+        states: Recurrent states of rows; row 0 belongs to no row. None for a model without.
         layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
             None for a layer that attends to no tokens before it.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int):
+    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, rows: int = 8):
         """Allocate the memory, filled with zeros.
 
         Args:
             shapes: What each layer stores.
             num_blocks: Number of blocks, block 0 included.
+            rows: How many rows may have recurrent states at once, where layers keep some.
         """
+        kept = states_of(shapes)
+        self.states = RowStates(kept, 1 + rows) if kept else None
         self.num_blocks, self.has_drafter_layer = num_blocks, shapes[-1].of_drafter
         self.pools: list[Tensor] = []
         stores: dict[tuple[int, str], tuple[Tensor, int]] = {}
@@ -55,6 +61,11 @@ class KVCachePool:
         sources = [i if shape.heads else shape.source for i, shape in enumerate(shapes)]
         self.layer_pools = tuple(None if i is None else (*stores[i, "keys"], *stores[i, "values"]) for i in sources)
 
+    @property
+    def rows(self) -> int | None:
+        """How many rows may have recurrent states at once; None where no layer keeps any."""
+        return None if self.states is None else len(self.states.position) - 1
+
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape]) -> int:
         """Return the bytes of one block, summed over all layers."""
@@ -62,7 +73,13 @@ class KVCachePool:
 
     @classmethod
     def in_free_memory(
-        cls, models: Sequence[Sequence[LayerShape]], *, scales: Sequence[int], fraction: float, max_blocks: int
+        cls,
+        models: Sequence[Sequence[LayerShape]],
+        *,
+        scales: Sequence[int],
+        fraction: float,
+        max_blocks: int,
+        max_rows: int,
     ) -> list["KVCachePool"]:
         """Allocate one pool for each model in the memory that is free now.
 
@@ -71,19 +88,24 @@ class KVCachePool:
             scales: How many blocks each model has for one of the first model.
             fraction: Part of the device's free memory to use, from 0 to 1.
             max_blocks: The most blocks that rows can need of the first model, block 0 not included.
+            max_rows: The most rows that can have recurrent states at once; they take half of the memory at most.
 
         Raises:
-            CacheFullError: There is no memory for a single block.
+            CacheFullError: There is no memory for a single block, or for the states of a single row.
         """
         free = _free_memory(models[0][0].device)
-        sizes = [scale * cls.block_bytes(shapes) for shapes, scale in zip(models, scales, strict=True)]
-        num_blocks = min(int(free * fraction) // sum(sizes), max_blocks + 1)
-        if num_blocks < 2:
+        memory = int(free * fraction)
+        row_bytes = sum(state.num_bytes for shapes in models for state in states_of(shapes))
+        rows = min(memory // (2 * row_bytes) - 1, max_rows) if row_bytes else max_rows
+        block_bytes = sum(scale * cls.block_bytes(shapes) for shapes, scale in zip(models, scales, strict=True))
+        left = memory - (rows + 1) * row_bytes
+        num_blocks = min(left // block_bytes, max_blocks + 1) if block_bytes else max_blocks + 1
+        if num_blocks < 2 or rows < 1:
             raise CacheFullError(
                 f"{free / 2**30:.2f} GiB of memory are free, and kv_cache_free_gpu_memory_fraction={fraction} of "
                 "it holds not one block of keys and values: raise it, or free memory"
             )
-        return [cls(shapes, scale * num_blocks) for shapes, scale in zip(models, scales, strict=True)]
+        return [cls(shapes, scale * num_blocks, rows) for shapes, scale in zip(models, scales, strict=True)]
 
 
 class PagedCache:
@@ -98,13 +120,24 @@ class PagedCache:
         has_drafter_layer: Whether the last layer is what a drafter stores.
         adapters: Slot of the adapter that each row's keys and values are computed with, 0 for none, `[B]` int64; None
             where no row has one.
+        states: The recurrent states of the rows; None for a model without.
     """
 
-    def __init__(self, pool: KVCachePool, table: Tensor):
-        """Make a cache of the pool's blocks that `table` lists; `[B, M]` int32."""
+    def __init__(self, pool: KVCachePool, table: Tensor, rows: Tensor | None = None):
+        """Make a cache of some of a pool's blocks.
+
+        Args:
+            pool: The memory.
+            table: The blocks of each row, `[B, M]` int32.
+            rows: Where each row's recurrent states are in the pool, `[B]` int64; None where nobody needs them.
+        """
         self.pool, self.table, self.has_drafter_layer = pool, table, pool.has_drafter_layer
         self.window = table.shape[1] * BLOCK_SIZE
         self.adapters: Tensor | None = None
+        self.states: StatesOfRows | None = None
+        if pool.states is not None:
+            rows = torch.zeros(len(table), dtype=torch.long, device=table.device) if rows is None else rows
+            self.states = StatesOfRows(pool.states, rows)
 
     def plan(
         self, tree: Tree, length: Tensor, windows: tuple[int, ...], chunks: PromptChunks | None, tokens: int
@@ -152,13 +185,18 @@ class PagedCache:
     @contextmanager
     def subset(self, rows: Tensor, slots: int) -> Iterator["PagedCache"]:
         """Yield the cache of rows `rows` `[B']` int64 alone, to be written from their first slot on."""
-        part = PagedCache(self.pool, self.table[rows])
+        part = PagedCache(self.pool, self.table[rows], None if self.states is None else self.states.rows[rows])
         part.adapters = None if self.adapters is None else self.adapters[rows]
         yield part
 
     def plan_prefill(self, forward: Sequence[Piece]) -> PagedPrompt:
         """Return the slots that a forward over pieces of prompts stores its tokens in, and those it attends to."""
         return PagedPrompt.of(self.pool.layer_pools, self.table, forward)
+
+    def commit_states(self, length: Tensor, path: Path, active: Tensor) -> None:
+        """Keep the recurrent states after accepted nodes; see `DenseCache.commit_states`."""
+        if self.states is not None:
+            self.states.commit(length, path, active)
 
     def commit(self, length: Tensor, nodes: Tensor) -> None:
         """Move the keys and values of accepted nodes next to those of the committed tokens.

@@ -182,10 +182,10 @@ class _Lattice:
         tree, width = self.tree, tokens.shape[1]
         whole = torch.cat([tree.tokens, tokens], dim=1)
         if width == 1:
-            self.tree = chain(whole).last(1)
+            self.tree = chain(whole).last_level(1)
             return
         self._levels += 1
         parents = torch.cat([tree.parents, sources + self._last_level_start], dim=1)
         depth = torch.cat([tree.depth, torch.full_like(tokens, self._levels)], dim=1)
         self._last_level_start = tree.tokens.shape[1]
-        self.tree = tree_of(whole, parents, depth, max_depth=self._levels).last(width)
+        self.tree = tree_of(whole, parents, depth, max_depth=self._levels, width=width).last_level(width)

@@ -72,6 +72,11 @@ class DraftTarget(Engine):
         """Take the arguments of `from_pretrained`, with both models bound and their tokenizers compared."""
         _check(draft_len, num_beams, node_budget, acceptance, adaptive)
         if vocabulary is not None:
+            if draft_model.keeps_states:
+                raise UnsupportedError(
+                    f"{draft_model.name} keeps recurrent states and has another tokenizer than the model; take a draft "
+                    "model with the model's tokenizer, or one whose layers are all attention"
+                )
             vocabulary = vocabulary.fit(target.vocab_size, draft_model.vocab_size).to(draft_model.device)
         common = min(target.vocab_size, draft_model.vocab_size) if vocabulary is None else vocabulary.shared_count
         if num_beams > common:

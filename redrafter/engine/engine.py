@@ -104,11 +104,12 @@ class Engine:
         """
         return None
 
-    def make_graphs(self, rows: int = MOST_ROWS) -> CUDAGraphRunner:
+    def make_graphs(self, rows: int = MOST_ROWS, max_rows: int | None = None) -> CUDAGraphRunner:
         """Take memory for a paged cache and prepare the models' forwards.
 
         Args:
             rows: Rows of the longest text that memory is taken for, at most.
+            max_rows: Most rows at once; None for `rows`.
         """
         return CUDAGraphRunner.on(
             self.target,
@@ -116,6 +117,7 @@ class Engine:
             memory_fraction=self.options.kv_cache_free_gpu_memory_fraction,
             max_seq_len=self.options.max_seq_len,
             rows=rows,
+            max_rows=rows if max_rows is None else max_rows,
             compile=self.options.compile,
             draft_pieces=1 if self.draft_vocabulary is None else self.draft_vocabulary.max_pieces,
         )
@@ -124,7 +126,7 @@ class Engine:
         """Return `graphs`, made by the first call."""
         with self._lock:
             if self.graphs is None:
-                self.graphs = self.make_graphs()
+                self.graphs = self.make_graphs(max_rows=self.options.max_batch_size)
             return self.graphs
 
     @contextmanager

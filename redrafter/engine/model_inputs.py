@@ -19,7 +19,7 @@ from redrafter.target.target import Target
 __all__ = ["read_prepared", "separate_inputs"]
 
 # Inputs of the loop in transformers, which this library's loop does not need.
-_LOOP = frozenset({"past_key_values", "use_cache", "cache_position", "logits_to_keep"})
+_LOOP = frozenset({"past_key_values", "cache_params", "use_cache", "cache_position", "logits_to_keep"})
 _TAKEN = "pass text, as input_ids and attention_mask, with images at most"
 
 

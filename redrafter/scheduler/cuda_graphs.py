@@ -168,7 +168,7 @@ class CUDAGraphRunner:
 
     def forget_prefixes(self) -> None:
         """Read the next prompts from the first token on, as if never seen. No sequence may hold blocks."""
-        self.blocks = BlockManager(self.store.num_blocks)
+        self.blocks = BlockManager(self.store.num_blocks, self.store.rows)
         self.draft_blocks = None if self.draft_store is None else BlockManager(self.draft_store.num_blocks)
 
     def check_adapters(self) -> None:
@@ -190,6 +190,7 @@ class CUDAGraphRunner:
         memory_fraction: float,
         max_seq_len: int | None,
         rows: int = MOST_ROWS,
+        max_rows: int = MOST_ROWS,
         compile: bool = True,
         draft_pieces: int = 1,
     ) -> "CUDAGraphRunner":
@@ -201,6 +202,7 @@ class CUDAGraphRunner:
             memory_fraction: Share of the free memory that keys and values may take.
             max_seq_len: Most tokens of a text, where the model's context does not say less; None for what it says.
             rows: Rows of the longest text that memory is taken for, at most.
+            max_rows: Most rows at once, whose recurrent states memory is taken for.
             compile: Whether forwards are compiled.
             draft_pieces: The most tokens of the draft model for one of the target.
         """
@@ -211,11 +213,12 @@ class CUDAGraphRunner:
             scales=[1, draft_pieces][: len(models)],
             fraction=memory_fraction,
             max_blocks=rows * -(-(longest + EXTRA_SLOTS) // BLOCK_SIZE),
+            max_rows=max_rows,
         )
         for model, store in zip(models, stores, strict=True):
             # It may be prepared, by another engine; and a model may draft for itself.
             if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
-                prepare(model, store, compile)
+                prepare(model, store, compile and not model.keeps_states)
         return cls(target, *stores)
 
     def capture(self, step: CapturedStep) -> None:

@@ -77,6 +77,7 @@ class PagedRows:
     Attributes:
         tables: Ids of the blocks of each row, `[R, M]` int32; 0 where a row has fewer.
         draft_tables: The same for a draft model with another vocabulary, `[R, M']` int32; None without one.
+        state_rows: Where the recurrent states of each row are, `[R]` int64; 0 without any.
     """
 
     def __init__(self, graphs: CUDAGraphRunner, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
@@ -90,6 +91,7 @@ class PagedRows:
         self._graphs, self._draft_store = graphs, graphs.draft_store if has_draft_model else None
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=graphs.target.device)
         self._vocabulary, self.draft_tables = vocabulary, None if vocabulary is None else self.tables.clone()
+        self.state_rows = torch.zeros(0, dtype=torch.long, device=graphs.target.device)
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make block tables for so many rows and positions; see `RowCaches`."""
@@ -97,14 +99,17 @@ class PagedRows:
         if self._vocabulary is not None and self.draft_tables is not None:
             slots = len(self._vocabulary.start) + self._vocabulary.max_pieces * positions
             self.draft_tables = _enlarged(self.draft_tables, rows, -(-slots // BLOCK_SIZE))
+        state_rows = self.state_rows
+        self.state_rows = torch.zeros(rows, dtype=torch.long, device=state_rows.device)
+        self.state_rows[: len(state_rows)] = state_rows
 
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
         """Return the caches of sequences that hold blocks; see `RowCaches`."""
-        device = self.tables.device
+        device, state_rows = self.tables.device, self._stack_state_rows(sequences)
         tables = stack_block_tables(tables_of(sequences), device)
         if self.draft_tables is None:
-            return self._on(tables, tables)
-        return self._on(tables, stack_block_tables(draft_tables_of(sequences), device))
+            return self._on(tables, tables, state_rows)
+        return self._on(tables, stack_block_tables(draft_tables_of(sequences), device), state_rows)
 
     def add(self, first: int, sequences: Sequence[TokenSequence], read: CachePair, rows: Sequence[int]) -> None:
         """Write the block tables of sequences into the rows from `first` on; see `RowCaches`."""
@@ -112,6 +117,7 @@ class PagedRows:
         self.tables[written] = self._stack(tables_of(sequences), self.tables)
         if self.draft_tables is not None:
             self.draft_tables[written] = self._stack(draft_tables_of(sequences), self.draft_tables)
+        self.state_rows[written] = self._stack_state_rows(sequences)
 
     def update(self, sequences: Sequence[TokenSequence]) -> None:
         """Copy the ids of blocks into the rows of sequences, after these were given some."""
@@ -125,26 +131,32 @@ class PagedRows:
         """Return the ids of the blocks of block tables, as wide as `like`."""
         return stack_block_tables(block_tables, like.device, like.shape[1])
 
+    def _stack_state_rows(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """Return where the recurrent states of sequences are, `[B]` int64."""
+        return to_device([table.state_row for table in tables_of(sequences)], self.tables.device, torch.long)
+
     def move(self, source: int, to: int) -> None:
         """Copy the block table of one row to another; see `RowCaches`."""
         for tables in self._all_tables():
             tables[to] = tables[source]
+        self.state_rows[to] = self.state_rows[source]
 
     def clear(self, row: int) -> None:
         """Let a row write to block 0, which belongs to nobody; see `RowCaches`."""
         for tables in self._all_tables():
             tables[row] = 0
+        self.state_rows[row] = 0
 
     def of_step(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
         """Return the caches of the first rows; see `RowCaches`."""
-        return self._on(self.tables[:rows], self._all_tables()[-1][:rows])
+        return self._on(self.tables[:rows], self._all_tables()[-1][:rows], self.state_rows[:rows])
 
     def _all_tables(self) -> list[Tensor]:
         return [self.tables] if self.draft_tables is None else [self.tables, self.draft_tables]
 
-    def _on(self, tables: Tensor, draft_tables: Tensor) -> CachePair:
-        drafts = None if self._draft_store is None else PagedCache(self._draft_store, draft_tables)
-        return CachePair(PagedCache(self._graphs.store, tables), drafts)
+    def _on(self, tables: Tensor, draft_tables: Tensor, state_rows: Tensor) -> CachePair:
+        drafts = None if self._draft_store is None else PagedCache(self._draft_store, draft_tables, state_rows)
+        return CachePair(PagedCache(self._graphs.store, tables, state_rows), drafts)
 
 
 class DenseRows:

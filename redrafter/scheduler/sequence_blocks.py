@@ -38,8 +38,11 @@ class SequenceBlocks:
         Args:
             graphs: Owner of the blocks and of their lock.
             has_draft_model: Whether a draft model reads every prompt and draft into a cache of the same blocks.
-            reuse: Whether sequences share blocks of equal prefixes.
+            reuse: Whether sequences share blocks of equal prefixes, unless a model keeps recurrent states.
         """
+        # A state of a prefix is not kept, and its keys and values alone are of no use.
+        stores = (graphs.store, graphs.draft_store)
+        reuse = reuse and all(store is None or store.states is None for store in stores)
         self._graphs, self._reuse = graphs, reuse
         # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
         self._publishes = reuse and (graphs.draft_store is None or has_draft_model)

@@ -90,6 +90,8 @@ class AttentionProbe:
 
     def layer_kinds(self, config: Any) -> LayerKinds:
         """Return what each layer of the model with this decoder config attends to."""
+        if self.failure is None and not self.kinds and not self.rules:
+            return LayerKinds(None, {})  # no layer attends
         by_layer = self._by_layer(config.num_hidden_layers)
         return LayerKinds(by_layer, _by_name(by_layer, config))
 
@@ -195,7 +197,13 @@ def _by_name(by_layer: tuple[AttentionKind, ...] | None, config: object) -> dict
     by_name = dict(zip(names, by_layer, strict=False))
     if tuple(by_name.get(name) for name in names) != by_layer:
         raise UnsupportedError("its layers differ in what they see, and config.layer_types does not tell them apart")
+    for name, mask_name in _MASK_NAMES.items():
+        if name in by_name:
+            by_name.setdefault(mask_name, by_name[name])
     return dict(sorted(by_name.items()))
+
+
+_MASK_NAMES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # of layers that attend and mix
 
 
 def _kinds_of_config(config: object) -> dict[str, AttentionKind]:

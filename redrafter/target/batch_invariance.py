@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.dense import LayerShape, states_of
 from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -59,6 +59,8 @@ def support_of(target: InvariantTarget) -> Support:
             return Support(f"the weight of {name} is a {type(module.weight).__name__}; load it unquantised")
     if target.varlen_forward.attends_in_chunks:
         return Support("its layers attend within chunks, and the attention of one fixed order knows no chunks")
+    if states_of(target.paged_shapes):
+        return Support("its layers keep recurrent states, whose recurrences sum in an order of their own")
     return target.paged
 
 

@@ -13,6 +13,7 @@ from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.target.attention_probe import AttentionProbe
+from redrafter.target.mixers import Mixer
 from redrafter.target.prompt_reader import PromptReader
 from redrafter.target.self_test import SelfTest
 from redrafter.target.self_test_trials import TargetUnderTest
@@ -22,6 +23,9 @@ from redrafter.target.supported import stored_shapes
 __all__ = ["CacheSupport"]
 
 MAX_CHEAP_WINDOW = 64  # positions; prompts of the self-test reach past a window up to this long
+# Of the longer prompt: more than convolutions look back, and such that no piece of a prompt has one token, which some
+# mixers compute otherwise.
+MIN_TOKENS_WITH_STATES = 10
 
 
 class CacheSupport:
@@ -36,6 +40,7 @@ class CacheSupport:
         target: TargetUnderTest,
         probe: AttentionProbe,
         kinds: LayerKinds,
+        mixers: Sequence[Mixer],
         reader: PromptReader,
         reads_slots: bool,
     ):
@@ -45,6 +50,7 @@ class CacheSupport:
             target: What is being bound.
             probe: What its layers showed of their attention.
             kinds: What each layer attends to.
+            mixers: Its modules that keep recurrent states.
             reader: Its reader of prompts, which is set to that way.
             reads_slots: Whether its attention masks slots, or biases them, in code of its own.
 
@@ -54,8 +60,10 @@ class CacheSupport:
         self._target, self._probe, self._kinds, self._reads_slots = target, probe, kinds, reads_slots
         window = min((kind.window for kind in kinds.by_name.values() if kind.window), default=0)
         longest = window + 3 if window <= MAX_CHEAP_WINDOW else 5
-        self._self_test = SelfTest(target, kinds, longest)
-        self.shapes = stored_shapes(self._self_test.output, target.config, target.name)
+        longest = max(longest, MIN_TOKENS_WITH_STATES) if mixers else longest
+        self._self_test = SelfTest(target, kinds, longest, decoded=bool(mixers))
+        states = [state for mixer in mixers for state in mixer.states]
+        self.shapes = stored_shapes(self._self_test.output, target.config, target.name, states)
         self._contiguous = False
         on_cpu = all(shape.device.type == "cpu" for shape in self.shapes)
         reader.use_masks_on_dense_cache(not (probe.kinds and on_cpu))
@@ -85,8 +93,8 @@ class CacheSupport:
         Models with latent attention store something else in transformers' own caches.
         """
         seen = self._probe.shapes
-        nothing = next(iter(seen.values())).storing_nothing()
-        return [seen.get(layer, nothing) for layer in range(self._target.config.num_hidden_layers)]
+        nothing = next(iter(seen.values()), self.shapes[0]).storing_nothing()
+        return [replace(seen.get(layer, nothing), states=shape.states) for layer, shape in enumerate(self.shapes)]
 
     @cached_property
     def paged(self) -> Support:
@@ -96,14 +104,15 @@ class CacheSupport:
             return Support("it is spread over several devices; load it on one with device='cuda'")
         if target.device.type == "cuda" and not kernels.TRITON:
             return Support("Triton is not installed; pip install triton")
-        if probe.failure is not None or not probe.shapes:
+        attends = any(shape.heads for shape in self.shapes)
+        if attends and (probe.failure is not None or not probe.shapes):
             reason = probe.failure or "no layer attends through transformers' attention interface"
             return Support(f"its attention cannot be replaced: {reason}")
         if any(shape.index_dim for shape in self.shapes):
             return Support(
                 "an indexer chooses what its layers attend to, and the paged cache has no place for its keys"
             )
-        if self._kinds.by_layer is None:
+        if attends and self._kinds.by_layer is None:
             return Support("what its layers see is not known")
         if self._reads_slots:
             return Support("its attention takes positions from slots of the cache")
@@ -123,4 +132,5 @@ class CacheSupport:
     def _new_paged(self, shapes: Sequence[LayerShape], rows: int, slots: int) -> PagedCache:
         blocks = -(-slots // BLOCK_SIZE)
         table = torch.arange(1, 1 + rows * blocks, dtype=torch.int32, device=self._target.device).view(rows, blocks)
-        return PagedCache(KVCachePool(shapes, 1 + rows * blocks), table)
+        home = torch.arange(1, 1 + rows, device=table.device)
+        return PagedCache(KVCachePool(shapes, 1 + rows * blocks, rows), table, home)

@@ -19,12 +19,12 @@ __all__ = ["FusedLinears", "linear_calls", "same_inputs"]
 
 
 @contextmanager
-def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-    """Record the calls of plain linear layers inside the context: the name of the layer, and its input."""
-    calls: list[tuple[str, Tensor]] = []  # holds the tensors, so that no id is used twice
+def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
+    """Record the calls of plain linear layers inside the context: the name of the layer, its input and its output."""
+    calls: list[tuple[str, Tensor, Tensor]] = []  # holds the tensors, so that no id is used twice
     linears = {name: module for name, module in model.named_modules() if _is_plain(module)}
     hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: calls.append((name, args[0])))
+        module.register_forward_hook(lambda _, args, output, name=name: calls.append((name, args[0], output)))
         for name, module in linears.items()
     ]
     try:
@@ -43,18 +43,18 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and "forward" not in vars(module) and type(module.weight) is nn.Parameter
 
 
-def same_inputs(calls: Sequence[tuple[str, Tensor]]) -> list[list[str]]:
+def same_inputs(calls: Sequence[tuple[str, Tensor, Tensor]]) -> list[list[str]]:
     """Group the names of linear layers by the tensor that they read, in the order of their calls.
 
     A layer that is called twice is in no group; many groups are of one layer.
 
     Args:
-        calls: Names and inputs, as `linear_calls` records them.
+        calls: What `linear_calls` records.
     """
     groups: dict[int, list[str]] = {}
-    for name, x in calls:
+    for name, x, _ in calls:
         groups.setdefault(id(x), []).append(name)
-    names = [name for name, _ in calls]
+    names = [name for name, _, _ in calls]
     return [group for group in groups.values() if all(names.count(name) == 1 for name in group)]
 
 

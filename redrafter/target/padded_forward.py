@@ -3,7 +3,7 @@
 It serves any model that can be served at all, on any device or spread over several.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +14,9 @@ from transformers import DynamicCache
 from redrafter.attention.alibi import has_alibi
 from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.positions import answer_by_position
+from redrafter.attention.prompt_plan import Piece
 from redrafter.cache.dense import DenseCache
+from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
 from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.tree.token_tree import Tree
 
@@ -44,6 +46,7 @@ class PaddedForward(TreeForward):
         logits_index: Tensor | None = None,
         long: Tensor | None = None,
         position_shift: Tensor | None = None,
+        pieces: Sequence[Piece] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the new nodes of a tree through the model; see `TreeForward`."""
         nodes, new = tree.tokens.shape[1], tree.new
@@ -58,15 +61,15 @@ class PaddedForward(TreeForward):
             self._recording(),
             answer_by_position(self._slot_readers, lambda: places, slots),
             self._choosing_rope(long, new),
+            self._mixing(tree, length, cache, pieces),
         ):
             self._start_recording(logits_index)
-            out = self._model(
-                input_ids=tree.tokens[:, -new:],
-                attention_mask=None if cache.committed else self._mask(slots),
+            out = self._call_model(
+                tree.tokens[:, -new:],
                 # Nodes past the end of the context are never kept; they only must not index past a table.
-                position_ids=positions if self._context is None else positions.clamp(max=self._context - 1),
-                past_key_values=cache,
-                use_cache=True,
+                positions if self._context is None else positions.clamp(max=self._context - 1),
+                cache,
+                attention_mask=None if cache.committed else self._mask(slots),
             )
             hidden = self._recorded_hidden().to(self._device)  # [B, M, F]
         if self._drafter_layer is not None:
@@ -106,12 +109,27 @@ class PaddedForward(TreeForward):
         tokens = long[:, None].expand(-1, new)  # [B, M]
         return self._rope.choosing(lambda: tokens)
 
-    def _mask(self, slots: TreeSlots) -> Tensor | dict[str, Tensor]:
-        """Return the additive mask `[B, 1, M, S]`, one by name where kinds differ; with ALiBi, ones `[B, S]`."""
+    def _mixing(
+        self, tree: Tree, length: Tensor, cache: DenseCache, pieces: Sequence[Piece] | None
+    ) -> AbstractContextManager[None]:
+        """Have the model's mixers go level by level, or row by row where the tree is part of prompts."""
+        if cache.states is None:
+            return nullcontext()
+        return replaced_mixers(self._mixers, mixer_plan(tree, length, cache.states, pieces))
+
+    def _mask(self, slots: TreeSlots) -> Tensor | dict[str, Tensor | None] | None:
+        """Return the additive mask `[B, 1, M, S]`, one by name where kinds differ; with ALiBi, ones `[B, S]`.
+
+        It is None for a model without attention.
+        """
         if self._alibi:
             return torch.ones_like(slots.positions)
-        masks = {name: additive_mask(slots.seen(kind), self._dtype) for name, kind in self._kinds.by_name.items()}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        masks: dict[str, Tensor | None] = {
+            name: additive_mask(slots.seen(kind), self._dtype) for name, kind in self._kinds.by_name.items()
+        }
+        if len(masks) < 2:
+            return next(iter(masks.values()), None)
+        return {"linear_attention": None, "conv": None} | masks  # mixers are given no padding to mask
 
 
 def _take(hidden: Tensor, index: Tensor) -> Tensor:

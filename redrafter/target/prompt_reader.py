@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from redrafter.attention.prompt_plan import cut_prompts
+from redrafter.attention.prompt_plan import Piece, cut_prompts
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.cache.to_device import to_device
 from redrafter.target.tree_forward import TreeForward
@@ -140,6 +140,9 @@ class PromptReader:
             sizes = [min(max(count - offset, 0), chunk) for count in counts]
             size = max(sizes)
             behind = start + offset  # [B]
+            pieces = None if cache.states is None else _pieces(behind, length, sizes)
+            if pieces == []:
+                continue  # padding alone
             positions = behind[:, None] + torch.arange(size, device=length.device)  # [B, size]
             tokens = chain(prompts.gather(1, positions.clamp(max=width - 1)))
             if ragged:
@@ -147,7 +150,7 @@ class PromptReader:
             last = length - 1 - behind  # [B], the node of the last prompt token, if it is here
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
             end = last.clamp(0, size - 1)
-            new_logits, new_hidden = forward(tokens, behind, cache, end if show is None else None, long)
+            new_logits, new_hidden = forward(tokens, behind, cache, end if show is None else None, long, pieces=pieces)
             if show is not None:
                 read = (last + 1).clamp(0, size).tolist()
                 for row, first, count in zip(range(rows), behind.tolist(), read, strict=True):
@@ -161,3 +164,15 @@ class PromptReader:
         assert logits is not None, "a prompt has at least one token"
         assert hidden is not None
         return logits, hidden
+
+
+def _pieces(behind: Tensor, length: Tensor, sizes: Sequence[int]) -> list[Piece]:
+    """Return what a forward reads of each row that reads on.
+
+    Args:
+        behind: Tokens of each row that are read already, `[B]` int64.
+        length: Tokens of each row up to which to read, `[B]` int64.
+        sizes: The most tokens of each row in the forward.
+    """
+    rows = enumerate(zip(behind.tolist(), length.tolist(), sizes, strict=True))
+    return [Piece(row, first, min(end, first + size)) for row, (first, end, size) in rows if first < end and size]

@@ -6,13 +6,13 @@ and once as it is, which shows that it runs and is not far off.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from redrafter.attention.layer_kinds import LayerKinds
-from redrafter.cache.dense import LayerShape
+from redrafter.cache.dense import LayerShape, states_of
 from redrafter.cache.paged import KVCache
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.target.aux_hidden import decoder_stack
@@ -43,19 +43,21 @@ class SelfTest:
         output: Output of one of the model's own plain forwards, with its cache.
     """
 
-    def __init__(self, target: TargetUnderTest, kinds: LayerKinds, longest: int):
+    def __init__(self, target: TargetUnderTest, kinds: LayerKinds, longest: int, *, decoded: bool = False):
         """Run the plain forwards of the near trial.
 
         Args:
             target: What is being bound; its `verify` and `prefill` are tried.
             kinds: What its layers attend to.
             longest: Tokens of the longer row of a near trial.
+            decoded: Let the model read what trees are compared with token by token, as in plain decoding.
 
         Raises:
             CheckpointError: The model's logits are not finite.
         """
         self._target, self._longest = target, longest
-        self._near, self.output = near_trial(target, longest)
+        self._near, self.output = near_trial(target, longest, decoded=decoded)
+        self._decoded = decoded
         if not bool(self._near.expected.isfinite().all()):
             raise CheckpointError(
                 f"{target.name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow "
@@ -63,7 +65,8 @@ class SelfTest:
             )
         by_layer = kinds.by_layer or ()
         self._far_layers = max([MIN_FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
-        self._native_tolerance = _tolerance(target)
+        self._native_tolerance = max(_tolerance(target), _RECURRENT if decoded else _EXACT)
+        self._wide_tolerance = _RECURRENT_WIDENED if decoded else _WIDENED
         self._test_in_float32 = target.dtype in _HALF and not is_quantized(target.model.config)
 
     def run(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
@@ -78,15 +81,18 @@ class SelfTest:
             UnsupportedError: The model cannot run a tree, or its logits differ from those of plain forwards.
         """
         self._compare(self._near, new_cache(shapes, 2, self._near.slots), self._native_tolerance)
+        if states_of(shapes):  # they come about in other ways when prompts are read whole
+            self._compare(self._near, new_cache(shapes, 2, self._near.slots), self._native_tolerance, whole=True)
+            far = False  # a far text has keys and values that are random numbers, and no states
         if not self._test_in_float32:
             if far:
                 self._run_far(shapes, new_cache, max(self._native_tolerance, _WIDENED))
             return
-        wide = [replace(shape, dtype=torch.float32) for shape in shapes]
+        wide = [shape.widened() for shape in shapes]
         with in_float32():
-            near = _unless_it_fails(lambda: near_trial(self._target, self._longest)[0])
+            near = _unless_it_fails(lambda: near_trial(self._target, self._longest, decoded=self._decoded)[0])
             if near is not None:
-                self._compare(near, new_cache(wide, 2, near.slots), _WIDENED)
+                self._compare(near, new_cache(wide, 2, near.slots), self._wide_tolerance)
                 if far:
                     self._run_far(wide, new_cache, _WIDENED)
 
@@ -100,9 +106,9 @@ class SelfTest:
                 if trial is not None:
                     self._compare(trial, new_cache(trial.shapes, 1, trial.slots), allowed)
 
-    def _compare(self, trial: Trial, cache: KVCache, allowed: "_Tolerance") -> None:
+    def _compare(self, trial: Trial, cache: KVCache, allowed: "_Tolerance", *, whole: bool = False) -> None:
         """Run a trial, and raise `UnsupportedError` where its logits are off by more than is allowed."""
-        logits, expected = run_trial(self._target, trial, cache).float(), trial.expected.float()
+        logits, expected = run_trial(self._target, trial, cache, whole=whole).float(), trial.expected.float()
         error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
         if not bool((error.max() <= allowed.worst) & (error.median() <= allowed.typical)):
             behind = "" if trial.prompts is not None else f" behind {int(trial.length[0])} tokens"
@@ -131,6 +137,8 @@ class _Tolerance:
 # expert at a node or two. Where activations are quantised, the least difference carries one over to the next of few
 # values: up to 0.18 typically on the boxed base, 40 layers deep; a node that sees what it should not is at 0.8.
 _EXACT, _WIDENED = _Tolerance(2e-3, 2e-3), _Tolerance(1e-2, 5e-3)
+# Recurrences carry rounding on from token to token: 0.014 at worst on a tiny Nemotron-H; a wrong state is near to 1.
+_RECURRENT, _RECURRENT_WIDENED = _Tolerance(1e-2, 5e-3), _Tolerance(5e-2, 2e-2)
 _NARROW, _QUANTIZED = _Tolerance(float("inf"), 0.15), _Tolerance(float("inf"), 0.4)
 _HALF = (torch.float16, torch.bfloat16)
 

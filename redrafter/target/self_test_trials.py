@@ -5,6 +5,7 @@ keys and values are random numbers, as many as it takes to cross the numbers of 
 sees: windows, chunks, scales, the end of the context. Only a few tokens of it are computed, so it takes little time.
 """
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from redrafter.cache.dense import LayerShape
 from redrafter.cache.fill import fill_first_slots
 from redrafter.cache.paged import KVCache
 from redrafter.errors import UnsupportedError, first_line
+from redrafter.target.mixer_probe import cache_argument
+from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, chain, tree_of
 
 __all__ = ["MODEL_ERRORS", "TargetUnderTest", "Trial", "far_lengths", "far_trial", "near_trial", "run_trial"]
@@ -78,7 +81,7 @@ class Trial:
         return int(self.length.max()) + TRIAL_SLOTS
 
 
-def near_trial(target: TargetUnderTest, longest: int) -> tuple[Trial, Any]:
+def near_trial(target: TargetUnderTest, longest: int, *, decoded: bool = False) -> tuple[Trial, Any]:
     """Make a test case of a small token tree behind two short prompts, with the logits that the tree must give.
 
     The logits come from plain forwards: for each prompt, the model reads the prompt with each of the tree's two paths
@@ -87,6 +90,8 @@ def near_trial(target: TargetUnderTest, longest: int) -> tuple[Trial, Any]:
     Args:
         target: The target under test.
         longest: Tokens of the first prompt; the second one has two fewer.
+        decoded: Let the model read the paths token by token, as in plain decoding. Some mixers compute slightly other
+            numbers so than at once.
 
     Returns:
         The test case, and the output of the plain forward of the second prompt, with the model's own cache.
@@ -95,11 +100,29 @@ def near_trial(target: TargetUnderTest, longest: int) -> tuple[Trial, Any]:
     prompts, nodes = ids[: 2 * longest].view(2, longest), ids[2 * longest :]
     expected, lengths = [], [longest, longest - 2]
     for row, n in enumerate(lengths):
-        texts = torch.stack([torch.cat([prompts[row, :n], path]) for path in _paths(nodes)])
-        out = target.model(input_ids=texts, use_cache=True)
-        expected.append(_at_nodes(out.logits[:, n:].to(target.device)))
+        paths = torch.stack(_paths(nodes))
+        if decoded:
+            logits, out = _decoded(target.model, prompts[row, :n].expand(2, n), paths)
+        else:
+            out = target.model(input_ids=torch.cat([prompts[row, :n].expand(2, n), paths], dim=1), use_cache=True)
+            logits = out.logits[:, n:]
+        expected.append(_at_nodes(logits.to(target.device)))
     length = torch.tensor(lengths, device=target.device)
     return Trial(nodes, length, prompts, (), (), torch.stack(expected)), out
+
+
+def _decoded(model: Any, prompts: Tensor, paths: Tensor) -> tuple[Tensor, Any]:
+    """Return the logits along paths `[B, T]` that are read token by token after prompts, and the last output."""
+    argument = cache_argument(model)
+    assert argument is not None, "a model with states takes a cache"
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    out, logits = model(input_ids=prompts, use_cache=True), []
+    for offset, token in enumerate(paths.unbind(1)):
+        position = {"position_ids": torch.full_like(token, prompts.shape[1] + offset)[:, None]}
+        past = {argument: out[argument]} | (position if takes_positions else {})
+        out = model(input_ids=token[:, None], use_cache=True, **past)
+        logits.append(out.logits[:, -1])
+    return torch.stack(logits, dim=1), out
 
 
 def far_trial(target: TargetUnderTest, length: int, shapes: Sequence[LayerShape]) -> Trial:
@@ -123,8 +146,14 @@ def far_trial(target: TargetUnderTest, length: int, shapes: Sequence[LayerShape]
     return Trial(nodes, lengths, None, shapes, states, _at_nodes(out.logits.to(target.device))[None])
 
 
-def run_trial(target: TargetUnderTest, trial: Trial, cache: KVCache) -> Tensor:
+def run_trial(target: TargetUnderTest, trial: Trial, cache: KVCache, *, whole: bool = False) -> Tensor:
     """Return the logits `[B, 6, V]` of a trial's tree on an empty cache: prefill, verify, commit, verify.
+
+    Args:
+        target: What is being bound.
+        trial: The trial.
+        cache: The cache.
+        whole: Read prompts in one forward, and not in several as long ones are read.
 
     Raises:
         UnsupportedError: The model cannot run a tree.
@@ -137,10 +166,12 @@ def run_trial(target: TargetUnderTest, trial: Trial, cache: KVCache) -> Tensor:
         if trial.prompts is None:
             fill_first_slots(cache, _stored(trial.shapes, trial.states))
         else:
-            # In several forwards, as long prompts are read.
-            target.prefill(trial.prompts, trial.length, cache, max_tokens=trial.prompts.shape[1])
+            most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
+            target.prefill(trial.prompts, trial.length, cache, max_tokens=most)
         logits, _ = target.verify(tree_of(tokens, parents, depth, max_depth=2), trial.length, cache)
-        cache.commit(trial.length, torch.tensor([0, 2, 4], device=device).expand(rows, 3))
+        path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))
+        cache.commit(trial.length, path.nodes)
+        cache.commit_states(trial.length, path, torch.ones_like(trial.length, dtype=torch.bool))
         after, _ = target.verify(chain(e.expand(rows, 1)), trial.length + 3, cache)
     except MODEL_ERRORS as error:
         raise UnsupportedError(f"{target.name} cannot run a token tree: {first_line(error)}") from error
@@ -160,6 +191,8 @@ def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) 
     """
     # Of two plain rows, and of one of ours.
     slot_bytes = 3 * sum(shape.heads * (shape.key_dim + shape.value_dim) * 4 for shape in shapes)
+    if not slot_bytes:
+        return []  # no layer looks back
     longest = MAX_FAR_BYTES // slot_bytes
     if context is not None:
         longest = min(longest, context - 4)

@@ -1,6 +1,6 @@
 """Refuse models that cannot be a target, each with its reason, and read from others what they store."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -9,9 +9,17 @@ from torch import Tensor, nn
 
 from redrafter.attention.alibi import has_alibi
 from redrafter.cache.dense import LayerShape
+from redrafter.cache.states import StateShape
 from redrafter.errors import ReDrafterError, UnsupportedError, first_line
 
-__all__ = ["check_supported", "config_width", "head_width", "name_model_in_errors", "stored_shapes"]
+__all__ = [
+    "check_states_found",
+    "check_supported",
+    "config_width",
+    "head_width",
+    "name_model_in_errors",
+    "stored_shapes",
+]
 
 MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
 
@@ -44,8 +52,8 @@ def check_supported(model: Any, name: str) -> None:
         name: What to call it.
 
     Raises:
-        UnsupportedError: It is an encoder-decoder, reads in both directions, keeps a recurrent state, has ALiBi in
-            code that is not known, or its attention implementation takes no 4-D mask.
+        UnsupportedError: It is an encoder-decoder, reads in both directions, has ALiBi in code that is not known, or
+            its attention implementation takes no 4-D mask.
     """
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
@@ -55,21 +63,34 @@ def check_supported(model: Any, name: str) -> None:
             f"{name} reads its prompt in both directions (use_bidirectional_attention); "
             "only a model in which no token sees a later one can be verified as a tree"
         )
-    layer_types = _layer_types(config)
-    stateful = {kind for kind in layer_types or () if "linear" in kind or not kind.endswith("attention")}
-    # A class may be made for hybrids, and a model of it hold attention alone; its own layers are what counts.
-    if stateful or (layer_types is None and getattr(model, "_is_stateful", False)):
-        kinds = ", ".join(sorted(stateful)) or "recurrent"
-        raise UnsupportedError(
-            f"{name} has {kinds} layers, whose state cannot be rolled back to a branch of a tree; "
-            "use a model whose layers are all attention"
-        )
     attention = getattr(model.config, "_attn_implementation", "eager")
     if attention not in MASKED_ATTENTIONS:
         raise UnsupportedError(
             f"attn_implementation={attention!r} takes no tree mask; load the model with {_tree_attentions(model)}"
         )
     _check_positions(model, name)
+
+
+def check_states_found(model: Any, config: Any, name: str) -> None:
+    """Check that a model in which no recurrent state was found has none.
+
+    Args:
+        model: The causal LM.
+        config: Config of its decoder.
+        name: What to call it.
+
+    Raises:
+        UnsupportedError: It keeps states somewhere else than in transformers' cache.
+    """
+    layer_types = _layer_types(config)
+    stateful = {kind for kind in layer_types or () if "linear" in kind or not kind.endswith("attention")}
+    # A class may be made for hybrids, and a model of it hold attention alone; its own layers are what counts.
+    if stateful or (layer_types is None and getattr(model, "_is_stateful", False)):
+        kinds = ", ".join(sorted(stateful)) or "recurrent"
+        raise UnsupportedError(
+            f"{name} has {kinds} layers, and does not keep their state in transformers' cache, so it cannot be rolled "
+            "back to a branch of a tree; use a model whose layers are all attention, or one that keeps it there"
+        )
 
 
 def _layer_types(config: object) -> list[str] | None:
@@ -102,7 +123,7 @@ def _tree_attentions(model: Any) -> str:
 
 def _cache_layers(output: Any, config: Any, name: str) -> Any:
     """Return the layers of the cache that a plain forward made, or raise `UnsupportedError` where it made none."""
-    past: Any = getattr(output, "past_key_values", None)
+    past: Any = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
     if hasattr(past, "layers"):
         return past.layers
     if past is None and getattr(config, "is_decoder", None) is False:
@@ -111,20 +132,26 @@ def _cache_layers(output: Any, config: Any, name: str) -> Any:
     raise UnsupportedError(f"{name} keeps {kept}; only models with an ordinary cache can be verified as a tree")
 
 
-def stored_shapes(output: Any, config: Any, name: str) -> list[LayerShape]:
+def stored_shapes(output: Any, config: Any, name: str, states: Sequence[StateShape] = ()) -> list[LayerShape]:
     """Return what each layer stores, by the cache of a plain forward.
 
     Args:
         output: Output of that forward.
         config: Config of the model's decoder.
         name: What to call the model.
+        states: The recurrent states of all layers.
 
     Raises:
-        UnsupportedError: The model keeps something else than keys and values.
+        UnsupportedError: The model keeps something else than keys and values and these states.
     """
     layers = _cache_layers(output, config, name)
+    by_layer = {index: tuple(state for state in states if state.layer == index) for index in range(len(layers))}
     shapes = dict[int, LayerShape]()
     for index, layer in enumerate(layers):
+        if getattr(layer, "keys", None) is None and by_layer[index]:
+            first = by_layer[index][0]
+            shapes[index] = LayerShape(0, 0, 0, first.dtype, first.device, states=by_layer[index])
+            continue
         if _stores_nothing(layer):
             continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -138,6 +165,7 @@ def stored_shapes(output: Any, config: Any, name: str) -> list[LayerShape]:
             keys.dtype,
             keys.device,
             index_dim=0 if index_keys is None else index_keys.shape[-1],
+            states=by_layer[index],
         )
     if not shapes:
         raise UnsupportedError(f"no layer of {name} keeps keys and values")

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from redrafter.attention.positions import find_slot_readers, masks_slots
 from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
-from redrafter.cache.dense import DenseCache, LayerShape
+from redrafter.cache.dense import DenseCache, LayerShape, states_of
 from redrafter.cache.fill import fill_first_slots
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
@@ -28,6 +28,7 @@ from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.images import ImagePrompt, image_arguments, token_type_arguments
 from redrafter.target.invariant_products import RowByRow
 from redrafter.target.lora_layers import LoraWeights
+from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.mode_checks import check_autocast
 from redrafter.target.padded_forward import PaddedForward
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
@@ -35,7 +36,7 @@ from redrafter.target.quantization import warn_of_shared_scales
 from redrafter.target.rope import SwitchingRope, dynamic_context, find_rope, warn_of_dynamic_rope
 from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.target.support import Support
-from redrafter.target.supported import check_supported, head_width, name_model_in_errors
+from redrafter.target.supported import check_states_found, check_supported, head_width, name_model_in_errors
 from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import Tree, chain
@@ -84,8 +85,8 @@ class Target:
             name: What to call it in messages; None for the name of its class.
 
         Raises:
-            UnsupportedError: It is an encoder-decoder, has recurrent or hybrid layers or an attention implementation
-                that takes no 4-D mask, or its tree forward differs from its plain one.
+            UnsupportedError: It is an encoder-decoder, keeps states where they cannot be found, has an attention
+                implementation that takes no 4-D mask, or its tree forward differs from its plain one.
         """
         model = base_of(model)
         self.name = name or type(model).__name__
@@ -118,6 +119,9 @@ class Target:
         """Make the forwards of the model, then run its self-test on the caches that it may be decoded on."""
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
         self.dtype = self.embed(ids).dtype  # the model's own may be that of a quantised weight
+        mixers = find_mixers(self.model, self.config, ids, self.name)
+        if not mixers:
+            check_states_found(self.model, self.config, self.name)
         probe = probe_attention(self.model, self.config, ids)
         if probe.changed:
             raise UnsupportedError(
@@ -125,13 +129,14 @@ class Target:
                 "seen depends on slots of the cache, and a tree fills others; use a model whose masks follow positions"
             )
         kinds, slot_readers = probe.layer_kinds(self.config), find_slot_readers(self.model)
-        parts = ModelParts(self.model, self.head, self.context, kinds, slot_readers)
+        parts = ModelParts(self.model, self.head, self.context, kinds, slot_readers, mixers)
         self._padded_forward = PaddedForward(parts, self.device, self.dtype)
         self.varlen_forward = VarlenForward(parts, self.config)
         self._forwards: tuple[TreeForward, ...] = (self._padded_forward, self.varlen_forward)
         without_masks = self.device.type == "cpu" and bool(kinds.by_layer)
         self.prompt_reader = PromptReader(self._padded_forward, self.varlen_forward, self.vocab_size, without_masks)
-        self._caches = CacheSupport(self, probe, kinds, self.prompt_reader, reads_slots=masks_slots(slot_readers))
+        slots_masked = masks_slots(slot_readers)
+        self._caches = CacheSupport(self, probe, kinds, mixers, self.prompt_reader, reads_slots=slots_masked)
         self._varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
         self.rope = find_rope(self.model, self.config, self.new_cache(1))
         for forward in self._forwards:
@@ -268,6 +273,11 @@ class Target:
         """
         if self.batch_invariant:
             raise UnsupportedError(_INVARIANT_ADAPTERS)
+        if self.keeps_states:
+            raise UnsupportedError(
+                f"{name} cannot be applied beside others: layers of {self.name} keep recurrent states, and are called "
+                "with other tokens than the forward's; merge it into the model with PEFT's merge_and_unload()"
+            )
         with self._padded_forward.lock:  # no layer has a stand-in now
             adapter = self.adapters.load(name, weights, max_loras, max_lora_rank)
             assert self.adapters.stacks is not None
@@ -355,8 +365,16 @@ class Target:
 
     @property
     def reads_beside_trees(self) -> bool:
-        """Whether `verify_and_read` can read prompts: on a paged cache, by a model whose rope does not switch."""
-        return self.rope is None and self.paged.ok
+        """Whether `verify_and_read` can read prompts: on a paged cache, by a model whose rope does not switch.
+
+        Recurrent layers read prompts row by row, in a forward of their own.
+        """
+        return self.rope is None and not self.keeps_states and self.paged.ok
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether any layer keeps recurrent states."""
+        return bool(states_of(self._caches.shapes))
 
     def drop_past_rope_switch(self, tree: Tree, length: Tensor) -> Tree:
         """Return the tree without the tokens that cannot be accepted, as rope switches before them.
@@ -402,6 +420,8 @@ class Target:
             return Support("it is batch-invariant, and images of a batch are encoded together")
         if any(shape.index_dim for shape in self._caches.shapes):
             return Support("its layers attend to tokens that an indexer chooses")
+        if self.keeps_states:
+            return Support("its layers keep recurrent states, which are not copied from what reads images")
         return Support() if self.rope is None else Support("its rope switches at a length of text")
 
     @property

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.attention.own_thread import only_in_this_thread
+from redrafter.attention.prompt_plan import Piece
 from redrafter.errors import UnsupportedError
 from redrafter.target.aux_hidden import join_hidden, watch_outputs
 from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.lora_layers import LoraStacks
+from redrafter.target.mixer_probe import cache_argument
+from redrafter.target.mixers import Mixer
 from redrafter.target.rope import SwitchingRope
 from redrafter.tree.token_tree import Tree
 
@@ -35,6 +38,7 @@ class ModelParts:
         context: Positions that it can tell apart; None when it names no limit.
         kinds: What each of its layers attends to.
         slot_readers: Its modules that take positions from the cache; see `answer_by_position`.
+        mixers: Its modules that keep recurrent states.
     """
 
     model: Any
@@ -42,6 +46,7 @@ class ModelParts:
     context: int | None
     kinds: LayerKinds
     slot_readers: Sequence[nn.Module]
+    mixers: Sequence[Mixer] = ()
 
 
 class TreeForward(ABC):
@@ -54,7 +59,8 @@ class TreeForward(ABC):
     def __init__(self, parts: ModelParts):
         """Make the forward of a model."""
         self._model, self._head, self._context = parts.model, parts.head, parts.context
-        self._kinds, self._slot_readers = parts.kinds, parts.slot_readers
+        self._kinds, self._slot_readers, self._mixers = parts.kinds, parts.slot_readers, parts.mixers
+        self._cache_argument = cache_argument(parts.model) or "past_key_values"
         self._rope: SwitchingRope | None = None
         self._aux_layers: Sequence[nn.Module] = ()
         self._aux_layer_ids: tuple[int, ...] = ()
@@ -79,6 +85,7 @@ class TreeForward(ABC):
         logits_index: Tensor | None = None,
         long: Tensor | None = None,
         position_shift: Tensor | None = None,
+        pieces: Sequence[Piece] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the new nodes of a tree through the model.
 
@@ -90,6 +97,9 @@ class TreeForward(ABC):
             long: Whether each row has the rope of long texts, `[B]` bool; None where rope does not switch.
             position_shift: What is added to the places of each row's tokens in its text to get their positions, `[B]`
                 int64; None for nothing.
+            pieces: For a chain that is part of prompts, what is read of each row that reads on; its recurrent states
+                are those after it then. None for a tree, whose path is committed later. Models without such states
+                need not be told.
 
         Returns:
             Logits `[B, M, V]` and the hidden states that a drafter reads, `[B, M, F]`; M is 1 with `logits_index`.
@@ -115,6 +125,20 @@ class TreeForward(ABC):
     def apply_adapters(self, stacks: LoraStacks) -> None:
         """Let the adapters in these stacks take part in later calls, for the rows of a cache that has any."""
         self._lora = stacks
+
+    def _call_model(self, ids: Tensor, positions: Tensor, cache: Any, **arguments: Any) -> Any:
+        """Call the model; one without attention takes no positions.
+
+        Args:
+            ids: Tokens, `[B, T]` int64.
+            positions: Their positions, `[B, T]` int64.
+            cache: Keys and values, or None.
+            arguments: Other arguments.
+        """
+        if self._kinds.by_name:
+            arguments["position_ids"] = positions
+        arguments[self._cache_argument] = cache
+        return self._model(input_ids=ids, use_cache=cache is not None, **arguments)
 
     @abstractmethod
     def _select(self, hidden: Tensor) -> Tensor:

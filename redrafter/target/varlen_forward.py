@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
 from redrafter.target.invariant_products import RowByRow
+from redrafter.target.recurrent_layers import PromptStates, mixer_plan, replaced_mixers
 from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.tree.token_tree import Tree
 
@@ -82,15 +84,26 @@ class VarlenForward(TreeForward):
         logits_index: Tensor | None = None,
         long: Tensor | None = None,
         position_shift: Tensor | None = None,
+        pieces: Sequence[Piece] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the new nodes of a tree through the model; see `TreeForward`."""
         index = torch.arange(tree.size, device=length.device)
         if logits_index is not None:  # of a row without tokens in a ragged forward, any token will do
             index = (tree.row_starts()[:-1] + logits_index).clamp(max=tree.size - 1)
-        logits, hidden = self._run_tree(tree, length, cache, index, long, None, position_shift)
+        with self._mixing(tree, length, cache, pieces):
+            logits, hidden = self._run_tree(tree, length, cache, index, long, None, position_shift)
         if logits_index is not None:
             return logits[:, None], hidden[index][:, None]
         return _by_row(tree, logits, hidden[: tree.size])
+
+    def _mixing(
+        self, tree: Tree, length: Tensor, cache: PagedCache, pieces: Sequence[Piece] | None
+    ) -> AbstractContextManager[None]:
+        """Have the model's mixers go level by level, or row by row where the tree is part of prompts."""
+        if not self._mixers:
+            return nullcontext()
+        assert cache.states is not None, "a model with mixers has states"
+        return replaced_mixers(self._mixers, mixer_plan(tree, length, cache.states, pieces))
 
     def verify_and_read(
         self,
@@ -201,7 +214,11 @@ class VarlenForward(TreeForward):
         keep = self._kept_columns(adapters)
         paged = cache.plan_prefill(pieces)
         plan = PromptPlan(pieces, self._kinds.by_layer or (), paged)
-        with self.lock, self._attending(PROMPT_ATTENTION_NAME, plan, keep, threads_apart=True):
+        with (
+            self.lock,
+            self._attending(PROMPT_ATTENTION_NAME, plan, keep, threads_apart=True),
+            self._reading_states(pieces, cache),
+        ):
             dense = cache if isinstance(cache, DenseCache) else None
             logits, hidden = self._plain(tokens, positions, index, plan, long, keep, dense)
         if self._drafter_layer is not None:
@@ -270,15 +287,16 @@ class VarlenForward(TreeForward):
         if keep is not None:  # set here, where a compiled forward sees that it is another tensor each time
             assert self._lora is not None
             self._lora.set_keep(keep)
-        out = self._model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            past_key_values=cache,
-            use_cache=cache is not None,
-            plan=plan,
-        )
+        out = self._call_model(ids[None], positions[None], cache, plan=plan)
         self._long = self._positions = None
         return out.logits[0], self._recorded_hidden()[0]
+
+    def _reading_states(self, pieces: Sequence[Piece], cache: KVCache) -> AbstractContextManager[None]:
+        """Have the model's mixers read one piece behind the other, each from its row's state."""
+        if cache.states is None:
+            return nullcontext()
+        starts = [0, *accumulate(piece.count for piece in pieces)][:-1]
+        return replaced_mixers(self._mixers, PromptStates(pieces, starts, cache.states))
 
     def _select(self, hidden: Tensor) -> Tensor:
         return hidden[:, self._index]

@@ -1,8 +1,9 @@
 """The frozen base as the teacher: one forward over whole texts gives its logits and the drafter's input."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from redrafter.attention.mask import AttentionKind, additive_mask
+from redrafter.attention.prompt_plan import Piece
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.aux_hidden import decoder_layers, join_hidden, watch_outputs
+from redrafter.target.mixer_probe import find_mixers
+from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
 
 __all__ = ["Teacher", "TeacherOutput"]
 
@@ -63,8 +67,9 @@ class Teacher:
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
         self.model: Any = model.eval()
         config = model.config.get_text_config(decoder=True)
-        ids = torch.zeros(2, dtype=torch.long, device=model.device)
+        ids = torch.arange(8, device=model.device) % config.vocab_size
         with torch.no_grad():
+            self._mixers = find_mixers(model, config, ids, type(model).__name__)
             self._kinds = probe_attention(model, config, ids).layer_kinds(config).by_name
         self._layers = decoder_layers(model, config.num_hidden_layers, layers)
         self._captured: _Captured | None = None  # set during `read` only; the model may run between reads
@@ -103,10 +108,13 @@ class Teacher:
             segment: Number of the text that each token belongs to within its row, `[B, T]`; None where each row is one
                 text.
         """
-        packed = {} if segment is None else self._packed(segment)
+        arguments = {} if segment is None else self._packed(segment)
+        # Recurrent layers would keep their states in a cache.
+        arguments |= {"use_cache": False} if self._mixers else {"past_key_values": _NoCache(), "use_cache": True}
         self._captured = captured = _Captured()
         try:
-            logits = self.model(input_ids=tokens, past_key_values=_NoCache(), use_cache=True, **packed).logits
+            with nullcontext() if segment is None else self._apart(segment):
+                logits = self.model(input_ids=tokens, **arguments).logits
         finally:
             self._captured = None
         assert captured.last is not None, "the model did not call its head"
@@ -124,10 +132,22 @@ class Teacher:
             name: additive_mask(same & _in_reach(position, kind), self.model.dtype)
             for name, kind in self._kinds.items()
         }
+        if not masks:  # no layer attends
+            return {}
         return {
             "position_ids": position,
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
         }
+
+    def _apart(self, segment: Tensor) -> AbstractContextManager[None]:
+        """Have recurrent layers read each text of a row of several from no state."""
+        starts, lengths = list[int](), list[int]()
+        for row in segment.tolist():
+            for _, run in groupby(row):
+                starts.append(sum(lengths))
+                lengths.append(len(list(run)))
+        pieces = [Piece(text, 0, length) for text, length in enumerate(lengths)]
+        return replaced_mixers(self._mixers, PromptStates(pieces, starts, states=None))
 
 
 def _in_reach(position: Tensor, kind: AttentionKind) -> Tensor:

@@ -32,6 +32,13 @@ class Path:
         """Index of the deepest accepted node, `[B]` int64."""
         return self.nodes.gather(1, self.accepted[:, None]).squeeze(1)
 
+    def behind_reread(self) -> "Path":
+        """Return the path in trees whose root hangs on the last committed token, which is read again as their node 0.
+
+        It ends one node earlier: what is accepted last is read again by the next step.
+        """
+        return Path(torch.nn.functional.pad(self.nodes + 1, (1, 0)), self.accepted)
+
     def without_drafts(self, rows: Tensor) -> "Path":
         """Return the path with only the root accepted in the rows marked in `rows`, `[B]` bool."""
         return Path(self.nodes.masked_fill(rows[:, None], 0), self.accepted.masked_fill(rows, 0))

@@ -71,11 +71,12 @@ def beam_search(
     if beams == 1:
         tree = chain(lattice_tokens)
     elif nodes >= count:
-        tree = tree_of(*lattice, max_depth=len(tokens) - 1)
+        tree = tree_of(*lattice, max_depth=len(tokens) - 1, width=beams)
     else:
         kept_tokens, parents, depths, slots = keep_best(*lattice, score, nodes)
         score = score.gather(1, slots)
-        tree = replace(tree_of(kept_tokens, parents, depths, max_depth=len(tokens) - 1), slots=slots)
+        kept = tree_of(kept_tokens, parents, depths, max_depth=len(tokens) - 1, width=beams)
+        tree = replace(kept, slots=slots)
     if shared is None or shared[0] >= score.numel():
         return tree
     return share_nodes(tree, score, *shared)

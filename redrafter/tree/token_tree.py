@@ -32,6 +32,7 @@ class Tree:
         depth: Depth of each node, 0 at the root, `[B, N]` int64; node i is at position `n + depth[i]` of its row.
         ancestors: `[B, M, N]` bool; `[b, i, j]` is true when j is node N - M + i or one of that node's ancestors.
         levels: Levels drafted below the root; a number on the host.
+        width: At least the number of nodes of any level; a number on the host.
         branches: Whether a node may have several children. In a tree without branches the keys and values of accepted
             nodes are in their final slots already.
         sampled_from: Unnormalised log-probabilities that node i + 1 was sampled from, `[B, N-1, V]` float32; None
@@ -43,6 +44,7 @@ class Tree:
         counts: How many nodes of each row are verified, the first ones, `[B]` int64; None for all. The tree is ragged
             where there are counts.
         total: The sum of `counts`, a number on the host; None for all nodes.
+        levels_above: Levels, the root's included, whose nodes were computed by earlier forwards; a number on the host.
     """
 
     tokens: Tensor
@@ -50,12 +52,14 @@ class Tree:
     depth: Tensor
     ancestors: Tensor
     levels: int
+    width: int
     branches: bool = True
     sampled_from: Tensor | None = None
     slots: Tensor | None = None
     draft_length: Tensor | None = None
     counts: Tensor | None = None
     total: int | None = None
+    levels_above: int = 0
 
     @property
     def new(self) -> int:
@@ -79,9 +83,9 @@ class Tree:
             return torch.arange(rows + 1, device=self.tokens.device) * self.new
         return torch.nn.functional.pad(self.counts.cumsum(0), (1, 0))
 
-    def last(self, count: int) -> "Tree":
-        """Return the same tree with only its last `count` nodes to be computed."""
-        return replace(self, ancestors=self.ancestors[:, -count:])
+    def last_level(self, count: int) -> "Tree":
+        """Return the same tree with only its last level, `levels` deep and of `count` nodes, to be computed."""
+        return replace(self, ancestors=self.ancestors[:, -count:], levels_above=self.levels)
 
     def to(self, device: torch.device) -> "Tree":
         """Return the tree on another device."""
@@ -89,7 +93,7 @@ class Tree:
         return replace(self, **moved)
 
 
-def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int) -> Tree:
+def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int, width: int | None = None) -> Tree:
     """Make a tree of its nodes' tokens, parents and depths, all `[B, N]` int64.
 
     Ancestors are the closure of the parent relation: `(I + P)^(2^m)` with `2^m >= max_depth`, by repeated squaring; on
@@ -100,15 +104,17 @@ def tree_of(tokens: Tensor, parents: Tensor, depth: Tensor, max_depth: int) -> T
         parents: Index of each node's parent; the root is its own.
         depth: Depth of each node, 0 at the root.
         max_depth: At least the depth of every node.
+        width: At least the number of nodes of any level; None for what their number allows.
     """
-    if kernels.TRITON and tokens.is_cuda:
-        return Tree(tokens, parents, depth, kernels.find_ancestors(parents, max_depth), max_depth)
     nodes = tokens.shape[1]
+    width = max(nodes - 1, 1) if width is None else width
+    if kernels.TRITON and tokens.is_cuda:
+        return Tree(tokens, parents, depth, kernels.find_ancestors(parents, max_depth), max_depth, width)
     eye = torch.eye(nodes, device=tokens.device)
     reach = (eye[parents] + eye).clamp_(max=1)  # [B, N, N]
     for _ in range(math.ceil(math.log2(max(max_depth, 1)))):
         reach = (reach @ reach).clamp_(max=1)
-    return Tree(tokens, parents, depth, reach > 0, max_depth)
+    return Tree(tokens, parents, depth, reach > 0, max_depth, width)
 
 
 def chain(tokens: Tensor) -> Tree:
@@ -125,6 +131,7 @@ def chain(tokens: Tensor) -> Tree:
         depth.expand(rows, nodes),
         ancestors.expand(rows, nodes, nodes),
         levels=nodes - 1,
+        width=1,
         branches=False,
     )
 
@@ -191,5 +198,5 @@ def share_nodes(tree: Tree, score: Tensor, total: int, eligible: Tensor) -> Tree
     if not tree.branches:  # a chain: the nodes that are held are the first ones already
         return replace(tree, counts=counts, total=total)
     order = held.sort(dim=1, descending=True, stable=True).indices
-    moved = tree_of(*_take(tree.tokens, tree.parents, tree.depth, order), max_depth=tree.levels)
+    moved = tree_of(*_take(tree.tokens, tree.parents, tree.depth, order), max_depth=tree.levels, width=tree.width)
     return replace(moved, counts=counts, total=total)

@@ -51,7 +51,7 @@ def test_visibility_is_what_the_definition_says(kind, row):
 @pytest.mark.parametrize("kind", [AttentionKind(), *(AttentionKind(window=n) for n in (2, 4)), AttentionKind(chunk=5)])
 def test_the_last_nodes_see_what_they_see_in_the_whole_tree(kind, count):
     lengths, whole = torch.tensor(LENGTHS), small_tree(len(LENGTHS))
-    tree = whole.last(count)
+    tree = whole.last_level(count)
     expected = visible_slots(lengths, whole.depth, whole.ancestors, SLOTS, kind)[:, -count:]
     assert tree.new == count
     assert torch.equal(visible_slots(lengths, tree.depth, tree.ancestors, SLOTS, kind), expected)

@@ -276,7 +276,7 @@ def test_every_node_that_can_be_reached_is_masked_for_its_own_text():
                 reached += 1
                 kept = set((got[1, node] > -math.inf).nonzero().flatten().tolist())
                 assert kept == set(one.allowed(grammar, text))
-            grown = rows(scores[:, 11:], replace(whole, tree=whole.tree.last(5)))
+            grown = rows(scores[:, 11:], replace(whole, tree=whole.tree.last_level(5)))
             assert torch.equal(grown, got[:, 11:])  # as a draft model asks, level by level
             short = rows(scores, replace(whole, limit=whole.length + 3))
             assert torch.equal(short, torch.where((tree.depth < 2).T, got, scores))  # nothing is drawn past the limit
@@ -285,7 +285,7 @@ def test_every_node_that_can_be_reached_is_masked_for_its_own_text():
 
 
 def thrice(tree: Tree) -> Tree:
-    return Tree(*(torch.cat([each] * 3) for each in (tree.tokens, tree.parents, tree.depth, tree.ancestors)), 3)
+    return Tree(*(torch.cat([each] * 3) for each in (tree.tokens, tree.parents, tree.depth, tree.ancestors)), 3, 5)
 
 
 def path_to(tree: Tree, node: int) -> list[int]:

@@ -81,7 +81,7 @@ def problem(
         flat(torch.tensor(lengths)),
         starts.to(DEVICE),
         flat(tree.depth),
-        flat(tree.last(new).ancestors),
+        flat(tree.last_level(new).ancestors),
         flat(tables[:rows]),
         torch.cat([chunk_starts, torch.tensor([count])]).to(DEVICE),
         pad(torch.tensor([cached for cached, _ in chunks], dtype=torch.long), (0, room - len(chunks) + 2)).to(DEVICE),

@@ -105,7 +105,7 @@ class TokenForms:
             return self.attend(cache, self.chain_of(5), [n], last, **settings)
         if form == AS_LAST_NODE:  # of a chain whose other nodes were computed before
             before = self.attend(cache, self.chain_of(4), [n], [x[:4] for x in last], **settings)
-            then = self.attend(cache, self.chain_of(5).last(1), [n], [x[4:] for x in last], **settings)
+            then = self.attend(cache, self.chain_of(5).last_level(1), [n], [x[4:] for x in last], **settings)
             return torch.cat([before, then])
         parents, depth = torch.tensor([[0, 0, 0, 1, 2, 4, 5, 6]]), torch.tensor([[0, 1, 1, 2, 2, 3, 4, 5]])
         path = [0, 2, 4, 5, 6]

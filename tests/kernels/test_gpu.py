@@ -10,6 +10,7 @@ import torch
 
 from helpers.eagle import EAGLE_FORMS, random_head
 from helpers.models import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.recurrent import generated_alone, recurrent_model
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_types import Drafter
@@ -162,6 +163,21 @@ def drafting(architecture: str, draft: str, *, compile: bool = False, **how: obj
 @pytest.mark.parametrize("pair", [("llama", "gpt2"), ("gemma2", "llama"), ("qwen3", "mistral"), ("gpt2", "phi3")])
 def test_a_draft_model_in_captured_steps_changes_no_token(pair, how):
     check(drafting(*pair, **how))
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_beams": 3, "node_budget": 6}], ids=str)
+@pytest.mark.parametrize("architecture", ["lfm2", "mamba2", "olmo_hybrid", "jamba"])
+def test_recurrent_states_are_rolled_back_in_captured_steps(architecture, how):
+    ids, mask = batch()
+    model, draft = deepcopy(recurrent_model(architecture)).cuda(), deepcopy(recurrent_model(architecture)).cuda()
+    options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1)
+    engine = DraftTarget(Target(model), Target(draft), draft_len=4, options=options, **how)
+    out = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, generated_alone(model, ids, mask, NEW))
+    assert out.stats.accepted > 0
+    plain = engine.generate(ids, mask, max_new_tokens=NEW, speculate=False, **SAMPLING)
+    assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, **SAMPLING), plain)
+    assert all(step.graph for running in engine.batches.idle for step in running.captured_steps.values())
 
 
 def test_a_compiled_draft_model_changes_no_token():

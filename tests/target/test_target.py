@@ -15,10 +15,6 @@ from redrafter.tree.token_tree import tree_of
 @pytest.mark.parametrize(
     ("architecture", "changes", "named"),
     [
-        ("mamba", {}, "MambaForCausalLM has linear_attention layers"),
-        ("jamba", {}, "JambaForCausalLM"),
-        ("falcon_h1", {}, "FalconH1ForCausalLM has hybrid layers"),
-        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "conv"),
         ("rwkv", {}, "RwkvForCausalLM has recurrent layers"),
         ("roberta", {"is_decoder": True}, "RobertaForCausalLM gives other logits"),
     ],
@@ -45,11 +41,6 @@ def test_a_class_for_hybrids_is_served_where_every_layer_is_attention(position_e
     for engine in (with_tree(model, tiny_drafter(), 5, 3), paged(with_tree(model, tiny_drafter(), 5, 3))):
         assert torch.equal(engine.generate(ids, mask, **arguments), expected)
         assert torch.equal(engine.generate(ids, mask, **sampling), plain)
-
-
-def test_a_hybrid_of_that_class_is_refused_with_the_kind_of_its_layers():
-    with pytest.raises(UnsupportedError, match=r"GraniteMoeHybridForCausalLM has (linear_attention|mamba) layers"):
-        Target(tiny_model("granitemoehybrid", **GRANITE, layer_types=["mamba", "attention", "mamba"]))
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -143,7 +134,8 @@ def test_a_tree_that_is_grown_level_by_level_equals_the_whole(architecture, page
             target.prefill(prompts, length, cache)
             pieces = []
             for start, end in zip([0, *levels], levels, strict=False):
-                tree = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], 3).last(end - start)
+                tree = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], int(depth[0, end - 1]))
+                tree = whole if len(levels) == 1 else tree.last_level(end - start)
                 pieces.append(target.verify(tree, length, cache))
                 one = torch.tensor([end - start - 1, 0, (end - start) // 2])  # the head at one of the new nodes
                 alone = target.verify(tree, length, cache, logits_index=one)

@@ -118,11 +118,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 8,
         "swa_v_head_dim": 8,
     },
-    "granitemoehybrid": {"mamba_n_heads": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
+    "nemotron_h": {"n_groups": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -131,6 +133,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 32)},
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "attn_layer_period": 2, "attn_layer_offset": 0},
+    "zamba2": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_headdim": 16,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 

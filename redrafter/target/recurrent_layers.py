@@ -1,0 +1,278 @@
+"""Recurrent layers in our forwards: over the nodes of trees level by level, over prompts row by row.
+
+While a forward runs, each mixer of the model is called by a function of ours that cuts its input into calls of the
+mixer's own forward, each on states of its own. In a tree, the nodes of one depth are the rows of one call of a single
+token each, on the states after their parents: so each token goes the way that it goes in plain decoding. A prompt is
+read whole from its row's state, without padding.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from redrafter.attention.prompt_plan import Piece
+from redrafter.cache.states import StatesOfRows
+from redrafter.target.mixers import Mixer
+from redrafter.tree.token_tree import Tree
+
+__all__ = ["MixerPlan", "PromptStates", "TreeStates", "mixer_plan", "replaced_mixers"]
+
+
+class MixerPlan(ABC):
+    """What the mixers must know of one forward."""
+
+    @abstractmethod
+    def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Compute what a mixer returns for all tokens of the forward.
+
+        Args:
+            mixer: The mixer.
+            forward: Its own forward.
+            arguments: The arguments of its call, by name.
+        """
+
+    def finish(self) -> None:  # noqa: B027 -- most have nothing to do
+        """Take note that the forward has ended."""
+
+
+class TreeStates(MixerPlan):
+    """A forward over the new nodes of trees: one call for each level."""
+
+    def __init__(self, tree: Tree, length: Tensor, states: StatesOfRows, starts: Tensor | None = None):
+        """Make room for the states after the nodes.
+
+        Args:
+            tree: The trees of B rows, M new nodes each.
+            length: Tokens of each row before its root, `[B]` int64.
+            states: States of the rows.
+            starts: Index of the first node of each row among the tokens of the forward, `[B]` int64; None for M tokens
+                a row.
+        """
+        self._states, self._levels = states, states.begin(tree, length)
+        new, rows = tree.new, len(length)
+        if starts is None:
+            starts = torch.arange(rows, device=length.device) * new
+        self._index = [  # of the nodes of each level among the tokens, `[B * W]`; -1 for none
+            torch.where(nodes == new, -1, starts[:, None] + nodes).flatten() for nodes in self._levels.nodes
+        ]
+
+    def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Compute what a mixer returns, level by level; see `MixerPlan`."""
+        tokens = _Tokens.of(arguments[mixer.tokens_argument])
+        keys = [state.key for state in mixer.states]
+        outputs = []
+        with _OuterLinears(mixer, arguments) as linears:
+            for index, entries, parents in zip(self._index, self._levels.entries, self._levels.parents, strict=True):
+                index = index.to(tokens.device)
+                taken = index.clamp(min=0)
+                linears.take(taken)
+                states = self._states.read_entries(keys, parents)
+                output, states = mixer.run(forward, tokens.take(arguments, taken), states)
+                self._states.write_entries(keys, entries, states)
+                outputs.append((index, output))
+        return linears.finish(tokens.join(outputs))
+
+
+class _OuterLinears:
+    """A context in which the first and last linear layers of a mixer are computed once, for the tokens of all levels.
+
+    Their weights are read once then. The first ones hand out what they computed, a level at a time, and the last one
+    hands on what it is given, until all of it is there.
+    """
+
+    def __init__(self, mixer: Mixer, arguments: Mapping[str, Any]):
+        """Compute the first linear layers of a mixer's call."""
+        x, names = arguments[mixer.tokens_argument], mixer.first_linears
+        self._first = [mixer.module.get_submodule(name) for name in names]
+        self._last = None if mixer.last_linear is None else mixer.module.get_submodule(mixer.last_linear)
+        self._whole = {name: linear(x) for name, linear in zip(names, self._first, strict=True)}
+        self._level: dict[str, Tensor] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_OuterLinears":
+        for name, linear in zip(self._whole, self._first, strict=True):
+            self._stack.enter_context(_replaced(linear, lambda *_, name=name: self._level[name]))
+        if self._last is not None:
+            self._stack.enter_context(_replaced(self._last, lambda _, args, __: args[0]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def take(self, index: Tensor) -> None:
+        """Let the first layers hand out what they computed for the tokens at `index`, `[R]` int64."""
+        self._level = {name: _rows_of(x, index) for name, x in self._whole.items()}
+
+    def finish(self, output: Any) -> Any:
+        """Return what the mixer returns for all tokens, from what the last layer was given for them."""
+        return output if self._last is None else self._last(output)
+
+
+class PromptStates(MixerPlan):
+    """A forward over pieces of prompts: one call for each."""
+
+    def __init__(self, pieces: Sequence[Piece], starts: Sequence[int], states: StatesOfRows | None):
+        """Plan a forward over pieces of prompts.
+
+        Args:
+            pieces: What is read of each row, a token at least; the rows' states are replaced.
+            starts: Index of the first token of each piece among the tokens of the forward.
+            states: States of the rows; None for whole texts whose states nobody needs.
+        """
+        self._pieces, self._starts, self._states = pieces, starts, states
+
+    def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Compute what a mixer returns, row by row; see `MixerPlan`."""
+        tokens = _Tokens.of(arguments[mixer.tokens_argument])
+        outputs = []
+        for piece, start in zip(self._pieces, self._starts, strict=True):
+            states = None
+            if piece.first and self._states is not None:
+                states = self._states.read_row(mixer.states, piece.row)
+            step = piece.count if states is None or mixer.continues else 1
+            for first in range(start, start + piece.count, step):
+                index = torch.arange(first, first + step, device=tokens.device)
+                output, states = mixer.run(forward, tokens.take_run(arguments, index), states)
+                outputs.append((index, pytree.tree_map(_as_rows, output)))
+            if self._states is not None and states is not None:
+                self._states.write_row(mixer.states, piece.row, states)
+        return tokens.join(outputs)
+
+    def finish(self) -> None:
+        """Take note that the rows have read their pieces."""
+        if self._states is not None:
+            self._states.take_note([piece.row for piece in self._pieces], [piece.end for piece in self._pieces])
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of a mixer's call, `rows` times `count` of them.
+
+    Attributes:
+        rows: First size of what is given for each token.
+        count: Second size of it.
+        device: Where they are.
+    """
+
+    rows: int
+    count: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Tokens":
+        """Return the tokens that `[B, T, D]` are vectors of."""
+        return cls(x.shape[0], x.shape[1], x.device)
+
+    def take(self, arguments: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+        """Return the arguments for some tokens, each in a row of its own. index: `[R]` int64."""
+        return self._map(arguments, lambda x: _rows_of(x, index))
+
+    def take_run(self, arguments: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+        """Return the arguments for successive tokens of one row. index: `[R]` int64."""
+        return self._map(arguments, lambda x: x.flatten(0, 1).index_select(0, index)[None])
+
+    def _map(self, arguments: Mapping[str, Any], take: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Return arguments with `take` called on all that is given for each token. There is no padding to mask."""
+
+        def taken(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != self.count:
+                return value
+            if value.shape[0] not in (1, self.rows):
+                return value
+            return take(value.expand(self.rows, *value.shape[1:]))
+
+        return {name: None if "mask" in name else pytree.tree_map(taken, x) for name, x in arguments.items()}
+
+    def join(self, outputs: Sequence[tuple[Tensor, Any]]) -> Any:
+        """Return one output of all tokens.
+
+        Args:
+            outputs: Indices of tokens, `[R]` int64, -1 for none, and what was returned for them, `[R, 1, ...]` each.
+        """
+        leaves, kinds = zip(*(pytree.tree_flatten(output) for _, output in outputs), strict=True)
+        index = torch.cat([index for index, _ in outputs])
+        joined = [self._join(index, parts) for parts in zip(*leaves, strict=True)]
+        return pytree.tree_unflatten(joined, kinds[0])
+
+    def _join(self, index: Tensor, parts: Sequence[Any]) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        size = self.rows * self.count
+        whole = torch.cat(list(parts)).squeeze(1)
+        joined = whole.new_zeros(size + 1, *whole.shape[1:])
+        joined[index] = whole  # -1 is the one that is cut off
+        return joined[:size].unflatten(0, (self.rows, self.count))
+
+
+def _rows_of(x: Tensor, index: Tensor) -> Tensor:
+    """Return what is given for the tokens at `index` `[R]`, of `[B, T, ...]`, each in a row of its own."""
+    return x.flatten(0, 1).index_select(0, index)[:, None]
+
+
+def _as_rows(x: Any) -> Any:
+    """Return what is given for the tokens of one row, `[1, T, ...]`, as `[T, 1, ...]`."""
+    return x.transpose(0, 1) if isinstance(x, Tensor) else x
+
+
+def mixer_plan(tree: Tree, length: Tensor, states: StatesOfRows, pieces: Sequence[Piece] | None) -> MixerPlan:
+    """Return what the mixers must know of a forward over the new nodes of trees, or over chains of prompts.
+
+    Args:
+        tree: The trees of B rows; of prompts, chains.
+        length: Tokens of each row before its root, `[B]` int64.
+        states: States of the rows.
+        pieces: What is read of prompts; None for trees.
+    """
+    if pieces is None:
+        return TreeStates(tree, length, states, None if tree.counts is None else tree.row_starts()[:-1])
+    counts = [tree.new] * len(length) if tree.counts is None else tree.counts.tolist()
+    starts = [0, *accumulate(counts)]
+    return PromptStates(pieces, [starts[piece.row] for piece in pieces], states)
+
+
+@contextmanager
+def replaced_mixers(mixers: Sequence[Mixer], plan: MixerPlan) -> Iterator[None]:
+    """Let a plan compute what mixers return inside the context, in this thread alone."""
+    with ExitStack() as stack:
+        for mixer in mixers:
+            stack.enter_context(_replaced(mixer.module, _plan_of(mixer, plan)))
+        yield
+    plan.finish()
+
+
+def _plan_of(mixer: Mixer, plan: MixerPlan) -> Callable[..., Any]:
+    """Return what is called in place of a mixer's forward."""
+    return lambda forward, args, kwargs: plan.run(mixer, forward, mixer.named(args, kwargs))
+
+
+@contextmanager
+def _replaced(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
+    """Call `run(forward, args, kwargs)` in place of a module's forward, inside the context and in this thread."""
+    own, forward, thread = module.__dict__.get("forward"), module.forward, threading.get_ident()
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return forward(*args, **kwargs)
+        return run(forward, args, kwargs)
+
+    module.forward = replaced
+    try:
+        yield
+    finally:
+        _restore(module, own)
+
+
+def _restore(module: nn.Module, own: Any) -> None:
+    """Take a replaced forward off a module again, which may have had one of its own."""
+    if own is None:
+        del module.forward
+    else:
+        module.forward = own

@@ -1,0 +1,67 @@
+"""Engines on models with recurrent states: a draft model's states are rolled back too, and rows come and go."""
+
+import copy
+
+import pytest
+import torch
+
+from helpers.models import in_threads, uneven_batch
+from helpers.recurrent import generated_alone, recurrent_model
+from redrafter import DraftTarget, PromptLookup, UnsupportedError
+
+NEW = 24
+IDS, MASK = uneven_batch()
+ONE = torch.tensor([[5]]), torch.tensor([[1]])  # a prompt of one token
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "eos_token_id": None}
+PAIRS = [("qwen3_next", "qwen3_next"), ("mamba", "mamba"), ("lfm2", "jamba"), ("mamba2", "falcon_h1")]
+SHAPES = {
+    "chain": {},
+    "tree": {"num_beams": 3},
+    "few nodes": {"num_beams": 3, "node_budget": 6},
+    "adaptive": {"adaptive": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "draft_architecture", "shape", "batch"),
+    [
+        *(("lfm2", "lfm2", shape, (IDS, MASK)) for shape in SHAPES),
+        *((*pair, "chain", (IDS, MASK)) for pair in PAIRS),
+        ("qwen3_next", "qwen3_next", "chain", ONE),
+        ("qwen3_next", "qwen3_next", "tree", ONE),
+    ],
+)
+def test_a_hybrid_drafts_for_a_hybrid(architecture, draft_architecture, shape, batch):
+    model, draft = recurrent_model(architecture), copy.deepcopy(recurrent_model(draft_architecture))
+    engine = DraftTarget.from_pretrained(model, draft, **SHAPES[shape])
+    out = engine.generate(*batch, **GREEDY)
+    assert torch.equal(out.sequences, generated_alone(model, *batch, NEW))
+    if architecture == draft_architecture and shape == "chain":
+        assert out.stats.tokens_per_step > 4.5  # all drafts hold, or its states are not what they should be
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "seed": 3}
+    plain = engine.generate(*batch, speculate=False, **sampled)
+    assert torch.equal(engine.generate(*batch, **sampled), plain)
+
+
+def test_rows_come_and_go():
+    model = recurrent_model("qwen3_next")
+    ids, mask = uneven_batch(rows=7)
+    engine = PromptLookup.from_pretrained(model, max_batch_size=3)
+    limits = [3, 30, 8, 21, 2, 14, 9]
+    expected = generated_alone(model, ids, mask, max(limits))
+    for row in range(7):  # others beside it end earlier and later
+        out = engine.generate(ids[row:], mask[row:], max_new_tokens=limits[row], do_sample=False)
+        assert torch.equal(out, expected[row:, : ids.shape[1] + limits[row]])
+
+
+def test_threads_share_an_engine():
+    model = recurrent_model("lfm2")
+    engine = PromptLookup.from_pretrained(model)
+    expected = generated_alone(model, IDS, MASK, NEW)
+    texts = in_threads(lambda row: engine.generate(IDS, MASK, max_new_tokens=NEW, do_sample=False)[row], 4)
+    assert torch.equal(torch.stack(texts), expected)
+
+
+def test_batch_invariance_is_refused():
+    with pytest.raises(UnsupportedError, match="cannot be batch-invariant: its layers keep recurrent states"):
+        PromptLookup.from_pretrained(recurrent_model("lfm2"), batch_invariant=True)

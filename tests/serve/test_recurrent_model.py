@@ -1,0 +1,47 @@
+"""A server whose model keeps recurrent states: clients at once, each with the text that it would have alone."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from helpers.engine_in_thread import client_of
+from helpers.recurrent import recurrent_model
+from helpers.scheduling import alone, make_sequence, nothing_is_held
+from redrafter import DraftTarget
+from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import SamplingParams
+from redrafter.serve.engine_process.warm_up import warm_up
+from redrafter.target.target import Target
+
+SETTINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.9, seed=5)]
+
+
+def test_clients_at_once_get_what_each_would_alone():
+    target = Target(recurrent_model("lfm2"))
+    engine = DraftTarget(target, Target(recurrent_model("lfm2")), draft_len=3)
+    served = Scheduler(engine, engine.make_graphs(4), Limits(max_batch_size=4, max_seq_len=200))
+    assert served.graphs.store.rows == 4
+    warm_up(served)
+    client = client_of(served)
+    client.start()
+
+    async def listen(number: int) -> list[int]:
+        tokens, params = [], SETTINGS[number % 2]
+        async for _, _, deltas in client.deltas([[5 + number, 6, 7] * (1 + number)], 12, params, lambda: None):
+            tokens += [token for delta in deltas for token in delta.tokens]
+        return tokens
+
+    async def listen_all() -> list[list[int]]:
+        return await asyncio.gather(*(listen(number) for number in range(7)))
+
+    try:
+        texts = asyncio.run(listen_all())
+    finally:
+        client.stop()
+    for number, text in enumerate(texts):
+        sequence = make_sequence([5 + number, 6, 7] * (1 + number), 12, SETTINGS[number % 2])
+        assert text == alone(engine, sequence)
+    nothing_is_held(served)

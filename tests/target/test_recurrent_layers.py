@@ -1,0 +1,286 @@
+"""Models with recurrent states: trees write what plain decoding writes, since states are rolled back."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.models import VOCAB, Scripted, row_texts, tiny_drafter, uneven_batch
+from helpers.recurrent import RECURRENT, generated_alone, recurrent_model
+from redrafter import DraftTarget, Engine, ReDrafter, UnsupportedError
+from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.cache.states import StatesOfRows
+from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from redrafter.drafting.vocabulary_map import VocabularyMap
+from redrafter.target import target as target_module
+from redrafter.target.lora_layers import LoraWeights
+from redrafter.target.mixer_probe import find_mixers
+from redrafter.target.target import Target
+from redrafter.tree.accept import Path
+from redrafter.tree.token_tree import chain, share_nodes, tree_of
+
+NEW = 20
+IDS, MASK = uneven_batch()
+FEW = ("lfm2", "qwen3_next")  # of a convolution alone, and of both kinds of states
+# What may differ between one token at a time and many, of the largest number. These two do in transformers itself:
+# rounding grows in the one, and the other one's steps do not clamp as its scan does.
+ROUNDING = {"nemotron_h": 5e-3, "zamba2": 3e-2}
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "seed": [5, 6, 7, 8]}
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def target(request):
+    return Target(recurrent_model(request.param))
+
+
+@pytest.fixture(scope="module", params=FEW)
+def one_of_few(request):
+    return Target(recurrent_model(request.param))
+
+
+def close(target, found, expected):
+    """Tell whether two tensors are equal but for rounding."""
+    rounding = ROUNDING.get(target.config.model_type, 2e-4)
+    return torch.allclose(found, expected, rtol=0, atol=rounding * float(expected.abs().max()))
+
+
+def mostly_right(texts, mask):
+    """Return a script of which every fifth token is wrong."""
+    script = row_texts(texts, mask)
+    script[:, ::5] = (script[:, ::5] + 1) % VOCAB
+    return script
+
+
+@pytest.mark.parametrize(("rows", "beams", "depth"), [(4, 1, 4), (4, 3, 3), (1, 3, 3)])
+def test_greedy_equals_model_generate(target, rows, beams, depth):
+    ids, mask = IDS[:rows], MASK[:rows]
+    expected = generated_alone(target.model, ids, mask, NEW)
+    engine = Engine(target, Scripted(mostly_right(expected, mask), beams, depth))
+    out = engine.generate(ids, mask, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(out.sequences, expected)
+    assert 0 < out.stats.accepted < out.stats.drafted
+    assert torch.equal(engine.generate(ids, mask, speculate=False, **GREEDY), expected)
+
+
+def test_the_same_seed_draws_the_same_tokens_with_drafts_and_without(target):
+    drafter = tiny_drafter(hidden_size=target.hidden_size)
+    plain = ReDrafter(target, drafter).generate(IDS, MASK, speculate=False, **SAMPLED)
+    engine = Engine(target, Scripted(mostly_right(plain, MASK), 3, 3))
+    out = engine.generate(IDS, MASK, return_dict_in_generate=True, **SAMPLED)
+    assert torch.equal(out.sequences, plain)
+    assert out.stats.accepted > 0
+
+
+@pytest.mark.parametrize("nodes", [999, 7])
+def test_trees_of_a_drafter_change_no_text(one_of_few, nodes):
+    engine = ReDrafter(one_of_few, tiny_drafter(hidden_size=one_of_few.hidden_size), TreeShape(4, 3, nodes))
+    expected = generated_alone(one_of_few.model, IDS, MASK, NEW)
+    assert torch.equal(engine.generate(IDS, MASK, **GREEDY), expected)
+
+
+def test_prompt_lookup_changes_no_text(one_of_few):
+    expected = generated_alone(one_of_few.model, IDS, MASK, 60)
+    out = Engine(one_of_few, PromptLookupProposer(2, 4)).generate(IDS, MASK, max_new_tokens=60, do_sample=False)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_a_commit_of_another_nodes_state_is_seen_in_the_text(monkeypatch, architecture):
+    target = Target(recurrent_model(architecture))
+    expected = generated_alone(target.model, IDS, MASK, NEW)
+    engine = Engine(target, Scripted(mostly_right(expected, MASK), 3, 3))
+    commit = StatesOfRows.commit
+
+    def of_the_root(self, length, path, active):
+        commit(self, length, Path(torch.zeros_like(path.nodes), path.accepted), active)
+
+    monkeypatch.setattr(StatesOfRows, "commit", of_the_root)
+    assert not torch.equal(engine.generate(IDS, MASK, **GREEDY), expected)
+    with pytest.raises(UnsupportedError, match="gives other logits for a token tree"):
+        Target(recurrent_model(architecture))
+
+
+# Prompts
+
+
+@pytest.fixture(params=["one behind the other", "side by side"])
+def reader(request, target, monkeypatch):
+    """Read prompts in a way that the target can, until the test ends."""
+    if request.param == "side by side":
+        monkeypatch.setattr(target.prompt_reader, "_masks_on_dense", True)
+    elif not target.prompt_reader.reads_without_masks(target.new_cache(1)):
+        pytest.skip("its attention cannot be replaced")
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_a_prompt_read_in_pieces_leaves_what_it_leaves_whole(target, max_tokens):
+    prompts = torch.randint(3, VOCAB, (3, 34), generator=torch.Generator().manual_seed(2))
+    length = torch.tensor([30, 7, 16])
+    whole, pieces = target.new_cache(3), target.new_cache(3)
+    results = []
+    with torch.inference_mode():
+        for cache, most in ((whole, None), (pieces, max_tokens)):
+            cache.reserve(32)
+            results.append(target.prefill(prompts, length, cache, max_tokens=most))
+    for found, expected in zip(*results, strict=True):
+        assert close(target, found, expected)
+    for key, expected in whole.states.store.tensors.items():
+        found = pieces.states.store.tensors[key]
+        assert close(target, found, expected)
+    assert torch.equal(pieces.states.store.position, length)
+
+
+# Trees
+
+
+def test_a_tree_that_is_grown_level_by_level_equals_the_whole(target):
+    prompts = (torch.arange(33).view(3, 11) * 7 + 11) % VOCAB
+    length = torch.tensor([11, 4, 9])
+    parents = torch.tensor([[0, 0, 0, 1, 1, 4, 3], [0, 0, 0, 2, 1, 3, 3], [0, 0, 0, 2, 2, 4, 4]])
+    depth = torch.tensor([0, 1, 1, 2, 2, 3, 3]).expand(3, 7)
+    tokens = (torch.arange(21).view(3, 7) * 5 + 3) % VOCAB
+    whole, results = tree_of(tokens, parents, depth, 3), []
+    with torch.inference_mode():
+        for levels in ([7], [1, 3, 5, 7]):
+            cache = target.new_cache(3)
+            cache.reserve(32)
+            target.prefill(prompts, length, cache)
+            pieces = []
+            for level, (start, end) in enumerate(zip([0, *levels], levels, strict=False)):
+                part = tree_of(tokens[:, :end], parents[:, :end], depth[:, :end], level)
+                tree = whole if len(levels) == 1 else part.last_level(end - start)
+                pieces.append(target.verify(tree, length, cache)[0])
+            results.append(torch.cat(pieces, dim=1))
+    assert close(target, *results)
+
+
+def bound_without_outer_linears(model, monkeypatch):
+    """Return a target whose mixers compute their linear layers level by level."""
+    find = target_module.find_mixers
+
+    def plain(*args):
+        return [replace(mixer, first_linears=(), last_linear=None) for mixer in find(*args)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target_module, "find_mixers", plain)
+        return Target(model)
+
+
+def logits_of_a_tree(target):
+    tokens = torch.arange(14).view(2, 7) * 5 % VOCAB + 3
+    parents, depth = torch.tensor([0, 0, 0, 1, 2, 3, 3]), torch.tensor([0, 1, 1, 2, 2, 3, 3])
+    cache = target.new_cache(2)
+    cache.reserve(16)
+    length = torch.tensor([5, 3])
+    with torch.inference_mode():
+        target.prefill(tokens, length, cache)
+        return target.verify(tree_of(tokens, parents.expand(2, 7), depth.expand(2, 7), 3), length, cache)[0]
+
+
+def test_linear_layers_at_the_edges_are_computed_once_with_the_same_result(target, monkeypatch):
+    expected = logits_of_a_tree(bound_without_outer_linears(target.model, monkeypatch))
+    assert close(target, logits_of_a_tree(target), expected)
+
+
+def test_weights_of_those_layers_are_read_once_a_tree(one_of_few, monkeypatch):
+    model = one_of_few.model
+    with torch.no_grad():
+        mixers = find_mixers(model, model.config, torch.arange(8), "it")
+    other = bound_without_outer_linears(model, monkeypatch)
+    products, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: products.append(args) or linear(*args))
+    logits_of_a_tree(one_of_few)
+    count, levels = len(products), 4
+    logits_of_a_tree(other)
+    assert len(products) - 2 * count == (levels - 1) * sum(1 + len(mixer.first_linears) for mixer in mixers)
+
+
+def test_nodes_that_rows_share_have_the_logits_that_they_have_in_whole_trees(one_of_few):
+    tokens = torch.arange(14).view(2, 7) * 5 % VOCAB + 3
+    parents, depth = torch.tensor([[0, 0, 0, 1, 2, 3, 3]] * 2), torch.tensor([[0, 1, 1, 2, 2, 3, 3]] * 2)
+    score = torch.tensor([[0.0, -1, -9, -2, -9.5, -3, -9], [0.0, -8, -1, -9, -2, -9.5, -9.5]])
+    length, prompts = torch.tensor([5, 3]), tokens + 7
+    table, home = torch.tensor([[1], [2]]).int(), torch.tensor([1, 2])
+    whole = tree_of(tokens, parents, depth, 3)
+    shared, results = share_nodes(whole, score, 7, torch.tensor([True, True])), []
+    with torch.inference_mode():
+        for tree in (whole, shared):
+            cache = PagedCache(KVCachePool(one_of_few.paged_shapes, 3), table, home)
+            one_of_few.prefill(prompts, length, cache)
+            results.append(one_of_few.verify(tree, length, cache)[0])
+    kept = [[0, 1, 3, 5], [0, 2, 4]]
+    assert shared.counts.tolist() == [4, 3]
+    for row, nodes in enumerate(kept):
+        assert close(one_of_few, results[1][row, : len(nodes)], results[0][row, nodes])
+
+
+def test_rows_that_stand_still_keep_their_states(one_of_few):
+    cache = one_of_few.new_cache(2)
+    cache.reserve(16)
+    length, tokens = torch.tensor([5, 5]), torch.arange(10).view(2, 5) + 3
+    with torch.inference_mode():
+        one_of_few.prefill(tokens, length, cache)
+        before = {key: x.clone() for key, x in cache.states.store.tensors.items()}
+        one_of_few.verify(chain(tokens[:, :3]), length, cache)
+        path = Path(torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([2, 2]))
+        cache.commit_states(length, path, torch.tensor([False, True]))
+    for key, state in cache.states.store.tensors.items():
+        assert torch.equal(state[0], before[key][0])
+        assert not torch.equal(state[1], before[key][1])
+    assert cache.states.store.position.tolist() == [5, 8]
+
+
+# The model
+
+
+def test_a_forward_leaves_nothing_on_the_model(one_of_few):
+    engine = Engine(one_of_few, PromptLookupProposer(2, 4))
+    engine.generate(IDS, MASK, **GREEDY)
+    assert not [name for name, module in one_of_few.model.named_modules() if "forward" in vars(module)]
+
+
+def test_a_layer_that_goes_on_wrongly_is_refused_by_name(monkeypatch):
+    model = recurrent_model("lfm2")
+    mixer = model.model.layers[2].conv
+    forward = mixer.forward
+
+    def forgetful(hidden_states, past_key_values=None, **kwargs):
+        alone = past_key_values is None or hidden_states.shape[1] == 1
+        return forward(hidden_states, past_key_values=None if alone else past_key_values, **kwargs)
+
+    monkeypatch.setattr(mixer, "forward", forgetful)
+    with pytest.raises(UnsupportedError, match=r"layer 2 of Lfm2ForCausalLM \(Lfm2ShortConv\) goes on from its state"):
+        Target(model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("recurrent_gemma", "linear_attention layers, and does not keep their state in transformers' cache"),
+        ("rwkv", "recurrent layers, and does not keep their state in transformers' cache"),
+        ("xlstm", "recurrent layers, and does not keep their state in transformers' cache"),
+        ("minimax", "MiniMax uses cache of its own"),
+    ],
+)
+def test_states_that_are_not_in_the_cache_are_refused_with_the_reason(architecture, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        Target(recurrent_model(architecture))
+
+
+def test_adapters_are_refused(one_of_few):
+    with pytest.raises(UnsupportedError, match=r"keep recurrent states.*merge"):
+        one_of_few.load_adapter("mine", LoraWeights("mine", {}), 1, 8)
+
+
+def test_images_are_refused(one_of_few):
+    assert not one_of_few.images.ok
+
+
+def test_a_draft_model_with_states_and_another_tokenizer_is_refused(one_of_few):
+    ids = torch.arange(VOCAB)
+    vocabulary = VocabularyMap(ids[:, None], torch.ones_like(ids), ids, ids >= 0)
+    with pytest.raises(UnsupportedError, match="recurrent states and has another tokenizer"):
+        DraftTarget(one_of_few, one_of_few, vocabulary=vocabulary)
