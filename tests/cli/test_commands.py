@@ -542,6 +542,7 @@ def test_info_tells_each_kind_of_checkpoint(folder, capsys):
         "layers": 1,
         "vocabulary": 259,
         "context": CONTEXT,
+        "batch_invariant": "tried when --batch-invariant loads it",
     }
     assert drafter["kind"] == "drafter"
     head = RecurrentDrafter.from_pretrained(folder / "drafter")

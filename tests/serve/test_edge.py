@@ -47,8 +47,10 @@ class Service:
     metrics = SimpleNamespace(text=lambda: "numbers 1\n")
     error: Exception | None = None
 
-    def model_entry(self) -> dict[str, Any]:
-        return {"id": "stub", "object": "model", "created": 0, "owned_by": "redrafter", "max_model_len": 100}
+    @property
+    def model_entries(self) -> list[dict[str, Any]]:
+        entry = {"id": "stub", "object": "model", "created": 0, "owned_by": "redrafter", "max_model_len": 100}
+        return [entry | {"parent": None}]
 
     async def completion(self, body: Any, facts: dict[str, Any]) -> dict[str, Any]:
         if self.error is not None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-import redrafter.target.padded_forward
+import redrafter.attention.mask
 import redrafter.target.target
 from helpers.models import paged, tiny_drafter, tiny_model
 from helpers.quantized import keys, save_compressed
@@ -169,7 +169,7 @@ def test_a_deep_quantised_base_is_bound_unless_its_tree_sees_too_much(tmp_path, 
     def all_visible(length, depth, ancestors, *more):
         return visible_slots(length, depth, torch.ones_like(ancestors), *more)
 
-    monkeypatch.setattr(redrafter.target.padded_forward, "visible_slots", all_visible)
+    monkeypatch.setattr(redrafter.attention.mask, "visible_slots", all_visible)
     with pytest.warns(UserWarning, match="per-tensor"), pytest.raises(UnsupportedError, match="other logits"):
         Target(load(tmp_path))
 
