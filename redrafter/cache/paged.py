@@ -63,7 +63,7 @@ class KVCachePool:
 
     @property
     def rows(self) -> int | None:
-        """How many rows may have recurrent states at once; None where no layer keeps any."""
+        """The most rows that may have recurrent states at once; None where no layer keeps any."""
         return None if self.states is None else len(self.states.position) - 1
 
     @staticmethod

@@ -50,7 +50,7 @@ class StateShape:
 
     @property
     def key(self) -> StateKey:
-        """What a store finds it by."""
+        """The layer and the name by which a store finds the state."""
         return self.layer, self.name
 
 

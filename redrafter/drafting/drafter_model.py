@@ -1,4 +1,4 @@
-"""What all types of drafters have in common: a checkpoint that is loaded whole or not at all."""
+"""The base class of all drafters, which loads a checkpoint whole or not at all."""
 
 import os
 from pathlib import Path

@@ -127,7 +127,7 @@ class EagleConfig(PretrainedConfig):
 
     @property
     def num_target_layers(self) -> int:
-        """How many of the target's layers the head reads."""
+        """The number of the target's layers that the head reads."""
         return 3 if self.target_layers is None else len(self.target_layers)
 
     def target_layers_of(self, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the proposers that search a tree with a drafter have in common."""
+"""The base class of proposers that search a tree with a drafter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

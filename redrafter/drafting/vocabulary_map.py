@@ -1,4 +1,4 @@
-"""What a draft model with another vocabulary than the target's reads and writes for each of the target's tokens.
+"""A map from the target's tokens to those of a draft model with another vocabulary.
 
 The draft model proposes tokens that both vocabularies have: those that stand for the same bytes (token-level
 intersection, Timor et al. 2025). It reads any token of the target, as one token of its own or as several, its pieces.

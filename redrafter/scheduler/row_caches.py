@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.dense import DenseCache
@@ -99,9 +100,7 @@ class PagedRows:
         if self._vocabulary is not None and self.draft_tables is not None:
             slots = len(self._vocabulary.start) + self._vocabulary.max_pieces * positions
             self.draft_tables = _enlarged(self.draft_tables, rows, -(-slots // BLOCK_SIZE))
-        state_rows = self.state_rows
-        self.state_rows = torch.zeros(rows, dtype=torch.long, device=state_rows.device)
-        self.state_rows[: len(state_rows)] = state_rows
+        self.state_rows = pad(self.state_rows, (0, rows - len(self.state_rows)))
 
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
         """Return the caches of sequences that hold blocks; see `RowCaches`."""

@@ -16,7 +16,6 @@ from redrafter.attention.mask import TreeSlots, additive_mask
 from redrafter.attention.positions import answer_by_position
 from redrafter.attention.prompt_plan import Piece
 from redrafter.cache.dense import DenseCache
-from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
 from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.tree.token_tree import Tree
 
@@ -108,14 +107,6 @@ class PaddedForward(TreeForward):
             return nullcontext()
         tokens = long[:, None].expand(-1, new)  # [B, M]
         return self._rope.choosing(lambda: tokens)
-
-    def _mixing(
-        self, tree: Tree, length: Tensor, cache: DenseCache, pieces: Sequence[Piece] | None
-    ) -> AbstractContextManager[None]:
-        """Have the model's mixers go level by level, or row by row where the tree is part of prompts."""
-        if cache.states is None:
-            return nullcontext()
-        return replaced_mixers(self._mixers, mixer_plan(tree, length, cache.states, pieces))
 
     def _mask(self, slots: TreeSlots) -> Tensor | dict[str, Tensor | None] | None:
         """Return the additive mask `[B, 1, M, S]`, one by name where kinds differ; with ALiBi, ones `[B, S]`.

@@ -19,6 +19,7 @@ from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.lora_layers import LoraStacks
 from redrafter.target.mixer_probe import cache_argument
 from redrafter.target.mixers import Mixer
+from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
 from redrafter.target.rope import SwitchingRope
 from redrafter.tree.token_tree import Tree
 
@@ -143,6 +144,15 @@ class TreeForward(ABC):
     @abstractmethod
     def _select(self, hidden: Tensor) -> Tensor:
         """Pick from hidden states the tokens that `self._index` names."""
+
+    def _mixing(
+        self, tree: Tree, length: Tensor, cache: Any, pieces: Sequence[Piece] | None
+    ) -> AbstractContextManager[None]:
+        """Have the model's mixers go level by level, or row by row where the tree is part of prompts."""
+        if not self._mixers:
+            return nullcontext()
+        assert cache.states is not None, "a model with mixers has states"
+        return replaced_mixers(self._mixers, mixer_plan(tree, length, cache.states, pieces))
 
     def _kept_columns(self, adapters: Tensor | None) -> Tensor | None:
         """Return which columns of the adapters' stacks each token keeps; None where no row has an adapter.

@@ -22,7 +22,7 @@ from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
 from redrafter.target.invariant_products import RowByRow
-from redrafter.target.recurrent_layers import PromptStates, mixer_plan, replaced_mixers
+from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
 from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.tree.token_tree import Tree
 
@@ -95,15 +95,6 @@ class VarlenForward(TreeForward):
         if logits_index is not None:
             return logits[:, None], hidden[index][:, None]
         return _by_row(tree, logits, hidden[: tree.size])
-
-    def _mixing(
-        self, tree: Tree, length: Tensor, cache: PagedCache, pieces: Sequence[Piece] | None
-    ) -> AbstractContextManager[None]:
-        """Have the model's mixers go level by level, or row by row where the tree is part of prompts."""
-        if not self._mixers:
-            return nullcontext()
-        assert cache.states is not None, "a model with mixers has states"
-        return replaced_mixers(self._mixers, mixer_plan(tree, length, cache.states, pieces))
 
     def verify_and_read(
         self,
