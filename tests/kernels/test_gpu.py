@@ -11,6 +11,9 @@ import torch
 from helpers.eagle import EAGLE_FORMS, random_head
 from helpers.models import ARCHITECTURES, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.recurrent import generated_alone, recurrent_model
+from helpers.seeing_models import prompts_with_images, tiny_seeing_model
+from helpers.targets import CHUNKED
+from helpers.vocabularies import renumbered
 from redrafter import DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_types import Drafter
@@ -115,6 +118,25 @@ def neither_waits_nor_allocates(step: CapturedStep) -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
+@pytest.mark.filterwarnings("ignore:.*slower:UserWarning")
+def test_chunks_of_positions_are_kept_in_captured_steps():
+    engine = with_tree(tiny_model("llama4_text", **CHUNKED).cuda(), tiny_drafter().cuda(), 5, 5)
+    engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, compile=False)
+    check(engine)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
+def test_texts_behind_images_are_those_of_model_generate(family):
+    model = tiny_seeing_model(family)
+    inputs = {name: value.cuda() for name, value in prompts_with_images(model).items()}
+    engine = with_tree(model.cuda(), tiny_drafter().cuda(), 5, 3)
+    engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1)
+    expected = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(engine.generate(**inputs, max_new_tokens=NEW, do_sample=False), expected)
+    drafted, plain = (engine.generate(**inputs, max_new_tokens=NEW, speculate=s, **SAMPLING) for s in (True, False))
+    assert torch.equal(drafted, plain)
+
+
 @pytest.mark.parametrize("form", EAGLE_FORMS)
 def test_captured_steps_with_an_eagle_head_write_what_model_generate_writes(form):
     check(on_gpu("llama", random_head(**EAGLE_FORMS[form]), compile=False))
@@ -178,6 +200,15 @@ def test_recurrent_states_are_rolled_back_in_captured_steps(architecture, how):
     plain = engine.generate(ids, mask, max_new_tokens=NEW, speculate=False, **SAMPLING)
     assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW, **SAMPLING), plain)
     assert all(step.graph for running in engine.batches.idle for step in running.captured_steps.values())
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3, "node_budget": 6}], ids=str)
+def test_a_draft_model_of_another_vocabulary_changes_no_token(how):
+    model = tiny_model("llama")
+    draft_model, vocabulary = renumbered(model, 0.67)
+    engine = DraftTarget(Target(model.cuda()), Target(draft_model.cuda()), vocabulary=vocabulary, **how)
+    engine.options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1)
+    check(engine)
 
 
 def test_a_compiled_draft_model_changes_no_token():
