@@ -80,25 +80,27 @@ class RowStates:
 
 @dataclass(frozen=True)
 class TreeLevels:
-    """The new nodes of trees by level, and where their states are.
+    """The new nodes of trees by level, W a row at each of L levels, and where their states are.
 
     Attributes:
-        nodes: Of each level, the index of its nodes among a row's M new ones, `[B, W]` int64 each; M where there is
-            none.
-        entries: Of each level, where the states after its nodes are kept, `[B, W]` int64 each.
-        parents: Of each level, where the states after their parents are kept, `[B, W]` int64 each.
+        nodes: Index of each node among a row's M new ones, `[L, B, W]` int64; M where there is none.
+        parents: Index of each parent among the B * W nodes of the level before, `[L, B * W]` int64; at the first level,
+            anything.
+        entries: Where the state after each node is kept, among those of all rows, `[L * B * W]` int64.
+        roots: Likewise where the state after the parent of each node of the first level is kept, `[B * W]` int64.
     """
 
-    nodes: Sequence[Tensor]
-    entries: Sequence[Tensor]
-    parents: Sequence[Tensor]
+    nodes: Tensor
+    parents: Tensor
+    entries: Tensor
+    roots: Tensor
 
 
 class StatesOfRows:
     """The states of some rows of a store, and those after the nodes of their trees while a step runs.
 
-    The state after slot s of a row, which counts all its tokens, is entry `s - position + 1`; entry 0 is that after
-    the committed tokens. The last entry is for nodes that are none.
+    The state after slot s of a row, which counts all its tokens, is entry `s - position + 1` of the row; entry 0 is the
+    state after the committed tokens. The last entry is for nodes that are none.
 
     Attributes:
         store: The states after committed tokens.
@@ -132,43 +134,57 @@ class StatesOfRows:
         self._count = tree.tokens.shape[1] + 3
         nodes = nodes_by_level(tree)  # [L, B, W]
         new, above = tree.new, tree.tokens.shape[1] - tree.new
-        index = (above + nodes.clamp(max=new - 1)).transpose(0, 1).flatten(1)  # [B, L * W]
+        index = above + nodes.clamp(max=new - 1)  # [L, B, W]
         before = (length - self.store.position.to(length.device)[self.rows.to(length.device)])[:, None]  # [B, 1]
-        parents = tree.parents.gather(1, index)
-        parents = torch.where(index == 0, before, 1 + before + parents).clamp(0, self._count - 2)
-        entries = torch.where(
-            (nodes == new).transpose(0, 1).flatten(1), self._count - 1, (1 + before + index).clamp(0, self._count - 2)
+        parents = tree.parents.expand(len(nodes), -1, -1).gather(2, index)  # [L, B, W]
+        roots = torch.where(index[0] == 0, before, 1 + before + parents[0]).clamp(0, self._count - 2)
+        entries = torch.where(nodes == new, self._count - 1, (1 + before + index).clamp(0, self._count - 2))
+        return TreeLevels(
+            nodes,
+            self._among_level_before(index, parents),
+            self._of_all_rows(entries).flatten(),
+            self._of_all_rows(roots).flatten(),
         )
-        by_level = [x.view(len(length), *nodes.shape[::2]).unbind(1) for x in (entries, parents)]
-        return TreeLevels(nodes.unbind(0), *by_level)
+
+    @staticmethod
+    def _among_level_before(index: Tensor, parents: Tensor) -> Tensor:
+        """Return the index of each parent among the nodes of all rows at the level before, `[L, B * W]` int64.
+
+        Args:
+            index: Index of each node in its row's tree, `[L, B, W]` int64; those of a level are successive.
+            parents: Index of its parent in the tree, `[L, B, W]` int64.
+        """
+        rows, width = index.shape[1:]
+        first = torch.arange(rows, device=index.device)[:, None] * width
+        return (first + (parents - index[:, :, :1].roll(1, dims=0)).clamp(0, width - 1)).flatten(1)
+
+    def _of_all_rows(self, entries: Tensor) -> Tensor:
+        """Return the index of entries `[..., B, W]` of each row among those of all rows."""
+        rows = torch.arange(entries.shape[-2], device=entries.device)[:, None]
+        return rows * self._count + entries
 
     def read_entries(self, keys: Iterable[StateKey], entries: Tensor) -> list[Tensor]:
-        """Return states kept at entries `[B, W]` of the rows, `[B * W, ...]` each."""
-        return [self._room(key)[self._index(entries, key)] for key in keys]
+        """Return the states kept at entries `[R]` among those of all rows, `[R, ...]` each; copies."""
+        rooms = map(self._room, keys)
+        return [room.flatten(0, 1).index_select(0, entries.to(room.device)) for room in rooms]
 
     def write_entries(self, keys: Iterable[StateKey], entries: Tensor, states: Iterable[Tensor]) -> None:
-        """Keep states `[B * W, ...]` at entries `[B, W]` of the rows."""
+        """Keep states `[R, ...]` at entries `[R]` among those of all rows."""
         for key, state in zip(keys, states, strict=True):
             room = self._room(key)
-            room[self._index(entries, key)] = state.to(room.dtype)
-
-    def _index(self, entries: Tensor, key: StateKey) -> tuple[Tensor, Tensor]:
-        """Return the index of entries `[B, W]` in the room of a state."""
-        entries = entries.to(self.store.tensors[key].device)
-        row = torch.arange(entries.shape[0], device=entries.device)[:, None].expand_as(entries)
-        return row.flatten(), entries.flatten()
+            room.flatten(0, 1).index_copy_(0, entries.to(room.device), state)
 
     def _room(self, key: StateKey) -> Tensor:
         """Return where one state is kept while a step runs, `[B, E, ...]`."""
         room, store = self._entries.get(key), self.store.tensors[key]
         rows = self.rows.to(store.device)
-        if room is None:
-            room = store.new_zeros(len(rows), 1, *store.shape[1:])
-            room[:, 0] = store.index_select(0, rows)
-        if room.shape[1] < self._count:
-            missing = room.new_zeros(len(rows), self._count - room.shape[1], *room.shape[2:])
-            room = torch.cat([room, missing], dim=1)
-        self._entries[key] = room
+        if room is None or room.shape[1] < self._count:
+            grown = store.new_zeros(len(rows), self._count, *store.shape[1:])
+            if room is None:
+                grown[:, 0] = store.index_select(0, rows)
+            else:
+                grown[:, : room.shape[1]] = room
+            self._entries[key] = room = grown
         return room
 
     def read_row(self, shapes: Iterable[StateShape], row: int) -> list[Tensor]:
@@ -207,7 +223,7 @@ class StatesOfRows:
         length, end, accepted, active = (x.to(position.device) for x in (length, path.end, path.accepted, active))
         entry = torch.where(active, (1 + length - before + end).clamp(0, self._count - 2), 0)  # [B]
         for key, store in self.store.tensors.items():
-            kept = self.read_entries([key], entry[:, None])[0]
+            kept = self.read_entries([key], self._of_all_rows(entry[:, None]).flatten())[0]
             store.index_copy_(0, self.rows.to(store.device), kept)
         position.index_copy_(0, home, torch.where(active, length + accepted + 1, before))
         self._entries.clear()

@@ -57,28 +57,31 @@ class TreeStates(MixerPlan):
                 a row.
         """
         self._states, self._levels = states, states.begin(tree, length)
-        new, rows = tree.new, len(length)
+        new, rows, nodes = tree.new, len(length), self._levels.nodes
         if starts is None:
             starts = torch.arange(rows, device=length.device) * new
-        self._index = [  # of the nodes of each level among the tokens, `[B * W]`; -1 for none
-            torch.where(nodes == new, -1, starts[:, None] + nodes).flatten() for nodes in self._levels.nodes
-        ]
+        # Index of each node among the tokens of the forward, level by level, `[L * B * W]`; -1 for none.
+        self._index = torch.where(nodes == new, -1, starts[:, None] + nodes).flatten()
+        self._taken = self._index.clamp(min=0)
 
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Compute what a mixer returns, level by level; see `MixerPlan`."""
-        tokens = _Tokens.of(arguments[mixer.tokens_argument])
-        keys = [state.key for state in mixer.states]
-        outputs = []
-        with _OuterLinears(mixer, arguments) as linears:
-            for index, entries, parents in zip(self._index, self._levels.entries, self._levels.parents, strict=True):
-                index = index.to(tokens.device)
-                taken = index.clamp(min=0)
-                linears.take(taken)
-                states = self._states.read_entries(keys, parents)
-                output, states = mixer.run(forward, tokens.take(arguments, taken), states)
-                self._states.write_entries(keys, entries, states)
-                outputs.append((index, output))
-        return linears.finish(tokens.join(outputs))
+        tokens, levels = _Tokens.of(arguments[mixer.tokens_argument]), self._levels
+        keys, dtypes = [state.key for state in mixer.states], [state.dtype for state in mixer.states]
+        parents, taken = levels.parents.to(tokens.device), self._taken.to(tokens.device)
+        states = self._states.read_entries(keys, levels.roots)
+        outputs, after = [], []
+        with _OuterLinears(mixer, arguments, taken, len(parents)) as linears:
+            for level, given in enumerate(tokens.take_levels(arguments, taken, len(parents))):
+                if level:  # which also copies: a mixer may write to what it is given
+                    states = [state.index_select(0, parents[level]) for state in states]
+                linears.take(level)
+                output, states = mixer.run(forward, given, states)
+                states = [state.to(dtype) for state, dtype in zip(states, dtypes, strict=True)]
+                outputs.append(output)
+                after.append(states)
+            self._states.write_entries(keys, levels.entries, map(torch.cat, zip(*after, strict=True)))
+        return linears.finish(tokens.join(self._index.to(tokens.device), outputs))
 
 
 class _OuterLinears:
@@ -88,18 +91,25 @@ class _OuterLinears:
     hands on what it is given, until all of it is there.
     """
 
-    def __init__(self, mixer: Mixer, arguments: Mapping[str, Any]):
-        """Compute the first linear layers of a mixer's call."""
+    def __init__(self, mixer: Mixer, arguments: Mapping[str, Any], index: Tensor, levels: int):
+        """Compute the first linear layers of a mixer's call.
+
+        Args:
+            mixer: The mixer.
+            arguments: The arguments of its call, by name.
+            index: The tokens of all levels among those of the call, `[L * R]` int64.
+            levels: L.
+        """
         x, names = arguments[mixer.tokens_argument], mixer.first_linears
         self._first = [mixer.module.get_submodule(name) for name in names]
         self._last = None if mixer.last_linear is None else mixer.module.get_submodule(mixer.last_linear)
-        self._whole = {name: linear(x) for name, linear in zip(names, self._first, strict=True)}
-        self._level: dict[str, Tensor] = {}
+        self._outputs = [_rows_of(linear(x), index).chunk(levels) for linear in self._first]
+        self._level = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> "_OuterLinears":
-        for name, linear in zip(self._whole, self._first, strict=True):
-            self._stack.enter_context(_replaced(linear, lambda *_, name=name: self._level[name]))
+        for linear, outputs in zip(self._first, self._outputs, strict=True):
+            self._stack.enter_context(_replaced(linear, lambda *_, outputs=outputs: outputs[self._level]))
         if self._last is not None:
             self._stack.enter_context(_replaced(self._last, lambda _, args, __: args[0]))
         return self
@@ -107,9 +117,9 @@ class _OuterLinears:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def take(self, index: Tensor) -> None:
-        """Let the first layers hand out what they computed for the tokens at `index`, `[R]` int64."""
-        self._level = {name: _rows_of(x, index) for name, x in self._whole.items()}
+    def take(self, level: int) -> None:
+        """Let the first layers hand out what they computed for the tokens of a level."""
+        self._level = level
 
     def finish(self, output: Any) -> Any:
         """Return what the mixer returns for all tokens, from what the last layer was given for them."""
@@ -132,7 +142,7 @@ class PromptStates(MixerPlan):
     def run(self, mixer: Mixer, forward: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Compute what a mixer returns, row by row; see `MixerPlan`."""
         tokens = _Tokens.of(arguments[mixer.tokens_argument])
-        outputs = []
+        outputs, read = [], []
         for piece, start in zip(self._pieces, self._starts, strict=True):
             states = None
             if piece.first and self._states is not None:
@@ -141,10 +151,11 @@ class PromptStates(MixerPlan):
             for first in range(start, start + piece.count, step):
                 index = torch.arange(first, first + step, device=tokens.device)
                 output, states = mixer.run(forward, tokens.take_run(arguments, index), states)
-                outputs.append((index, pytree.tree_map(_as_rows, output)))
+                outputs.append(pytree.tree_map(_as_rows, output))
+                read.append(index)
             if self._states is not None and states is not None:
                 self._states.write_row(mixer.states, piece.row, states)
-        return tokens.join(outputs)
+        return tokens.join(torch.cat(read), outputs)
 
     def finish(self) -> None:
         """Take note that the rows have read their pieces."""
@@ -171,34 +182,47 @@ class _Tokens:
         """Return the tokens that `[B, T, D]` are vectors of."""
         return cls(x.shape[0], x.shape[1], x.device)
 
-    def take(self, arguments: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
-        """Return the arguments for some tokens, each in a row of its own. index: `[R]` int64."""
-        return self._map(arguments, lambda x: _rows_of(x, index))
+    def take_levels(self, arguments: Mapping[str, Any], index: Tensor, levels: int) -> list[dict[str, Any]]:
+        """Return the arguments for the tokens of each level, each token in a row of its own.
+
+        Args:
+            arguments: The arguments for all tokens.
+            index: The tokens of all levels, `[L * R]` int64.
+            levels: L.
+        """
+        leaves, kinds = pytree.tree_flatten(_without_masks(arguments))
+        by_leaf = [
+            _rows_of(self._expanded(leaf), index).chunk(levels) if self._per_token(leaf) else [leaf] * levels
+            for leaf in leaves
+        ]
+        return [pytree.tree_unflatten(list(level), kinds) for level in zip(*by_leaf, strict=True)]
 
     def take_run(self, arguments: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
         """Return the arguments for successive tokens of one row. index: `[R]` int64."""
-        return self._map(arguments, lambda x: x.flatten(0, 1).index_select(0, index)[None])
 
-    def _map(self, arguments: Mapping[str, Any], take: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Return arguments with `take` called on all that is given for each token. There is no padding to mask."""
+        def taken(leaf: Any) -> Any:
+            return self._expanded(leaf).flatten(0, 1).index_select(0, index)[None] if self._per_token(leaf) else leaf
 
-        def taken(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != self.count:
-                return value
-            if value.shape[0] not in (1, self.rows):
-                return value
-            return take(value.expand(self.rows, *value.shape[1:]))
+        return pytree.tree_map(taken, _without_masks(arguments))
 
-        return {name: None if "mask" in name else pytree.tree_map(taken, x) for name, x in arguments.items()}
+    def _per_token(self, leaf: Any) -> bool:
+        """Tell whether an argument has something for each token."""
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
+            return False
+        return leaf.shape[1] == self.count and leaf.shape[0] in (1, self.rows)
 
-    def join(self, outputs: Sequence[tuple[Tensor, Any]]) -> Any:
+    def _expanded(self, leaf: Tensor) -> Tensor:
+        """Return what is given for each token, `[rows, count, ...]`, which may be given for all rows at once."""
+        return leaf.expand(self.rows, *leaf.shape[1:])
+
+    def join(self, index: Tensor, outputs: Sequence[Any]) -> Any:
         """Return one output of all tokens.
 
         Args:
-            outputs: Indices of tokens, `[R]` int64, -1 for none, and what was returned for them, `[R, 1, ...]` each.
+            index: Indices of tokens in the order of the outputs, `[R]` int64, -1 for none.
+            outputs: What was returned for some of them each, `[R', 1, ...]`.
         """
-        leaves, kinds = zip(*(pytree.tree_flatten(output) for _, output in outputs), strict=True)
-        index = torch.cat([index for index, _ in outputs])
+        leaves, kinds = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
         joined = [self._join(index, parts) for parts in zip(*leaves, strict=True)]
         return pytree.tree_unflatten(joined, kinds[0])
 
@@ -210,6 +234,11 @@ class _Tokens:
         joined = whole.new_zeros(size + 1, *whole.shape[1:])
         joined[index] = whole  # -1 is the one that is cut off
         return joined[:size].unflatten(0, (self.rows, self.count))
+
+
+def _without_masks(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments without masks of padding, of which there is none."""
+    return {name: None if "mask" in name else value for name, value in arguments.items()}
 
 
 def _rows_of(x: Tensor, index: Tensor) -> Tensor:

@@ -27,9 +27,12 @@ def walk(states: StatesOfRows, tree: Tree, length: torch.Tensor) -> None:
     """Let the state after a node be ten times that after its parent, and the node's token."""
     levels = states.begin(tree, length)
     tokens = torch.nn.functional.pad(tree.tokens[:, -tree.new :], (0, 1))
-    for nodes, entries, parents in zip(levels.nodes, levels.entries, levels.parents, strict=True):
-        before = states.read_entries([KEY], parents)[0]
-        states.write_entries([KEY], entries, [before * 10 + tokens.gather(1, nodes).flatten()[:, None]])
+    [before] = states.read_entries([KEY], levels.roots)
+    after: list[torch.Tensor] = []
+    for nodes, parents in zip(levels.nodes, levels.parents, strict=True):
+        before = after[-1][parents] if after else before
+        after.append(before * 10 + tokens.gather(1, nodes).flatten()[:, None])
+    states.write_entries([KEY], levels.entries, [torch.cat(after)])
 
 
 def kept(states: StatesOfRows) -> list[int]:
