@@ -100,6 +100,32 @@ def test_several_images_are_read_where_they_stand(served):
     assert expected != served.write("A ", second, " and ", first, "?")
 
 
+def test_a_response_reads_the_images_of_its_input(served):
+    image = picture(2)
+    seen = {"type": "input_image", "image_url": data_url(image), "detail": "auto"}
+    content = [{"type": "input_text", "text": "A "}, seen, {"type": "input_text", "text": "?"}]
+    answer = served.client.responses.create(
+        model=served.name, input=[{"role": "user", "content": content}], temperature=0, max_output_tokens=NEW
+    )
+    assert answer.output_text == served.write("A ", image, "?")
+
+
+@pytest.mark.parametrize(
+    ("role", "part", "says"),
+    [
+        ("user", {"image_url": "https://example.com/cat.png"}, "fetches nothing"),
+        ("user", {"file_id": "file-1"}, "send the image itself"),
+        ("user", {"image_url": "data:image/png;base64,AAAA"}, "image"),
+        ("assistant", {"image_url": data_url(picture(2))}, "messages of the user alone"),
+    ],
+)
+def test_a_response_refuses_other_images(served, role, part, says):
+    message = {"role": role, "content": [{"type": "input_image"} | part]}
+    answer = httpx.post(f"{served.program.url}/v1/responses", json={"model": served.name, "input": [message]})
+    assert answer.status_code == 400
+    assert says in answer.text
+
+
 def test_a_sampled_answer_is_the_one_of_its_seed(served):
     image = picture(4)
     answer = served.ask(image_part(image), text_part("Go on"), temperature=1, seed=7, n=2)

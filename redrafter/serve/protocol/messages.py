@@ -19,7 +19,7 @@ from redrafter.serve.protocol.fields import (
     tag_text_or_object,
 )
 
-__all__ = ["DATA_URL", "ImagePart", "Message", "TextPart", "Tool", "ToolCall", "ToolChoice", "ToolChoices"]
+__all__ = ["DATA_URL", "DataUrl", "ImagePart", "Message", "TextPart", "Tool", "ToolCall", "ToolChoice", "ToolChoices"]
 
 DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 
@@ -75,6 +75,10 @@ def _check_url(url: Any) -> Any:
     return url
 
 
+DataUrl = Annotated[str, BeforeValidator(_check_url)]
+"""An image as a `data:` URL in base64."""
+
+
 class ImageUrl(Strict):
     """An image within a URL.
 
@@ -83,7 +87,7 @@ class ImageUrl(Strict):
         detail: How closely to look at it; the model's processor decides that alone.
     """
 
-    url: Annotated[str, BeforeValidator(_check_url)]
+    url: DataUrl
     detail: Literal["auto"] = "auto"
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StrictBool, Tag, field_validator
 
 from redrafter.serve.protocol.fields import (
+    IMAGE_TAG,
     LIST_TAG,
     MAX_INTEGER,
     MAX_PARTS,
@@ -18,6 +19,7 @@ from redrafter.serve.protocol.fields import (
     refuse_with,
     tag_text_or_list,
 )
+from redrafter.serve.protocol.messages import DataUrl
 from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "CallOutputItem",
     "FlatTool",
     "FlatToolChoice",
+    "InputImage",
     "Part",
     "ReasoningItem",
     "ResponseAnswer",
@@ -33,7 +36,7 @@ __all__ = [
 ]
 
 _ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
-_PART_TYPES = ("input_text", "output_text", "reasoning_text", "text")
+_PART_TYPES = ("input_text", "input_image", "output_text", "reasoning_text", "text")
 _NOTHING_STORED = "nothing is stored here: send the whole conversation as input"
 _REFUSALS = {
     "store": "store is not supported, " + _NOTHING_STORED,
@@ -58,6 +61,36 @@ class Part(Strict):
 Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
+class InputImage(Strict):
+    """An image as a part of a message of the user.
+
+    Attributes:
+        image_url: A `data:` URL in base64.
+        detail: How closely to look at it; the model's processor decides that alone.
+    """
+
+    type: Literal["input_image"]
+    image_url: DataUrl
+    detail: Literal["auto"] = "auto"
+    file_id: Annotated[None, refuse_with("send the image itself, as image_url")] = None
+
+
+def _part_tag(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return IMAGE_TAG if kind == "input_image" else TEXT_TAG
+
+
+PartsWithImages = Annotated[
+    list[
+        Annotated[
+            Annotated[Part, Tag(TEXT_TAG)] | Annotated[InputImage, Tag(IMAGE_TAG)],
+            one_of(_part_tag, "a part of text or an image"),
+        ]
+    ],
+    Field(fail_fast=True, max_length=MAX_PARTS),
+]
+
+
 class MessageItem(Strict):
     """A message of the input."""
 
@@ -65,7 +98,7 @@ class MessageItem(Strict):
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Parts
+    content: str | PartsWithImages
 
 
 class ReasoningItem(Strict):

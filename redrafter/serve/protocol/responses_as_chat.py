@@ -11,6 +11,7 @@ from redrafter.serve.protocol.responses import (
     CallOutputItem,
     FlatTool,
     FlatToolChoice,
+    InputImage,
     Part,
     ReasoningItem,
     ResponsesRequest,
@@ -84,15 +85,29 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         elif isinstance(item, CallOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         elif item.role == "assistant" and messages and _only_thoughts(messages[-1]):
-            messages[-1]["content"] = _text(item.content)
+            messages[-1]["content"] = _content(item.content)
         else:
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _content(item.content)})
     return messages
 
 
 def _only_thoughts(message: dict[str, Any]) -> bool:
     """Return whether a message of the assistant has neither content nor calls yet."""
     return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message
+
+
+def _content(content: str | list[Part | InputImage]) -> str | list[dict[str, Any]]:
+    """Return the content of a chat message: a text, or parts where there are images."""
+    if isinstance(content, str):
+        return content
+    texts = [part for part in content if isinstance(part, Part)]
+    return _text(texts) if len(texts) == len(content) else [_chat_part(part) for part in content]
+
+
+def _chat_part(part: Part | InputImage) -> dict[str, Any]:
+    if isinstance(part, Part):
+        return {"type": "text", "text": part.text}
+    return {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
 
 
 def _text(content: str | list[Part]) -> str:
