@@ -70,9 +70,9 @@ class InputImage(Strict):
     """
 
     type: Literal["input_image"]
+    file_id: Annotated[None, refuse_with("send the image itself, as image_url")] = None
     image_url: DataUrl
     detail: Literal["auto"] = "auto"
-    file_id: Annotated[None, refuse_with("send the image itself, as image_url")] = None
 
 
 def _part_tag(part: Any) -> str:
@@ -88,6 +88,7 @@ PartsWithImages = Annotated[
         ]
     ],
     Field(fail_fast=True, max_length=MAX_PARTS),
+    Tag(LIST_TAG),
 ]
 
 
@@ -98,7 +99,9 @@ class MessageItem(Strict):
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | PartsWithImages
+    content: Annotated[
+        Annotated[str, Tag(TEXT_TAG)] | PartsWithImages, one_of(tag_text_or_list, "a text or a list of parts")
+    ]
 
 
 class ReasoningItem(Strict):
