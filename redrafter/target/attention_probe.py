@@ -57,7 +57,7 @@ class AttentionProbe:
             dtype: Dtype of the mask.
             device: Device of the mask.
         """
-        kind = _kind_of(rule)
+        kind = _kind_of(rule, device)
         if kind not in self.rules:
             self.rules.append(kind)
         return torch.full(shape, float(1 + self.rules.index(kind)), dtype=dtype, device=device)
@@ -159,31 +159,37 @@ AttentionInterface.register(PROBE_NAME, _probe_attention)
 AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
 
 
-def _kind_of(rule: MaskRule) -> AttentionKind | None:
-    """Return the kind that a mask rule of transformers describes, or None for one that is no window and no chunk."""
-    first, second = _first_seen(rule, PROBED_POSITION), _first_seen(rule, PROBED_POSITION + 1)
+def _kind_of(rule: MaskRule, device: Any) -> AttentionKind | None:
+    """Return the kind that a mask rule of transformers describes, or None for one that is no window and no chunk.
+
+    Args:
+        rule: The rule.
+        device: Device of the mask, on which a rule may hold tensors.
+    """
+    first, second = _first_seen(rule, PROBED_POSITION, device), _first_seen(rule, PROBED_POSITION + 1, device)
     if first is None or second is None:
         return None
     if first == 0:
         return AttentionKind()
     if second == first + 1:
         return AttentionKind(window=PROBED_POSITION - first + 1)
-    chunk = PROBED_POSITION - first if second == PROBED_POSITION + 1 else _chunk_length(rule, first)
+    chunk = PROBED_POSITION - first if second == PROBED_POSITION + 1 else _chunk_length(rule, first, device)
     return None if chunk is None else AttentionKind(chunk=chunk)
 
 
-def _first_seen(rule: MaskRule, position: int) -> int | None:
+def _first_seen(rule: MaskRule, position: int, device: Any) -> int | None:
     """Return the first position that `position` sees; None unless it sees all from there to itself and no other."""
-    seen = rule(torch.tensor(0), torch.tensor(0), torch.tensor(position), torch.arange(position + 2))
-    seen = torch.as_tensor(seen).expand(position + 2)
+    batch, query = torch.zeros((), dtype=torch.long, device=device), torch.tensor(position, device=device)
+    seen = torch.as_tensor(rule(batch, batch, query, torch.arange(position + 2, device=device)))
+    seen = seen.expand(position + 2)
     first = int(seen.int().argmax())
     contiguous = bool(seen[first : position + 1].all()) and not bool(seen[position + 1])
     return first if contiguous else None
 
 
-def _chunk_length(rule: MaskRule, start: int) -> int | None:
+def _chunk_length(rule: MaskRule, start: int, device: Any) -> int | None:
     """Return the length of the chunk that ends before position `start`, or None where no chunk does."""
-    first = _first_seen(rule, start - 1)
+    first = _first_seen(rule, start - 1, device)
     return None if first is None else start - first
 
 
