@@ -147,6 +147,7 @@ def read_prompts(
     *,
     start: Tensor | None = None,
     counts: Sequence[int] | None = None,
+    rope_lengths: Tensor | None = None,
     draft_model: Target | None = None,
     draft_cache: KVCache | None = None,
     draft_prompts: DraftPrompts | None = None,
@@ -161,6 +162,7 @@ def read_prompts(
         cache: The target's keys and values; written in place.
         start: Tokens that the cache already holds, `[B]` int64; None for none.
         counts: How many tokens are read of each row; None where all of `tokens` are, whatever `upto` says.
+        rope_lengths: What `Target.rope_length` returns for each row, `[B]` int64; None for `upto`.
         draft_model: The LM that drafts and must read the prompts as well; None where no model does.
         draft_cache: The draft model's keys and values; written in place.
         draft_prompts: What the draft model reads; None where that is what the target reads.
@@ -172,7 +174,7 @@ def read_prompts(
     if draft_model is not None:
         assert draft_cache is not None, "a draft model has a cache"
         read_draft_prompts(tokens, upto, draft_model, draft_cache, draft_prompts, start=start, counts=counts)
-    return target.prefill(tokens, upto, cache, start=start, counts=counts, show=show)
+    return target.prefill(tokens, upto, cache, start=start, counts=counts, rope_lengths=rope_lengths, show=show)
 
 
 def read_draft_prompts(

@@ -24,6 +24,7 @@ class PromptChunks:
         lengths: Tokens of each prompt that the cache holds already, `[P]` int64.
         table: Blocks of each prompt in order of position, `[P, M]` int32; 0 where it has fewer.
         adapters: Slot of each prompt's adapter, 0 for none, `[P]` int64.
+        prompts: Length of text whose rope each prompt's tokens have at least, `[P]` int64.
     """
 
     tokens: Tensor
@@ -31,6 +32,7 @@ class PromptChunks:
     lengths: Tensor
     table: Tensor
     adapters: Tensor
+    prompts: Tensor
 
     @classmethod
     def room(cls, count: int, blocks: int, device: torch.device) -> "PromptChunks":
@@ -44,7 +46,7 @@ class PromptChunks:
         with device:
             tokens, starts = torch.zeros(count * TOKENS_PER_CHUNK, dtype=torch.long), torch.zeros(count + 1).long()
             table = torch.zeros(count, blocks, dtype=torch.int32)
-            return cls(tokens, starts, starts[:-1].clone(), table, starts[:-1].clone())
+            return cls(tokens, starts, starts[:-1].clone(), table, starts[:-1].clone(), starts[:-1].clone())
 
     @property
     def count(self) -> int:
@@ -70,6 +72,10 @@ class PromptChunks:
     def token_adapters(self) -> Tensor:
         """Return the slot of each token's adapter, `[P * TOKENS_PER_CHUNK]` int64; padding has none."""
         return torch.cat([self.adapters, torch.zeros_like(self.adapters[:1])])[self._placed()[0]]
+
+    def token_prompts(self) -> Tensor:
+        """Return the length of text whose rope each token has at least, `[P * TOKENS_PER_CHUNK]` int64."""
+        return torch.cat([self.prompts, torch.zeros_like(self.prompts[:1])])[self._placed()[0]]
 
     def _placed(self) -> tuple[Tensor, Tensor]:
         """Return the chunk of each token, P for padding, and its position in that chunk's prompt, `[T]` int64 each."""

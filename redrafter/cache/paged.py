@@ -178,7 +178,7 @@ class PagedCache:
             tokens: Tokens of the forward, padding included.
         """
         no_tree = replace(chain(tree.tokens[:1, :1]), counts=torch.zeros_like(length[:1]), total=0)
-        chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table, torch.zeros_like(length))
+        chunks = PromptChunks(tree.tokens, tree.row_starts(), length, self.table, *[torch.zeros_like(length)] * 2)
         nowhere = PagedCache(self.pool, torch.zeros_like(self.table[:1]))
         return nowhere.plan(no_tree, torch.zeros_like(length[:1]), windows, chunks, tokens)
 

@@ -11,6 +11,7 @@ from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.scheduler.prefill_budget import Chunk
 from redrafter.scheduler.row_adapters import slot_of
 from redrafter.scheduler.sequence_blocks import tables_of
+from redrafter.target.target import Target
 
 __all__ = ["ROOMS", "ChunkBuffers", "choose_room"]
 
@@ -25,10 +26,10 @@ def choose_room(prompts: int, tokens: int) -> int:
 class ChunkBuffers:
     """Room for chunks of prompts, where captured steps look for them."""
 
-    def __init__(self, blocks: int, device: torch.device):
-        """Make empty buffers. blocks: width of the block tables."""
-        self._by_room = {room: PromptChunks.room(room, blocks, device) for room in ROOMS}
-        self._blocks = blocks
+    def __init__(self, blocks: int, target: Target):
+        """Make empty buffers for prompts that a model reads. blocks: width of the block tables."""
+        self._by_room = {room: PromptChunks.room(room, blocks, target.device) for room in ROOMS}
+        self._blocks, self._target = blocks, target
 
     def load(self, chunks: Sequence[Chunk]) -> PromptChunks:
         """Write chunks of prompts into the smallest buffers that have room for them.
@@ -41,18 +42,20 @@ class ChunkBuffers:
         """
         room = choose_room(len(chunks), sum(count for _, count in chunks))
         buffers = self._by_room[room]
-        tokens, starts, lengths, adapters = list[int](), [0], list[int](), list[int]()
+        tokens, starts, lengths, adapters, prompts = list[int](), [0], list[int](), list[int](), list[int]()
         for sequence, count in chunks:
             tokens += sequence.tokens[sequence.prefilled : sequence.prefilled + count]
             starts.append(len(tokens))
             lengths.append(sequence.prefilled)
             adapters.append(slot_of(sequence))
+            prompts.append(self._target.rope_length(len(sequence.prompt), sequence.prefill_length))
         empty = room - len(chunks)
-        numbers = tokens + [0] * (len(buffers.tokens) - len(tokens)) + starts + starts[-1:] * empty + lengths + adapters
+        padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
+        numbers = tokens + padding + starts + ends + lengths + adapters + prompts
         device = buffers.tokens.device
-        sizes = len(buffers.tokens), room + 1, len(lengths), len(adapters)
+        sizes = len(buffers.tokens), room + 1, len(lengths), len(adapters), len(prompts)
         parts = to_device(numbers, device, torch.long).split(sizes)  # one copy
-        written = buffers.tokens, buffers.starts, buffers.lengths, buffers.adapters
+        written = buffers.tokens, buffers.starts, buffers.lengths, buffers.adapters, buffers.prompts
         for buffer, part in zip(written, parts, strict=True):
             buffer[: len(part)] = part
         tables = tables_of([sequence for sequence, _ in chunks])

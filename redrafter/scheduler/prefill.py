@@ -116,7 +116,9 @@ class Prefiller:
             return self._read_with_images(sequences[0], row_caches)
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
-        tokens, start, upto = (to_device(x, device) for x in (_stack_tokens(sequences, ends), starts, ends))
+        rope = [self._target.rope_length(len(sequence.prompt), sequence.prefill_length) for sequence in sequences]
+        numbers = (_stack_tokens(sequences, ends), starts, ends, rope)
+        tokens, start, upto, rope_lengths = (to_device(x, device) for x in numbers)
         caches = row_caches.of_prompts(sequences)
         caches.target.adapters = adapters_of(sequences, device)
 
@@ -133,6 +135,7 @@ class Prefiller:
             caches.target,
             start=start,
             counts=[count for _, count in chunks],
+            rope_lengths=rope_lengths,
             draft_model=self._draft_model,
             draft_cache=caches.draft,
             draft_prompts=self._draft_prompts(sequences, ends),

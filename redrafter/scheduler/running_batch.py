@@ -277,7 +277,7 @@ class RunningBatch:
         if not chunks:
             return None
         if self._chunk_buffers is None:
-            self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target.device)
+            self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
         return self._chunk_buffers.load(chunks)
 
     def _proposer(self) -> Proposer:

@@ -113,7 +113,7 @@ class Scheduler:
 
     def _bound(self) -> int:
         """Return the most tokens of a sequence that can be served."""
-        bounds = [self.limits.max_seq_len, self.engine.target.fixed_rope_context]
+        bounds = [self.limits.max_seq_len, self.engine.target.context]
         if self._graphs is not None:
             bounds.append((self._graphs.store.num_blocks - 1) * BLOCK_SIZE - self.batch.overshoot)
         return min((bound for bound in bounds if bound is not None), default=sys.maxsize)

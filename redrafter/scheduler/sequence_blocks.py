@@ -1,6 +1,6 @@
 """The blocks of the KV cache that sequences hold, and which of their tokens other sequences may find there."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from redrafter.cache.block_manager import BlockManager, BlockTable
 from redrafter.errors import CacheFullError
@@ -46,7 +46,7 @@ class SequenceBlocks:
         self._graphs, self._reuse = graphs, reuse
         # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
         self._publishes = reuse and (graphs.draft_store is None or has_draft_model)
-        self._fixed_rope_context = graphs.target.fixed_rope_context
+        self._rope = graphs.target.rope
 
     @property
     def free(self) -> int:
@@ -63,7 +63,7 @@ class SequenceBlocks:
         # What is found in the cache has no logits, and past a change of rope it would be other keys.
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
         with self._graphs.lock:
-            sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, sequence.prefix_salt)
+            sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, self._salt(sequence))
             if sequence.draft_text is not None:
                 try:
                     sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)
@@ -145,7 +145,12 @@ class SequenceBlocks:
         """
         if sequence.images is not None:
             return False
-        return self._fixed_rope_context is None or sequence.max_length <= self._fixed_rope_context
+        return self._rope is None or self._rope.keeps_keys(len(sequence.prompt), sequence.max_length)
+
+    def _salt(self, sequence: TokenSequence) -> Hashable:
+        """Return what sequences must have in common to share blocks."""
+        key = None if self._rope is None else self._rope.prefix_key(len(sequence.prompt))
+        return (sequence.prefix_salt, key) if key else sequence.prefix_salt
 
     def _cached(self, sequence: TokenSequence) -> int:
         """Count the leading tokens of a decoding sequence whose keys and values are in every cache."""

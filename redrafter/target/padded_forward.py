@@ -43,7 +43,7 @@ class PaddedForward(TreeForward):
         length: Tensor,
         cache: DenseCache,
         logits_index: Tensor | None = None,
-        long: Tensor | None = None,
+        prompt: Tensor | None = None,
         position_shift: Tensor | None = None,
         pieces: Sequence[Piece] | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ class PaddedForward(TreeForward):
             self._adapting(keep),
             self._recording(),
             answer_by_position(self._slot_readers, lambda: places, slots),
-            self._choosing_rope(long, new),
+            self._choosing_rope(torch.zeros_like(length) if prompt is None else prompt),
             self._mixing(tree, length, cache, pieces),
         ):
             self._start_recording(logits_index)
@@ -79,7 +79,12 @@ class PaddedForward(TreeForward):
         return out.logits.to(self._device), hidden
 
     def read_whole(
-        self, ids: Tensor, inputs: Mapping[str, Any], past: DynamicCache, adapters: Tensor | None = None
+        self,
+        ids: Tensor,
+        inputs: Mapping[str, Any],
+        past: DynamicCache,
+        adapters: Tensor | None = None,
+        prompt: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Read one text as the model itself does, all of it at once.
 
@@ -88,12 +93,14 @@ class PaddedForward(TreeForward):
             inputs: What else the model takes of it, by name.
             past: A cache of transformers' own with what stands before it; receives the keys and values of the layers.
             adapters: Slot of the text's adapter, `[1]` int64; None for the model alone.
+            prompt: Length of text whose rope all tokens have at least.
 
         Returns:
             Logits `[1, V]` of the last token, and hidden states of all, `[1, P, F]`.
         """
         keep = self._kept_columns(None if adapters is None else adapters[:, None].expand_as(ids))
-        with self.lock, self._adapting(keep), self._recording():
+        least = torch.tensor([prompt], device=ids.device)
+        with self.lock, self._adapting(keep), self._recording(), self._choosing_rope(least):
             self._start_recording(torch.tensor([ids.shape[1] - 1], device=ids.device))
             out = self._model(input_ids=ids, past_key_values=past, use_cache=True, **inputs)
             hidden = self._recorded_hidden().to(self._device)
@@ -102,11 +109,11 @@ class PaddedForward(TreeForward):
     def _select(self, hidden: Tensor) -> Tensor:
         return hidden if self._index is None else _take(hidden, self._index.to(hidden.device))
 
-    def _choosing_rope(self, long: Tensor | None, new: int) -> AbstractContextManager[None]:
-        if self._rope is None or long is None:
+    def _choosing_rope(self, prompt: Tensor) -> AbstractContextManager[None]:
+        """Rotate tokens by the lengths of their texts. prompt: the least of each row, `[B]` int64."""
+        if self._rope is None:
             return nullcontext()
-        tokens = long[:, None].expand(-1, new)  # [B, M]
-        return self._rope.choosing(lambda: tokens)
+        return self._rope.choosing(lambda: prompt[:, None], threads_apart=True)
 
     def _mask(self, slots: TreeSlots) -> Tensor | dict[str, Tensor | None] | None:
         """Return the additive mask `[B, 1, M, S]`, one by name where kinds differ; with ALiBi, ones `[B, S]`.

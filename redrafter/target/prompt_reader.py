@@ -62,7 +62,7 @@ class PromptReader:
         prompts: Tensor,
         length: Tensor,
         cache: KVCache,
-        long: Tensor | None,
+        rope_lengths: Tensor | None,
         *,
         start: Tensor | None = None,
         counts: Sequence[int] | None = None,
@@ -75,7 +75,8 @@ class PromptReader:
             prompts: Token ids, `[B, P]` int64, right-padded to any ids.
             length: Tokens of each row up to which to read, `[B]` int64.
             cache: Keys and values of the rows; receives those of the tokens.
-            long: Whether each row has the rope of long texts, `[B]` bool; None where rope does not switch.
+            rope_lengths: Length of text whose rope each row's tokens have at least, `[B]` int64; None for that up to
+                each token.
             start: Tokens of each row that the cache holds already, `[B]` int64, fewer than `length`; None for none.
             counts: How many tokens each row has beyond `start`; None for P of each, some of which may be padding.
             max_tokens: The most tokens of all rows in one forward; None for as many as suit.
@@ -89,8 +90,8 @@ class PromptReader:
         if show is not None:
             max_tokens = min(max_tokens, max(MAX_SHOWN_LOGITS // self._vocab_size, 1))
         if self.reads_without_masks(cache):
-            return self._read_pieces(prompts, start, length, cache, long, max_tokens, show)
-        return self._read_chunks(prompts, start, length, cache, long, counts, max_tokens, show)
+            return self._read_pieces(prompts, start, length, cache, rope_lengths, max_tokens, show)
+        return self._read_chunks(prompts, start, length, cache, rope_lengths, counts, max_tokens, show)
 
     def _read_pieces(
         self,
@@ -98,14 +99,14 @@ class PromptReader:
         start: Tensor,
         length: Tensor,
         cache: KVCache,
-        long: Tensor | None,
+        rope_lengths: Tensor | None,
         max_tokens: int,
         show: ShowLogits | None,
     ) -> tuple[Tensor, Tensor]:
         """Read as `read` does, on a CPU: in pieces, one behind the other."""
         last: dict[int, tuple[Tensor, Tensor]] = {}
         for pieces in cut_prompts(start.tolist(), length.tolist(), max_tokens):
-            logits, hidden = self._varlen.read_pieces(pieces, prompts, cache, long, all_tokens=show is not None)
+            logits, hidden = self._varlen.read_pieces(pieces, prompts, cache, rope_lengths, all_tokens=show is not None)
             if show is not None:
                 counts = [piece.count for piece in pieces]
                 for piece, its_logits in zip(pieces, logits.split(counts), strict=True):
@@ -123,7 +124,7 @@ class PromptReader:
         start: Tensor,
         length: Tensor,
         cache: KVCache,
-        long: Tensor | None,
+        rope_lengths: Tensor | None,
         counts: Sequence[int] | None,
         max_tokens: int,
         show: ShowLogits | None,
@@ -150,7 +151,9 @@ class PromptReader:
             last = length - 1 - behind  # [B], the node of the last prompt token, if it is here
             here = ((last >= 0) & (last < size))[:, None]  # [B, 1]
             end = last.clamp(0, size - 1)
-            new_logits, new_hidden = forward(tokens, behind, cache, end if show is None else None, long, pieces=pieces)
+            new_logits, new_hidden = forward(
+                tokens, behind, cache, end if show is None else None, rope_lengths, pieces=pieces
+            )
             if show is not None:
                 read = (last + 1).clamp(0, size).tolist()
                 for row, first, count in zip(range(rows), behind.tolist(), read, strict=True):

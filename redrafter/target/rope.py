@@ -1,23 +1,27 @@
-"""Rope whose frequencies switch where a text outgrows the context that its model was first trained on (`longrope`).
+"""Rope whose frequencies follow from the length of a text, of the kinds `longrope` and `dynamic`.
 
-transformers decides by the longest position of a forward, for all rows of a batch. Here each row has its own
-frequencies: those of long texts when its prompt is longer than the first context, or once decoding has reached that
-length. So a row's text does not depend on its batch, and is what transformers writes for the row alone.
+transformers decides by the longest position of a forward, for all rows of a batch, and keys stay in the cache as they
+were rotated. So where a row is decoded alone, the token at position p behind a prompt of P tokens is rotated by the
+frequencies of a text of max(P, p + 1) tokens. Here each token is given those of its own row, whatever is in its
+forward: a row's text does not depend on its batch, and is what transformers writes for the row alone.
 """
 
-import warnings
-from collections.abc import Callable, Iterator
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.cache.dense import DenseCache
+from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["SwitchingRope", "dynamic_context", "find_rope", "warn_of_dynamic_rope"]
+__all__ = ["DynamicRope", "RopeByLength", "find_dynamic_rope", "find_switching_rope"]
 
 
 def _rope_entries(config: Any) -> list[dict[str, Any]]:
@@ -26,38 +30,61 @@ def _rope_entries(config: Any) -> list[dict[str, Any]]:
     return [rope, *(entry for entry in rope.values() if isinstance(entry, dict))]
 
 
-def _first_context(config: Any, kind: str) -> int | None:
-    """Return the context that a model was first trained on, where its rope is of this kind; else None."""
-    for entry in _rope_entries(config):
-        if entry.get("rope_type") == kind:
-            whole = getattr(config, "max_position_embeddings", None)
-            in_entry = entry.get("original_max_position_embeddings")
-            return in_entry or getattr(config, "original_max_position_embeddings", None) or whole
-    return None
+class RopeByLength(ABC):
+    """The rope of a model whose frequencies follow from the length of a text.
 
-
-def dynamic_context(config: Any) -> int | None:
-    """Return the number of positions up to which rope of the kind `dynamic` is constant; None for other kinds."""
-    return _first_context(config, "dynamic")
-
-
-def warn_of_dynamic_rope(config: Any, name: str) -> None:
-    """Warn where dynamic rope limits texts to a part of a model's context.
-
-    Args:
-        config: Config of the model's decoder.
-        name: What to call the model.
+    Attributes:
+        switch_at: Tokens up to which a text has the frequencies of short texts.
+        rereads: Whether the model's `generate` reads a text again, with the frequencies of long texts, once it has
+            `switch_at` tokens and goes on. Other models leave in the cache what is there.
     """
-    usable, whole = dynamic_context(config), getattr(config, "max_position_embeddings", None)
-    if usable is not None and whole is not None and usable < whole:
-        warnings.warn(
-            f"{name} has dynamic rope, whose frequencies change with every token past {usable}: texts of up to "
-            f"{usable} tokens are written, of the {whole} that the model is made for",
-            stacklevel=4,
-        )
+
+    switch_at: int
+    rereads: bool
+
+    def drop_past_switch(self, tree: Tree, length: Tensor) -> Tree:
+        """Return the tree without the tokens past the switch, in rows that are read again there.
+
+        Those tokens cannot be accepted; the row goes on from there in the next step.
+
+        Args:
+            tree: The trees of B rows.
+            length: Committed tokens of each row, `[B]` int64.
+        """
+        if not self.rereads:
+            return tree
+        past = length[:, None] + tree.depth >= self.switch_at  # [B, N]
+        return replace(tree, tokens=tree.tokens.masked_fill(past & (length < self.switch_at)[:, None], -1))
+
+    def prompt_length(self, prompt: int, read: int) -> int:
+        """Return the length of text whose frequencies the tokens of a prompt have at least.
+
+        Args:
+            prompt: Tokens of the prompt.
+            read: Tokens that are read, which of a row that was preempted are more than its prompt.
+        """
+        return max(prompt, read) if self.rereads else prompt
+
+    def keeps_keys(self, prompt: int, longest: int) -> bool:
+        """Tell whether the keys behind a prompt stay as they are while a text grows to `longest` tokens."""
+        return not self.rereads or prompt > self.switch_at or longest <= self.switch_at
+
+    @abstractmethod
+    def prefix_key(self, prompt: int) -> Hashable:
+        """Return what prompts must have in common to have the same keys of the same tokens. prompt: its tokens."""
+
+    @abstractmethod
+    def choosing(self, at_least: Callable[[], Tensor], *, threads_apart: bool) -> Any:
+        """Give each token of the forwards inside the context the frequencies of its own row.
+
+        Args:
+            at_least: Returns the length of text whose frequencies each token has at least, int64 in a shape that
+                broadcasts to that of the positions; a token whose own position is later has those of its position.
+            threads_apart: Let the forwards of other threads be; a compiled forward cannot tell.
+        """
 
 
-def find_rope(model: Any, config: Any, cache: DenseCache) -> "SwitchingRope | None":
+def find_switching_rope(model: Any, config: Any, cache: DenseCache) -> "RopeByLength | None":
     """Return the rope of a model where it switches, and what the model's own `generate` does then; else None.
 
     Args:
@@ -76,51 +103,34 @@ def find_rope(model: Any, config: Any, cache: DenseCache) -> "SwitchingRope | No
 
 def _switch_length(config: Any) -> int | None:
     """Return the number of tokens past which `longrope` has other frequencies; None where it never switches."""
-    first, whole = _first_context(config, "longrope"), getattr(config, "max_position_embeddings", None)
-    return None if first is None or (whole is not None and whole <= first) else first
+    whole = getattr(config, "max_position_embeddings", None)
+    for entry in _rope_entries(config):
+        if entry.get("rope_type") == "longrope":
+            first = entry.get("original_max_position_embeddings")
+            first = first or getattr(config, "original_max_position_embeddings", None) or whole
+            return None if first is None or (whole is not None and whole <= first) else first
+    return None
 
 
-class SwitchingRope:
-    """The rope of a model whose frequencies switch at a length of text.
-
-    Attributes:
-        switch_at: Tokens past which a text has the frequencies of long texts.
-        rereads: Whether the model's `generate` reads a text again, with the frequencies of long texts, once it has
-            `switch_at` tokens and goes on. Other models leave in the cache what is there.
-    """
+class SwitchingRope(RopeByLength):
+    """The rope of a model whose frequencies switch at a length of text (`longrope`)."""
 
     def __init__(self, model: nn.Module, switch_at: int, rereads: bool):
         """Find the rope modules of a model; the other arguments are attributes."""
         self.switch_at, self.rereads = switch_at, rereads
-        kinds = ((module, getattr(module, "rope_type", None)) for module in model.modules())
-        self._modules = [
-            module
-            for module, kind in kinds
-            if kind == "longrope" or (isinstance(kind, dict) and "longrope" in kind.values())
-        ]
+        self._modules = [module for module in model.modules() if "longrope" in _kinds(module).values()]
 
-    def drop_past_switch(self, tree: Tree, length: Tensor) -> Tree:
-        """Return the tree without the tokens past the switch, in rows that have not reached it.
-
-        Those tokens cannot be accepted; the row goes on from there in the next step.
-
-        Args:
-            tree: The trees of B rows.
-            length: Committed tokens of each row, `[B]` int64.
-        """
-        past = length[:, None] + tree.depth >= self.switch_at  # [B, N]
-        return replace(tree, tokens=tree.tokens.masked_fill(past & (length < self.switch_at)[:, None], -1))
+    def prefix_key(self, prompt: int) -> Hashable:
+        """Return whether the prompt is longer than the first context; see `RopeByLength`."""
+        return prompt > self.switch_at
 
     @contextmanager
-    def choosing(self, long: Callable[[], Tensor]) -> Iterator[None]:
-        """Give each token of the forwards inside the context the frequencies of its own row.
+    def choosing(self, at_least: Callable[[], Tensor], *, threads_apart: bool) -> Iterator[None]:
+        """Give each token the frequencies of short or of long texts; see `RopeByLength`."""
 
-        Args:
-            long: Returns whether each token is of a long text, bool in the shape of the positions; the others are
-                before `switch_at`.
-        """
-
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> tuple[Tensor, ...]:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> tuple[Tensor, ...] | None:
+            if thread not in (None, threading.get_ident()):
+                return None
             states, positions = args[0] if args else kwargs["x"], kwargs.get("position_ids")
             positions = args[1] if positions is None else positions
             rest = {name: value for name, value in kwargs.items() if name not in ("x", "position_ids")}
@@ -128,10 +138,193 @@ class SwitchingRope:
             edge = positions.new_full((*positions.shape[:-1], 1), self.switch_at)
             far = module.forward(states, torch.cat([positions, edge], dim=-1), **rest)
             near = module.forward(states, positions.clamp(max=self.switch_at - 1), **rest)
-            chosen = long().to(positions.device)[..., None]
-            return tuple(torch.where(chosen, a[..., :-1, :], b) for a, b in zip(far, near, strict=True))
+            long = torch.maximum(positions + 1, at_least().to(positions.device)) > self.switch_at
+            return tuple(torch.where(long[..., None], a[..., :-1, :], b) for a, b in zip(far, near, strict=True))
 
+        thread = threading.get_ident() if threads_apart else None
         with ExitStack() as stack:
             for module in self._modules:
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             yield
+
+
+def _kinds(module: nn.Module) -> dict[str | None, str]:
+    """Return the kinds of rope that a module computes, by the type of layers; by None where all layers have one."""
+    kind: Any = getattr(module, "rope_type", None)
+    if isinstance(kind, dict):
+        return {name: x for name, x in kind.items() if isinstance(x, str)}
+    return {None: kind} if isinstance(kind, str) else {}
+
+
+def find_dynamic_rope(model: nn.Module) -> "DynamicRope | None":
+    """Return the rope of a model where it is `dynamic`, and each token can be given its own frequencies; else None.
+
+    Without it, texts end where the frequencies would change.
+
+    Args:
+        model: The causal LM.
+    """
+    layouts: dict[nn.Module, dict[str | None, _Layout]] = {}
+    for module in model.modules():
+        for layer_type, kind in _kinds(module).items():
+            if "dynamic" in kind:
+                try:
+                    layouts.setdefault(module, {})[layer_type] = _Layout.of(module, layer_type)
+                except MODEL_ERRORS:
+                    return None
+    return DynamicRope(model, layouts) if layouts else None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Describes what a module with `dynamic` rope returns for layers of one type.
+
+    Attributes:
+        first: Tokens up to which a text has the frequencies of short texts.
+        context: Tokens that texts may come to.
+        theta: Base of the frequencies of short texts.
+        factor: How fast the base grows with the length of a text.
+        short: The frequencies of short texts, `[F]` float32.
+        exponents: The exponent of the base in each frequency, `[F]` float32.
+        columns: Which frequency each column of the sines has, `[D]` int64.
+        scale: Factor of the sines and cosines.
+        follows: Whether both have the dtype of the hidden states, and not float32.
+    """
+
+    first: int
+    context: int
+    theta: float
+    factor: float
+    short: Tensor
+    exponents: Tensor
+    columns: Tensor
+    scale: float
+    follows: bool
+
+    @classmethod
+    def of(cls, module: Any, layer_type: str | None) -> "_Layout":
+        """Learn what a module returns from what it returns for a short text.
+
+        Args:
+            module: The module.
+            layer_type: The type of layers; None where all layers have one.
+
+        Raises:
+            AssertionError: It returns something else; other errors may come from the module.
+        """
+        config, kind = module.config, {} if layer_type is None else {"layer_type": layer_type}
+        entry = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        first, factor = config.max_position_embeddings, float(entry["factor"])
+        assert module.original_max_seq_len == first, "frequencies change elsewhere"
+        assert not hasattr(module, "mrope_section"), "a token has several positions"
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        short = getattr(module, f"{prefix}original_inv_freq").float()
+        positions = torch.tensor([[0, 1, min(7, first - 2), first - 2]], device=short.device)
+        x = short.new_zeros(1, positions.shape[1], 1)
+        cos, sin = module(x, positions, **kind)
+        scale = float(cos[0, 0, 0])
+        columns = (sin[0, 1, :, None] / scale - short.sin()).abs().argmin(dim=1)
+        exponents = torch.arange(0, 2 * len(short), 2, device=short.device).float() / (2 * len(short))
+        trained = entry.get("original_max_position_embeddings") or first
+        context = max(first, int(factor * trained))
+        follows = module(x.bfloat16(), positions, **kind)[0].dtype == torch.bfloat16
+        theta = float(entry["rope_theta"])
+        layout = cls(first, context, theta, factor, short, exponents, columns, scale, follows)
+        for ours, theirs in zip(layout.rotate(x, positions, torch.zeros_like(positions)), (cos, sin), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
+        length = torch.tensor(2 * first, device=short.device)
+        long = ROPE_INIT_FUNCTIONS["dynamic"](config, short.device, seq_len=length, **kind)[0]
+        torch.testing.assert_close(layout.frequencies(length[None]), long, rtol=1e-4, atol=0)
+        return layout
+
+    def frequencies(self, length: Tensor) -> Tensor:
+        """Return the frequencies of texts of some lengths, `[..., F]` float32; lengths: `[..., 1]` int64."""
+        growth = self.factor * length.clamp(min=self.first) / self.first - (self.factor - 1)
+        count = 2 * len(self.short)
+        base = self.theta * growth ** (count / (count - 2))
+        long = 1.0 / base ** self.exponents.to(length.device)
+        return torch.where(length > self.first, long, self.short.to(length.device))
+
+    def rotate(self, x: Tensor, positions: Tensor, at_least: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of tokens, `[..., D]` each.
+
+        Args:
+            x: Anything of the device and dtype of the hidden states.
+            positions: Positions of the tokens, `[...]` int64.
+            at_least: As in `RopeByLength.choosing`.
+        """
+        positions, dtype = positions.to(x.device), x.dtype if self.follows else torch.float32
+        length = torch.maximum(positions + 1, at_least.to(x.device))
+        angles = positions[..., None].float() * self.frequencies(length[..., None])
+        angles = angles[..., self.columns.to(x.device)]
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+class _Running:
+    """What the stand-ins of all rope modules share: the lengths of the running forward's texts.
+
+    Attributes:
+        at_least: As in `RopeByLength.choosing`; None between forwards.
+        thread: The thread of the forward, whose model others may run meanwhile; None where nobody can.
+    """
+
+    def __init__(self) -> None:
+        self.at_least: Any = None
+        self.thread: int | None = None
+
+
+class _PerToken(nn.Module):
+    """A stand-in for a module with `dynamic` rope, which would give all tokens the frequencies of the last one."""
+
+    def __init__(self, module: nn.Module, layouts: dict[str | None, _Layout], running: _Running):
+        super().__init__()
+        self.module, self.layouts, self.running = module, layouts, running
+        self.train(module.training)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        """Return cosines and sines as the module does, with each token's own frequencies."""
+        running = self.running
+        if layer_type not in self.layouts or (running.thread is not None and running.thread != threading.get_ident()):
+            return self.module(x, position_ids, **({} if layer_type is None else {"layer_type": layer_type}))
+        return self.layouts[layer_type].rotate(x, position_ids, running.at_least())
+
+
+class DynamicRope(RopeByLength):
+    """The rope of a model whose frequencies change with every token past its first context (`dynamic`).
+
+    Attributes:
+        context: Tokens that texts may come to.
+    """
+
+    rereads = False
+
+    def __init__(self, model: nn.Module, layouts: dict[nn.Module, dict[str | None, _Layout]]):
+        """Stand in for the rope modules of a model; layouts: what each returns, by the type of layers."""
+        of_all = [layout for by_type in layouts.values() for layout in by_type.values()]
+        self.switch_at, self.context = (min(x) for x in zip(*((y.first, y.context) for y in of_all), strict=True))
+        self._running = _Running()
+        stand_ins = {module: _PerToken(module, by_type, self._running) for module, by_type in layouts.items()}
+        self._places = [
+            (parent, name, stand_ins[child])
+            for parent in model.modules()
+            for name, child in parent.named_children()
+            if child in stand_ins
+        ]
+
+    def prefix_key(self, prompt: int) -> Hashable:
+        """Return the length of a prompt past the first context; see `RopeByLength`."""
+        return prompt if prompt > self.switch_at else None
+
+    @contextmanager
+    def choosing(self, at_least: Callable[[], Tensor], *, threads_apart: bool) -> Iterator[None]:
+        """Give each token the frequencies of its own length; see `RopeByLength`."""
+        running = self._running
+        running.at_least, running.thread = at_least, threading.get_ident() if threads_apart else None
+        try:
+            for parent, name, stand_in in self._places:
+                parent._modules[name] = stand_in
+            yield
+        finally:
+            for parent, name, stand_in in self._places:
+                parent._modules[name] = stand_in.module
+            running.at_least = None

@@ -56,6 +56,7 @@ class SelfTest:
             CheckpointError: The model's logits are not finite.
         """
         self._target, self._longest = target, longest
+        self._context = target.context  # later texts may be longer, where each token's rope is of its own length
         self._near, self.output = near_trial(target, longest, decoded=decoded)
         self._decoded = decoded
         if not bool(self._near.expected.isfinite().all()):
@@ -100,7 +101,7 @@ class SelfTest:
         """Run far trials, on the first layers alone: long enough to cross the numbers of the config."""
         target, count = self._target, len(shapes)
         kept = min(self._far_layers, count)
-        for length in far_lengths(target.config, target.context, shapes[:kept]):
+        for length in far_lengths(target.config, self._context, shapes[:kept]):
             with _few_layers(target.model, count, kept):
                 trial = _unless_it_fails(lambda: far_trial(target, length, shapes[:kept]))  # noqa: B023 -- called here
                 if trial is not None:

@@ -33,7 +33,7 @@ from redrafter.target.mode_checks import check_autocast
 from redrafter.target.padded_forward import PaddedForward
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import warn_of_shared_scales
-from redrafter.target.rope import SwitchingRope, dynamic_context, find_rope, warn_of_dynamic_rope
+from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
 from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.target.support import Support
 from redrafter.target.supported import check_states_found, check_supported, head_width, name_model_in_errors
@@ -63,7 +63,7 @@ class Target:
         hidden_size: D, the width of what its head reads.
         vocab_size: V, the ids that the config counts.
         context: Positions that the model can tell apart; None when it names no limit.
-        rope: Its rope, where the frequencies switch at some length of text; else None.
+        rope: Its rope, where the frequencies follow from the length of a text; else None.
         aux_layers: Decoder layers whose outputs stand behind the last hidden states; None before `read_aux_hidden`.
         drafter_layer: What a drafter stores of every token beside the model's keys and values; None for nothing.
         adapters: LoRA adapters that are loaded beside it.
@@ -98,13 +98,12 @@ class Target:
         if self.head is None:
             raise UnsupportedError(f"{self.name} has no language-modelling head; load it with AutoModelForCausalLM")
         self.context = context_of(self.config)
-        warn_of_dynamic_rope(self.config, self.name)
         table = self.embedding.weight
         assert isinstance(table, Tensor)
         self.device = table.device
         self.hidden_size, self.vocab_size = head_width(self.head, self.config), self.config.vocab_size
         self.aux_layers: tuple[int, ...] | None = None
-        self.rope: SwitchingRope | None = None
+        self.rope: RopeByLength | None = None
         self.drafter_layer: DrafterLayer | None = None
         self.batch_invariant = False
         self.image_arguments = image_arguments(model)
@@ -138,9 +137,12 @@ class Target:
         slots_masked = masks_slots(slot_readers)
         self._caches = CacheSupport(self, probe, kinds, mixers, self.prompt_reader, reads_slots=slots_masked)
         self._varlen = Support("it is not on a GPU") if self.device.type != "cuda" else self.paged
-        self.rope = find_rope(self.model, self.config, self.new_cache(1))
+        dynamic = find_dynamic_rope(self.model)
+        if dynamic is not None and self.context is not None:
+            self.context = max(self.context, dynamic.context)
+        self.rope = dynamic or find_switching_rope(self.model, self.config, self.new_cache(1))
         for forward in self._forwards:
-            forward.switch_rope(self.rope)
+            forward.rotate_by(self.rope, self.context)
         self.adapters = AdapterSlots(self.model, self.device, self.dtype, self._try_tokens)
 
     @property
@@ -214,6 +216,15 @@ class Target:
     def fixed_rope_context(self) -> int | None:
         """Tokens of a text up to which its rope frequencies never change, or its context; None for no limit."""
         return self.context if self.rope is None else self.rope.switch_at
+
+    def rope_length(self, prompt: int, read: int) -> int:
+        """Return the length of text whose rope the tokens of a prompt have at least, which may be read in parts.
+
+        Args:
+            prompt: Tokens of the prompt.
+            read: Tokens that are read together, of all parts.
+        """
+        return prompt if self.rope is None else self.rope.prompt_length(prompt, read)
 
     def new_cache(self, rows: int) -> DenseCache:
         """Return an empty dense cache for `rows` rows."""
@@ -335,9 +346,8 @@ class Target:
         Returns:
             Logits `[B, M, V]` and the hidden states that a drafter reads, `[B, M, F]`; M is 1 with `logits_index`.
         """
-        long = None if self.rope is None else length >= self.rope.switch_at  # [B]
         forward = self.varlen_forward if isinstance(cache, PagedCache) else self._padded_forward
-        return forward(tree, length, cache, logits_index, long, position_shift)  # type: ignore[arg-type]
+        return forward(tree, length, cache, logits_index, None, position_shift)  # type: ignore[arg-type]
 
     def verify_and_read(
         self,
@@ -365,11 +375,11 @@ class Target:
 
     @property
     def reads_beside_trees(self) -> bool:
-        """Whether `verify_and_read` can read prompts: on a paged cache, by a model whose rope does not switch.
+        """Whether `verify_and_read` can read prompts: on a paged cache.
 
         Recurrent layers read prompts row by row, in a forward of their own.
         """
-        return self.rope is None and not self.keeps_states and self.paged.ok
+        return not self.keeps_states and self.paged.ok
 
     @property
     def keeps_states(self) -> bool:
@@ -404,7 +414,7 @@ class Target:
         if not len(rows):
             return
         with cache.subset(rows, switch_at) as part:
-            long = torch.ones_like(rows, dtype=torch.bool)
+            long = torch.full_like(rows, switch_at + 1)
             self.prompt_reader.read(tokens[rows], length[rows], part, long, counts=[switch_at] * len(rows))
 
     @property
@@ -422,7 +432,8 @@ class Target:
             return Support("its layers attend to tokens that an indexer chooses")
         if self.keeps_states:
             return Support("its layers keep recurrent states, which are not copied from what reads images")
-        return Support() if self.rope is None else Support("its rope switches at a length of text")
+        switches = self.rope is not None and not isinstance(self.rope, DynamicRope)
+        return Support("its rope switches at a length of text") if switches else Support()
 
     @property
     def images_on_paged(self) -> Support:
@@ -445,7 +456,8 @@ class Target:
         """
         past = DynamicCache()
         read_whole, adapters = self._padded_forward.read_whole, cache.adapters
-        logits, hidden = read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters)
+        length = prompt.length + prompt.position_shift
+        logits, hidden = read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)
         if prompt.length < ids.shape[1]:
             positions = torch.arange(prompt.length, ids.shape[1], device=ids.device) + prompt.position_shift
             text = ids[:, prompt.length :], {"position_ids": positions[None]}
@@ -469,6 +481,7 @@ class Target:
         *,
         start: Tensor | None = None,
         counts: Sequence[int] | None = None,
+        rope_lengths: Tensor | None = None,
         max_tokens: int | None = None,
         show: ShowLogits | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -480,6 +493,7 @@ class Target:
             cache: Keys and values of the rows; receives those of the prompts.
             start: Tokens of each row that the cache holds already, `[B]` int64, fewer than `length`; None for none.
             counts: How many tokens each row has beyond `start`; None for P of each, some of which may be padding.
+            rope_lengths: What `rope_length` returns for each row, `[B]` int64; None for `length`.
             max_tokens: The most tokens of all rows in one forward; None for as many as suit.
             show: Is shown the logits of every token that is read, each row's in order; forwards are then so short that
                 their logits are at most `MAX_SHOWN_LOGITS` numbers.
@@ -487,15 +501,15 @@ class Target:
         Returns:
             Logits `[B, V]` and hidden states `[B, F]` of each prompt's last token.
         """
-        long = None if self.rope is None else length > self.rope.switch_at  # [B]
+        rope_lengths = length if rope_lengths is None else rope_lengths
         return self.prompt_reader.read(
-            prompts, length, cache, long, start=start, counts=counts, max_tokens=max_tokens, show=show
+            prompts, length, cache, rope_lengths, start=start, counts=counts, max_tokens=max_tokens, show=show
         )
 
 
 def context_of(config: object) -> int | None:
-    """Return the number of positions on which plain decoding and a tree agree; None where a config names no limit."""
-    whole, dynamic = getattr(config, "max_position_embeddings", None), dynamic_context(config)
+    """Return the number of positions that a config names; None where it names no limit."""
+    whole = getattr(config, "max_position_embeddings", None)
     has_table = hasattr(getattr(config, "attn_config", None), "alibi")  # MPT's biases are a table of this length
     table: int | None = getattr(config, "max_seq_len", None) if has_table else None
-    return min((limit for limit in (whole, dynamic, table) if limit is not None), default=None)
+    return min((limit for limit in (whole, table) if limit is not None), default=None)

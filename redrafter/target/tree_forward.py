@@ -20,7 +20,7 @@ from redrafter.target.lora_layers import LoraStacks
 from redrafter.target.mixer_probe import cache_argument
 from redrafter.target.mixers import Mixer
 from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
-from redrafter.target.rope import SwitchingRope
+from redrafter.target.rope import RopeByLength
 from redrafter.tree.token_tree import Tree
 
 __all__ = ["ModelParts", "TreeForward"]
@@ -62,7 +62,7 @@ class TreeForward(ABC):
         self._model, self._head, self._context = parts.model, parts.head, parts.context
         self._kinds, self._slot_readers, self._mixers = parts.kinds, parts.slot_readers, parts.mixers
         self._cache_argument = cache_argument(parts.model) or "past_key_values"
-        self._rope: SwitchingRope | None = None
+        self._rope: RopeByLength | None = None
         self._aux_layers: Sequence[nn.Module] = ()
         self._aux_layer_ids: tuple[int, ...] = ()
         self._drafter_layer: DrafterLayer | None = None
@@ -84,7 +84,7 @@ class TreeForward(ABC):
         length: Tensor,
         cache: Any,
         logits_index: Tensor | None = None,
-        long: Tensor | None = None,
+        prompt: Tensor | None = None,
         position_shift: Tensor | None = None,
         pieces: Sequence[Piece] | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class TreeForward(ABC):
             length: Committed tokens of each row, `[B]` int64.
             cache: Keys and values of the rows; receives those of the new nodes.
             logits_index: The one of each row's M new nodes at which to compute the head, `[B]` int64; None for all.
-            long: Whether each row has the rope of long texts, `[B]` bool; None where rope does not switch.
+            prompt: Length of text whose rope each row's tokens have at least, `[B]` int64; None for no least.
             position_shift: What is added to the places of each row's tokens in its text to get their positions, `[B]`
                 int64; None for nothing.
             pieces: For a chain that is part of prompts, what is read of each row that reads on; its recurrent states
@@ -119,9 +119,14 @@ class TreeForward(ABC):
         """Store a drafter's keys and values of all tokens of later calls, in caches that have a layer for them."""
         self._drafter_layer = layer
 
-    def switch_rope(self, rope: SwitchingRope | None) -> None:
-        """Let `long` of all later calls choose between the two ropes of the model."""
-        self._rope = rope
+    def rotate_by(self, rope: RopeByLength | None, context: int | None) -> None:
+        """Rotate the tokens of all later calls by the lengths of their texts.
+
+        Args:
+            rope: The model's rope; None where it does not depend on these.
+            context: Positions that the model can tell apart then; None when it names no limit.
+        """
+        self._rope, self._context = rope, context
 
     def apply_adapters(self, stacks: LoraStacks) -> None:
         """Let the adapters in these stacks take part in later calls, for the rows of a cache that has any."""

@@ -71,7 +71,7 @@ class VarlenForward(TreeForward):
         super().__init__(parts)
         self._config = config
         self._run: Any = self._plain
-        self._long: Any = None  # `[T]` bool, only during a call
+        self._prompt: Any = None  # `[T]` int64, only during a call
         self._positions: Any = None  # `[T]` int64, likewise
         self._fused: FusedLinears | None = None
         self._row_by_row: RowByRow | None = None
@@ -82,7 +82,7 @@ class VarlenForward(TreeForward):
         length: Tensor,
         cache: PagedCache,
         logits_index: Tensor | None = None,
-        long: Tensor | None = None,
+        prompt: Tensor | None = None,
         position_shift: Tensor | None = None,
         pieces: Sequence[Piece] | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class VarlenForward(TreeForward):
         if logits_index is not None:  # of a row without tokens in a ragged forward, any token will do
             index = (tree.row_starts()[:-1] + logits_index).clamp(max=tree.size - 1)
         with self._mixing(tree, length, cache, pieces):
-            logits, hidden = self._run_tree(tree, length, cache, index, long, None, position_shift)
+            logits, hidden = self._run_tree(tree, length, cache, index, prompt, None, position_shift)
         if logits_index is not None:
             return logits[:, None], hidden[index][:, None]
         return _by_row(tree, logits, hidden[: tree.size])
@@ -117,7 +117,7 @@ class VarlenForward(TreeForward):
         length: Tensor,
         cache: PagedCache,
         index: Tensor,
-        long: Tensor | None,
+        prompt: Tensor | None,
         chunks: PromptChunks | None,
         position_shift: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class VarlenForward(TreeForward):
             length: Committed tokens of each row, `[B]` int64.
             cache: Keys and values of the rows.
             index: The tokens at which to compute the head, `[R]` int64.
-            long: Whether each row has the rope of long texts, `[B]` bool; None where rope does not switch.
+            prompt: As in a call; chunks say their own.
             chunks: What is read of prompts; None for nothing.
             position_shift: As in a call; those of prompts are not shifted.
 
@@ -156,9 +156,9 @@ class VarlenForward(TreeForward):
         else:
             plan = cache.plan(tree, length, self._kinds.windows, chunks, len(ids))
         plan = replace(plan, chunk_sizes=self._kinds.chunk_sizes, invariant=invariant)
-        if long is not None:
-            long = _aligned(long[:, None].expand(-1, tree.new).flatten()[nodes])
-            torch._dynamo.maybe_mark_dynamic(long, 0)
+        prompt = self._token_prompts(tree, nodes, length, prompt, chunks)
+        if prompt is not None:
+            torch._dynamo.maybe_mark_dynamic(prompt, 0)
         for x in (ids, positions, index, *plan.tensors):
             torch._dynamo.maybe_mark_dynamic(x, 0)
         keep = self._kept_columns(_token_adapters(tree, nodes, cache.adapters, chunks))
@@ -166,7 +166,7 @@ class VarlenForward(TreeForward):
             keep = pad(keep, (0, 0, 0, len(ids) - len(keep)))
             torch._dynamo.maybe_mark_dynamic(keep, 0)
         with self.lock, self._attending(ATTENTION_NAME, plan, keep, threads_apart=False):
-            logits, hidden = self._run(ids, positions, index, plan, long, keep)
+            logits, hidden = self._run(ids, positions, index, plan, prompt, keep)
         hidden = hidden[: len(tokens[0])]
         if self._drafter_layer is not None:
             above = tree.tokens.shape[1] - tree.new
@@ -177,7 +177,7 @@ class VarlenForward(TreeForward):
         return logits[:wanted], hidden
 
     def read_pieces(
-        self, pieces: Sequence[Piece], prompts: Tensor, cache: KVCache, long: Tensor | None, *, all_tokens: bool
+        self, pieces: Sequence[Piece], prompts: Tensor, cache: KVCache, lengths: Tensor | None, *, all_tokens: bool
     ) -> tuple[Tensor, Tensor]:
         """Read pieces of prompts in one forward on a CPU.
 
@@ -185,7 +185,7 @@ class VarlenForward(TreeForward):
             pieces: What to read, T tokens together.
             prompts: Token ids, `[B, P]` int64.
             cache: Keys and values of the rows; receives those of the tokens.
-            long: Whether each row has the rope of long texts, `[B]` bool; None where rope does not switch.
+            lengths: Length of text whose rope each row's tokens have at least, `[B]` int64.
             all_tokens: Compute the head at all T tokens instead of at the last one of each piece.
 
         Returns:
@@ -198,7 +198,9 @@ class VarlenForward(TreeForward):
         index = torch.arange(len(tokens))
         if not all_tokens:
             index = torch.tensor([piece.count for piece in pieces]).cumsum(0) - 1
-        long = None if long is None else torch.cat([long[piece.row].expand(piece.count) for piece in pieces])
+        prompt = None
+        if self._rope is not None and lengths is not None:
+            prompt = torch.cat([lengths[piece.row].expand(piece.count) for piece in pieces])
         adapters = cache.adapters
         if adapters is not None:
             adapters = torch.cat([adapters[piece.row].expand(piece.count) for piece in pieces])
@@ -211,7 +213,7 @@ class VarlenForward(TreeForward):
             self._reading_states(pieces, cache),
         ):
             dense = cache if isinstance(cache, DenseCache) else None
-            logits, hidden = self._plain(tokens, positions, index, plan, long, keep, dense)
+            logits, hidden = self._plain(tokens, positions, index, plan, prompt, keep, dense)
         if self._drafter_layer is not None:
             if isinstance(cache, DenseCache):
                 slots = cache.slots(tokens.device)
@@ -255,7 +257,7 @@ class VarlenForward(TreeForward):
         positions: Tensor,
         index: Tensor,
         plan: Plan | PromptPlan,
-        long: Tensor | None,
+        prompt: Tensor | None,
         keep: Tensor | None,
         cache: DenseCache | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -266,7 +268,7 @@ class VarlenForward(TreeForward):
             positions: Their positions, `[T]` int64.
             index: The tokens at which to compute the head, `[R]` int64.
             plan: What attention must know of the forward.
-            long: Whether each token has the rope of long texts, `[T]` bool.
+            prompt: Length of text whose rope each token has at least, `[T]` int64; None where rope needs none.
             keep: Which columns of the adapters' stacks each token keeps, `[T, S * R]` bool; None for the model alone.
             cache: The model's own kind of cache, where the plan names no pages.
 
@@ -274,12 +276,12 @@ class VarlenForward(TreeForward):
             Logits `[R, V]` and the hidden states of all tokens, `[T, F]`.
         """
         self._start_recording(index)
-        self._long, self._positions = long, positions
+        self._prompt, self._positions = prompt, positions
         if keep is not None:  # set here, where a compiled forward sees that it is another tensor each time
             assert self._lora is not None
             self._lora.set_keep(keep)
         out = self._call_model(ids[None], positions[None], cache, plan=plan)
-        self._long = self._positions = None
+        self._prompt = self._positions = None
         return out.logits[0], self._recorded_hidden()[0]
 
     def _reading_states(self, pieces: Sequence[Piece], cache: KVCache) -> AbstractContextManager[None]:
@@ -296,8 +298,34 @@ class VarlenForward(TreeForward):
         """Return the positions of the running forward's tokens, `[1, T]` int64."""
         return self._positions[None]
 
-    def _choosing_rope(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._rope is None else self._rope.choosing(lambda: self._long[None])
+    def _token_prompts(
+        self, tree: Tree, nodes: Tensor | slice, length: Tensor, prompt: Tensor | None, chunks: PromptChunks | None
+    ) -> Tensor | None:
+        """Return the length of text whose rope each token has at least, `[T]` int64; None where rope needs none.
+
+        Args:
+            tree: The trees of B rows.
+            nodes: Which of their new nodes are tokens, as `_flat_nodes` says.
+            length: Committed tokens of each row, `[B]` int64.
+            prompt: As in a call.
+            chunks: What is read of prompts; None for nothing.
+        """
+        if self._rope is None:
+            return None
+        prompt = torch.zeros_like(length) if prompt is None else prompt
+        of_nodes = prompt[:, None].expand(-1, tree.new).flatten()[nodes]
+        return _aligned(of_nodes if chunks is None else torch.cat([of_nodes, chunks.token_prompts()]))
+
+    def _running_prompt(self) -> Tensor:
+        """Return the length of text whose rope each token of the running forward has at least, `[1, T]` int64."""
+        return self._prompt[None]
+
+    def _choosing_rope(self, *, threads_apart: bool) -> AbstractContextManager[None]:
+        return (
+            nullcontext()
+            if self._rope is None
+            else self._rope.choosing(self._running_prompt, threads_apart=threads_apart)
+        )
 
     @contextmanager
     def _attending(
@@ -318,7 +346,7 @@ class VarlenForward(TreeForward):
         try:
             with (
                 self._recording(threads_apart=threads_apart),
-                self._choosing_rope(),
+                self._choosing_rope(threads_apart=threads_apart),
                 row_by_row,
                 self._fused or nullcontext(),
                 self._adapting(keep, threads_apart=threads_apart),  # its stand-ins stand before those for fused layers

@@ -10,10 +10,12 @@ from transformers import Phi3ForCausalLM, PreTrainedModel
 
 from helpers.adapters import adapted
 from helpers.models import VOCAB, paged, scripted_engine, tiny_drafter, tiny_model, with_tree
+from helpers.scheduling import launch_ahead, make_sequence, run, scheduler
 from redrafter import ArgumentError, Engine
-from redrafter.target.target import Target
+from redrafter.scheduler.sequence import SamplingParams
 
 AT, WHOLE, NEW = 64, 256, 24
+GREEDY = SamplingParams(temperature=0)
 LONGROPE = {
     "rope_parameters": {
         "rope_type": "longrope",
@@ -126,14 +128,6 @@ def test_texts_end_where_the_whole_context_ends():
         engine.generate(torch.cat([ids, ids], dim=1), max_new_tokens=5)
 
 
-def test_dynamic_rope_is_said_to_be_served_up_to_its_first_context():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": AT}
-    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=WHOLE)
-    with pytest.warns(UserWarning, match=f"has dynamic rope.*up to {AT} tokens are written, of the {WHOLE}"):
-        target = Target(model)
-    assert target.context == AT
-
-
 @pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_cross_the_switch_keep_their_adapters(family, on, tmp_path):
@@ -147,3 +141,22 @@ def test_rows_that_cross_the_switch_keep_their_adapters(family, on, tmp_path):
     with model.disable_adapter():
         expected[1:3] = alone(model, ids[1:3], mask[1:3])
     assert torch.equal(found[:, -NEW:], expected)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["read", "ahead"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("limits", [{}, {"max_num_tokens": 40}, {"blocks": 24, "reuse": False}], ids=str)
+def test_a_scheduler_serves_rows_that_cross_the_switch(monkeypatch, family, limits, ahead):
+    if ahead:
+        launch_ahead(monkeypatch)
+    model = switching_model(family)
+    engine = paged(with_tree(model, tiny_drafter(), 4, 3))
+    lengths = [30, AT, 100, 62, 9]
+    sequences = [make_sequence([3 + (7 * i + n) % 90 for i in range(n)], 50, GREEDY) for n in lengths]
+    served = scheduler(engine, **limits)
+    run(served, sequences, 1)
+    assert bool(served.preempted) == ("blocks" in limits)
+    for sequence in sequences:
+        ids = torch.tensor([sequence.prompt])
+        expected = model.generate(ids, max_new_tokens=50, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert sequence.sink.tokens == expected
