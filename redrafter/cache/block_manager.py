@@ -27,12 +27,14 @@ class BlockTable:
             prompt's length.
         salt: Only rows with the same salt share blocks.
         state_row: Where the row's recurrent states are; 0 for a model without.
+        copied: How many of the blocks, from the first on, the running batch knows of.
     """
 
     blocks: list[int]
     reused: int
     salt: Hashable = None
     state_row: int = 0
+    copied: int = 0
 
 
 class _Node:
@@ -59,6 +61,10 @@ class BlockManager:
     It shares full blocks strictly before the first token that it computes, and publishes full blocks of committed
     tokens, which it does not write to again. Every call takes time in proportion to the row's blocks; so does eviction,
     spread over the blocks once published.
+
+    Attributes:
+        freed: How many times blocks were released or published. What a row could not be given, it cannot be given
+            before that changes.
     """
 
     def __init__(self, blocks: int, rows: int | None = None):
@@ -76,6 +82,7 @@ class BlockManager:
         # Held by no row, but a text is stored there; in order of eviction, least recently used first. The blocks before
         # such a block in its text are held by a row or come later in this order.
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self.freed = 0
         self._roots: dict[Hashable, _Root] = {}  # by salt; a salt without a stored block has none
         self._nodes: dict[int, _Node] = {}  # of each block that stores a text
 
@@ -163,6 +170,7 @@ class BlockManager:
             block_table: The row's blocks.
             tokens: The row's committed tokens from its first one on; their keys and values are valid in its blocks.
         """
+        self.freed += 1
         full = len(tokens) // BLOCK_SIZE
         assert full <= len(block_table.blocks), "more tokens than the row has slots"
         if not full:
@@ -182,6 +190,7 @@ class BlockManager:
         first, and the end of a text before its beginning.
         """
         assert block_table.blocks, "released twice"
+        self.freed += 1
         blocks, block_table.blocks = block_table.blocks, []
         if self._state_rows is not None:
             self._state_rows.append(block_table.state_row)

@@ -1,5 +1,6 @@
 """A KV cache in blocks that any row may hold, so that rows share memory and a shared prefix is computed once."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -245,8 +246,12 @@ def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device,
     """
     if width is None:
         width = max(len(table.blocks) for table in block_tables)
-    rows = [table.blocks[:width] + [0] * (width - len(table.blocks)) for table in block_tables]
-    return to_device(rows, device, torch.int32)
+    rows = torch.zeros(len(block_tables), width, dtype=torch.int32)
+    for row, table in zip(rows, block_tables, strict=True):
+        # Of an array, since torch takes many times as long to read a list: a text of 128k tokens has 8,192 blocks.
+        blocks = torch.frombuffer(array("i", table.blocks), dtype=torch.int32)[:width]
+        row[: len(blocks)] = blocks
+    return to_device(rows, device)
 
 
 def _free_memory(device: torch.device) -> int:

@@ -22,6 +22,9 @@ __all__ = ["tree_attention"]
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
 NUM_WARPS = 4  # never 8: Triton 3.6 then pipelines these loops into a race (wrong in 1 of 3 rows of a prompt)
 LONG_CONTEXT_TOKENS = 8192  # for longer rows, larger tiles are faster
+MAX_SPLIT_TOKENS = 8192  # of a row beside others; one program would take as long as all others together
+MIN_SPLIT_TOKENS = 512  # of a row where splits are made for longer ones
+MAX_PART_NUMBERS = 1 << 26  # float32 numbers that all splits find: 256 MiB
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -85,11 +88,11 @@ def _attend_committed(
     return _update_softmax(x, v, top, total, acc)
 
 
-@triton.jit(do_not_specialize=["nodes", "cached", "blocks", "splits", "tiles"])
+@triton.jit(do_not_specialize=["nodes", "cached", "blocks", "splits", "tiles", "least"])
 def _attend_kernel(
     Q, K, V, KEYS, VALUES, LENGTH, START, DEPTH, ANCESTORS, TABLE, SINKS, OUT, PART, TOPS,
     q_token, q_head, k_token, k_head, v_token, v_head, cache_k, cache_v,
-    scale, nodes, cached, blocks, splits, tiles,
+    scale, nodes, cached, blocks, splits, tiles, least,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
@@ -99,7 +102,8 @@ def _attend_kernel(
 
     Without splits (`SPLIT` is false), the one program of a tile does both and writes the output. The new nodes of a row
     are tokens `START[row]` to `START[row + 1] - 1`. If they are a chain (`CHAIN`), each has all before it as ancestors,
-    and neither `DEPTH` nor `ANCESTORS` is read; else these have entries for `nodes` new nodes of each row.
+    and neither `DEPTH` nor `ANCESTORS` is read; else these have entries for `nodes` new nodes of each row. A split has
+    `least` committed tokens, or what is left of the row.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) // tiles
@@ -118,13 +122,7 @@ def _attend_kernel(
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     token, index = behind + node, row * nodes + node
     all_nodes = cached + nodes
-    q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
-    depth = node
-    if not CHAIN:
-        depth = tl.load(DEPTH + row * all_nodes + cached + node, live, 0).to(tl.int32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    out = token * (HEADS * GROUP) + q_of
 
     # The committed tokens of this split. Where there are several splits, the last one has none.
     first = 0
@@ -133,11 +131,25 @@ def _attend_kernel(
     if CHUNK > 0:
         first = tl.maximum(first, n // CHUNK * CHUNK // BLOCK_S * BLOCK_S)
     share = tl.cdiv(tl.cdiv(n - first, tl.maximum(splits - 1, 1)), BLOCK_S) * BLOCK_S
+    share = tl.maximum(share, least)
     low = first + split * share
     high = tl.minimum(low + share, n)
     whole = low + tl.maximum(high - low, 0) // BLOCK_S * BLOCK_S
     if WINDOW > 0 or CHUNK > 0:
         whole = low
+    if (split < splits - 1) & (low >= n):
+        tl.store(TOPS + (out * splits + split) * 2, float("-inf"), live)
+        tl.store(TOPS + (out * splits + split) * 2 + 1, 0.0, live)
+        return
+
+    q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
+    depth = node
+    if not CHAIN:
+        depth = tl.load(DEPTH + row * all_nodes + cached + node, live, 0).to(tl.int32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
     for start in range(low, whole, BLOCK_S):
         top, total, acc = _attend_committed(
             q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
@@ -190,7 +202,6 @@ def _attend_kernel(
                 tl.store(KEYS + slot * cache_k + head * DK + dk[:, None], k, inside & (dk[:, None] < DK))
                 tl.store(VALUES + slot[:, None] * cache_v + head * DV + dv, v, inside[:, None] & (dv < DV))
 
-    out = token * (HEADS * GROUP) + q_of
     if SPLIT:
         index = out * splits + split
         tl.store(TOPS + index * 2, top, live)
@@ -210,13 +221,18 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
-    PART, TOPS, SINKS, OUT, END, splits,
+    PART, TOPS, SINKS, OUT, START, END, splits,
     QUERY_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """Merge what the splits found for one query head of one token, by log-sum-exp; 0 for tokens from `END` on."""
+    """Merge what the splits found for one query head of one token, by log-sum-exp; 0 for tokens from `END` on.
+
+    Tokens before `START` are left as they are.
+    """
     out = tl.program_id(0).to(tl.int64)
     count = tl.load(END) * QUERY_HEADS
+    if out < tl.load(START) * QUERY_HEADS:
+        return
     s, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
     index = out * splits + s
     if FOLLOW:
@@ -264,6 +280,24 @@ def _choose_tiling(groups: int, queries: int, blocks: int, small: bool) -> tuple
     return block_m, block_s, max(TARGET_PROGRAMS // (groups * triton.cdiv(queries, block_m)), 1), stages
 
 
+def _for_long_rows(tiling: tuple[int, int, int, int], blocks: int, numbers: int) -> tuple[int, int, int, int, int]:
+    """Return a tiling whose splits suit the longest row that there may be, and how many tokens a split has at least.
+
+    The splits of `_choose_tiling` keep a device busy where all rows are equally long. A row that is much longer than
+    those beside it would be left to a few programs.
+
+    Args:
+        tiling: As `_choose_tiling` returns it.
+        blocks: Width of the table of blocks, which bounds a row's length.
+        numbers: Numbers that one split finds, of all tokens and query heads.
+    """
+    *sizes, splits, stages = tiling
+    wanted = min(1 + triton.cdiv(blocks * BLOCK_SIZE, MAX_SPLIT_TOKENS), MAX_PART_NUMBERS // numbers)
+    if blocks * BLOCK_SIZE <= LONG_CONTEXT_TOKENS or wanted <= max(splits, 2):
+        return (*tiling, 0)
+    return sizes[0], sizes[1], wanted, stages, MIN_SPLIT_TOKENS
+
+
 def tree_attention(
     query: Tensor,
     key: Tensor,
@@ -296,7 +330,9 @@ def tree_attention(
     tensors = query, key, value, keys[key_layer], values[value_layer], sinks, out
     # Of a ragged tree, most rows have fewer nodes than the largest one, and tiles are made for those.
     mean = max(triton.cdiv(len(query) - chunks * TOKENS_PER_CHUNK, rows), 1)
-    tiling = _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, half)
+    numbers, tiling = out.numel(), (*_choose_tiling(rows * heads, min(mean, nodes) * group, blocks, half), 0)
+    if rows > 1:
+        tiling = _for_long_rows(tiling[:4], blocks, numbers)
     _attend(
         *tensors,
         length,
@@ -315,8 +351,9 @@ def tree_attention(
     )
     if chunks:  # the padding is one more
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE
+        blocks = (chunk_table.shape[0] - 1) // (chunks + 1)
         block_m, block_s, _, stages = _choose_tiling(heads, most * group, blocks, half)
-        tiling = block_m, block_s, 1, stages
+        tiling = _for_long_rows((block_m, block_s, 1, stages), blocks, numbers)
         _attend(
             *tensors, chunk_lengths, chunk_starts, depth, ancestors, chunk_table, chunks + 1, most, 0, tiling, scale,
             window, softcap, chunk_size, chain=True,
@@ -342,7 +379,7 @@ def _attend(
     rows: int,
     nodes: int,
     cached: int,
-    tiling: tuple[int, int, int, int],
+    tiling: tuple[int, int, int, int, int],
     scale: float,
     window: int,
     softcap: float,
@@ -367,7 +404,7 @@ def _attend(
         rows: Number of rows.
         nodes: Most new nodes of a row.
         cached: Nodes of each row that are in the cache already.
-        tiling: As `_choose_tiling` returns it.
+        tiling: As `_for_long_rows` returns it.
         scale: Factor of the scores.
         window: Positions that a node looks back, 0 for all.
         softcap: Bound of the scores, 0 for none.
@@ -378,7 +415,7 @@ def _attend(
     heads, dv = value.shape[1:]
     group = query_heads // heads
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
-    block_m, block_s, splits, stages = tiling
+    block_m, block_s, splits, stages, least = tiling
     tiles, blocks = triton.cdiv(nodes * group, block_m), (table.shape[0] - 1) // rows
     part = out if splits == 1 else query.new_empty(tokens, query_heads, splits, dv, dtype=torch.float32)
     tops = out if splits == 1 else query.new_empty(tokens, query_heads, splits, 2, dtype=torch.float32)
@@ -388,7 +425,7 @@ def _attend(
         query, key, value, keys, values, length, starts, depth, ancestors, table, sinks, out, part, tops,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), values.stride(0),
-        scale, nodes, cached, blocks, splits, tiles,
+        scale, nodes, cached, blocks, splits, tiles, least,
         HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_S=block_s,
         PAGE=BLOCK_SIZE, WINDOW=window, CHUNK=chunk_size, SOFTCAP=softcap, SPLIT=splits > 1,
         HAS_SINKS=sinks is not None, CACHED=cached > 0, CHAIN=chain, FOLLOW=follow, launch_pdl=follow,
@@ -396,7 +433,7 @@ def _attend(
     )  # fmt: skip
     if splits > 1:
         _merge_splits_kernel[(tokens * query_heads,)](
-            part, tops, sinks, out, starts[rows:], splits,
+            part, tops, sinks, out, starts, starts[rows:], splits,
             QUERY_HEADS=query_heads, DV=dv, BLOCK_DV=block_dv, BLOCK_SPLITS=triton.next_power_of_2(splits),
             HAS_SINKS=sinks is not None, FOLLOW=follow, launch_pdl=follow, num_warps=1 if block_dv <= 64 else 2,
         )  # fmt: skip

@@ -29,8 +29,10 @@ from redrafter.tree.token_tree import chain
 __all__ = ["MOST_ROWS", "CUDAGraphRunner", "CapturedStep", "PendingReport", "bucket", "capture", "new_state", "prepare"]
 
 _LOG = logging.getLogger(__name__)
-MAX_TEXT_TOKENS = 32768  # of a text, where nothing says how long texts become
-MOST_ROWS = 64  # rows of the longest text that the paged cache has room for, where memory allows
+MAX_TEXT_TOKENS = (
+    32768  # of the texts that the cache has room for in all rows; a longer one may have the room of others
+)
+MOST_ROWS = 64  # rows of such texts that the paged cache has room for, where memory allows
 MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
 EXTRA_SLOTS = 256  # of a row beyond its text: the tree, and what a last step overshoots
 
@@ -206,13 +208,14 @@ class CUDAGraphRunner:
             compile: Whether forwards are compiled.
             draft_pieces: The most tokens of the draft model for one of the target.
         """
-        longest = min(x for x in (target.context, max_seq_len, MAX_TEXT_TOKENS) if x is not None)
+        longest = min((x for x in (target.context, max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
+        tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
         models = [target] if draft_model is None else [target, draft_model]
         stores = KVCachePool.in_free_memory(
             [model.paged_shapes for model in models],
             scales=[1, draft_pieces][: len(models)],
             fraction=memory_fraction,
-            max_blocks=rows * -(-(longest + EXTRA_SLOTS) // BLOCK_SIZE),
+            max_blocks=-(-tokens // BLOCK_SIZE) + rows,
             max_rows=max_rows,
         )
         for model, store in zip(models, stores, strict=True):

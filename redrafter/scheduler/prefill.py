@@ -1,5 +1,6 @@
 """Prefill: the forwards that read prompts into the KV cache, a chunk of several prompts at a time."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -117,7 +118,10 @@ class Prefiller:
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
         rope = [self._target.rope_length(len(sequence.prompt), sequence.prefill_length) for sequence in sequences]
-        numbers = (_stack_tokens(sequences, ends), starts, ends, rope)
+        # Of a prompt that is complete then, the batch takes all tokens; else those of the chunk are enough.
+        complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
+        first = [0 if whole else start for whole, start in zip(complete, starts, strict=True)]
+        numbers = (_stack([sequence.tokens for sequence in sequences], ends, first), starts, ends, rope)
         tokens, start, upto, rope_lengths = (to_device(x, device) for x in numbers)
         caches = row_caches.of_prompts(sequences)
         caches.target.adapters = adapters_of(sequences, device)
@@ -204,20 +208,23 @@ class Prefiller:
         [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)
         return chunks[:room]
 
-    def finish_beside(self, chunks: Sequence[Chunk], ends: ChunkEnds, caches: CachePair) -> PrefilledRows:
-        """Take note of chunks that a step has read, and return the prompts that are complete.
+    def finish_beside(self, chunks: Sequence[Chunk], ends: ChunkEnds, row_caches: RowCaches) -> PrefilledRows | None:
+        """Take note of chunks that a step has read, and return the prompts that are complete; None if there are none.
 
         Args:
             chunks: The chunks.
             ends: What the target gave at the end of each.
-            caches: Keys and values, of the prompt of a chunk in each row.
+            row_caches: Where the rows that they will have find their keys and values.
         """
         device, done = self._target.device, _take_note(chunks)
+        if not done:
+            return None
         complete = [chunks[row][0] for row in done]
+        caches = row_caches.of_prompts(complete)
         lengths = [sequence.prefilled for sequence in complete]
         tokens, upto = to_device(_stack_tokens(complete, lengths), device), to_device(lengths, device, torch.long)
         logits, hidden = (x.index_select(0, to_device(done, device, torch.long)) for x in (ends.logits, ends.hidden))
-        return PrefilledRows(complete, tokens, upto, logits, hidden, caches, done)
+        return PrefilledRows(complete, tokens, upto, logits, hidden, caches, range(len(complete)))
 
 
 def _take_note(chunks: Sequence[Chunk]) -> list[int]:
@@ -232,8 +239,16 @@ def _stack_tokens(sequences: Sequence[TokenSequence], counts: Sequence[int]) -> 
     return _stack([sequence.tokens for sequence in sequences], counts)
 
 
-def _stack(texts: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
+def _stack(texts: Sequence[Sequence[int]], counts: Sequence[int], first: Sequence[int] | None = None) -> Tensor:
+    """Return the first tokens of texts, padded with one 0 at least, `[B, T]` int64 on the host.
+
+    Args:
+        texts: The texts.
+        counts: How many tokens of each.
+        first: How many of these are left at 0, since nobody reads them; None for none.
+    """
     padded = torch.zeros(len(texts), max(counts, default=0) + 1, dtype=torch.long)
-    for row, (text, count) in enumerate(zip(texts, counts, strict=True)):
-        padded[row, :count] = torch.tensor(text[:count])
+    for row, (text, start, count) in enumerate(zip(texts, first or [0] * len(texts), counts, strict=True)):
+        if start < count:  # of an array, since torch takes many times as long to read a list
+            padded[row, start:count] = torch.frombuffer(array("q", text[start:count]), dtype=torch.long)
     return padded

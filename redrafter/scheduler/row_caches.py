@@ -120,14 +120,31 @@ class PagedRows:
 
     def update(self, sequences: Sequence[TokenSequence]) -> None:
         """Copy the ids of blocks into the rows of sequences, after these were given some."""
-        rows = to_device([sequence.row for sequence in sequences], self.tables.device, torch.long)
-        self.tables.index_copy_(0, rows, self._stack(tables_of(sequences), self.tables))
+        rows = [sequence.row for sequence in sequences]
+        assert all(row is not None for row in rows), "the sequences step"
+        self._append(self.tables, rows, tables_of(sequences))
         if self.draft_tables is not None:
-            self.draft_tables.index_copy_(0, rows, self._stack(draft_tables_of(sequences), self.draft_tables))
+            self._append(self.draft_tables, rows, draft_tables_of(sequences))
+
+    @staticmethod
+    def _append(tables: Tensor, rows: Sequence[int | None], block_tables: Sequence[BlockTable]) -> None:
+        """Copy the ids of the blocks that some rows were given since the last copy: a long text has thousands."""
+        new = [
+            (row, column, block_table.blocks[column])
+            for row, block_table in zip(rows, block_tables, strict=True)
+            for column in range(block_table.copied, min(len(block_table.blocks), tables.shape[1]))
+        ]
+        for block_table in block_tables:
+            block_table.copied = len(block_table.blocks)
+        if new:
+            row, column, block = to_device(new, tables.device, torch.long).unbind(1)
+            tables.index_put_((row, column), block.to(tables.dtype))
 
     @staticmethod
     def _stack(block_tables: Sequence[BlockTable], like: Tensor) -> Tensor:
-        """Return the ids of the blocks of block tables, as wide as `like`."""
+        """Return the ids of the blocks of block tables, as wide as `like`, and take note that they were copied."""
+        for block_table in block_tables:
+            block_table.copied = len(block_table.blocks)
         return stack_block_tables(block_tables, like.device, like.shape[1])
 
     def _stack_state_rows(self, sequences: Sequence[TokenSequence]) -> Tensor:

@@ -312,9 +312,8 @@ class Scheduler:
     def _finish_chunks(self, chunks: Sequence[Chunk], output: StepOutput) -> None:
         """Let prompts that a step has read to their ends take part in the next one."""
         assert output.chunk_ends is not None
-        caches = self.batch.caches.of_prompts([sequence for sequence, _ in chunks])
-        read = self.prefiller.finish_beside(chunks, output.chunk_ends, caches)
-        if read.sequences:
+        read = self.prefiller.finish_beside(chunks, output.chunk_ends, self.batch.caches)
+        if read is not None:
             self._publish(read)
             if first := self._start_decoding(read):
                 self._launch(first)

@@ -47,6 +47,7 @@ class SequenceBlocks:
         # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
         self._publishes = reuse and (graphs.draft_store is None or has_draft_model)
         self._rope = graphs.target.rope
+        self._refused: tuple[object, str] | None = None  # the last allocation that failed, and why
 
     @property
     def free(self) -> int:
@@ -59,6 +60,18 @@ class SequenceBlocks:
         Raises:
             CacheFullError: Too few blocks are free; the sequence is unchanged.
         """
+        # It is tried in every round, and looking for the prefix of a long text takes milliseconds.
+        managers = [x for x in (self._graphs.blocks, self._graphs.draft_blocks) if x is not None]
+        wanted = (sequence, slots, *((manager, manager.freed) for manager in managers))
+        if self._refused is not None and self._refused[0] == wanted:
+            raise CacheFullError(self._refused[1])
+        try:
+            self._allocate(sequence, slots)
+        except CacheFullError as error:
+            self._refused = wanted, str(error)
+            raise
+
+    def _allocate(self, sequence: TokenSequence, slots: int) -> None:
         tokens = sequence.tokens[: sequence.prefill_length]
         # What is found in the cache has no logits, and past a change of rope it would be other keys.
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)

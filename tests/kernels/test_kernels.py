@@ -164,6 +164,43 @@ def test_chunks_with_softcap_sinks_and_ragged_trees():
     check(problem([30, 2], 5, **arguments), softcap=2.0, sinks=torch.randn(4, device=DEVICE))
 
 
+@pytest.fixture
+def few_tokens_are_many(monkeypatch):
+    """Split rows as if contexts of some dozen tokens were long, and count the splits of each launch."""
+    module, splits = import_module("redrafter.kernels.attention"), []
+    choose = vars(module)["_for_long_rows"]
+    monkeypatch.setattr(module, "LONG_CONTEXT_TOKENS", 64)
+    monkeypatch.setattr(module, "MAX_SPLIT_TOKENS", 32)
+    monkeypatch.setattr(module, "MIN_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(module, "TARGET_PROGRAMS", 2)
+    monkeypatch.setattr(module, "_for_long_rows", lambda *how: splits.append(choose(*how)) or splits[-1])
+    return splits
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 33}, {"softcap": 2.0}], ids=str)
+def test_a_row_that_is_much_longer_than_others_has_splits_of_its_own(few_tokens_are_many, how):
+    check(problem([300, 7, 0, 130], 5, padding=3), **how)
+    assert few_tokens_are_many[0][2] > 9
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 33}, {"chunk_size": 40}], ids=str)
+def test_a_short_chunk_behind_a_long_text_is_split(few_tokens_are_many, how):
+    check(problem([30, 2], 5, chunks=[(290, 7), (0, 3), (70, 20)], room=4, padding=5), **how)
+    assert few_tokens_are_many[-1][2] > 9
+
+
+def test_what_splits_find_is_bounded(monkeypatch, few_tokens_are_many):
+    arguments = problem([300, 7], 5)
+    monkeypatch.setattr(import_module("redrafter.kernels.attention"), "MAX_PART_NUMBERS", 4 * 10 * 4 * 16)
+    check(arguments)
+    assert few_tokens_are_many[0][2] == 4
+
+
+def test_a_row_alone_is_split_as_far_as_keeps_a_device_busy(few_tokens_are_many):
+    check(problem([300], 5))
+    assert not few_tokens_are_many
+
+
 def test_chunks_in_half_precision():
     dtype = torch.bfloat16 if CUDA else torch.float16
     arguments = dict(chunks=[(100, 50), (0, 3)], room=4, dk=64, dv=64, dtype=dtype)

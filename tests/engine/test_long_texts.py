@@ -1,0 +1,104 @@
+"""Texts of thousands of tokens: what is drafted is what plain decoding and `model.generate` write."""
+
+import pytest
+import torch
+
+from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, with_tree
+from helpers.scheduling import launch_ahead, make_sequence, run, scheduler
+from redrafter.cache.block_manager import BlockManager
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler import row_caches
+from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
+from redrafter.scheduler.prefill import Prefiller
+from redrafter.scheduler.sequence import SamplingParams
+from redrafter.target.target import Target
+
+CONTEXT, PROMPT, NEW = 65536, 3000, 40
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama", max_position_embeddings=CONTEXT, eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return torch.randint(3, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("on", [lambda engine: engine, lambda engine: paged(engine, 400)], ids=["dense", "paged"])
+def test_a_long_text_is_what_model_generate_writes(model, prompt, on):
+    engine, arguments = on(with_tree(model, tiny_drafter(), 4, 3)), {"max_new_tokens": NEW, "do_sample": False}
+    expected = model.generate(prompt, **arguments)
+    for speculate in (True, False):
+        assert torch.equal(engine.generate(prompt, speculate=speculate, **arguments), expected)
+
+
+def test_a_long_prompt_beside_short_rows_changes_no_token(model, prompt, monkeypatch):
+    launch_ahead(monkeypatch)
+    engine = paged(with_tree(model, tiny_drafter(), 4, 3), 400)
+    sequences = [make_sequence(list(range(5, 9 + row)), 60, GREEDY) for row in range(2)]
+    sequences.append(make_sequence(prompt[0].tolist(), 12, GREEDY))
+    served = scheduler(engine, blocks=400, max_num_tokens=512)
+    run(served, sequences, 2)
+    for sequence in sequences:
+        ids = torch.tensor([list(sequence.prompt)])
+        expected = model.generate(ids, max_new_tokens=sequence.max_new_tokens, do_sample=False)
+        assert sequence.sink.tokens == expected[0, ids.shape[1] :].tolist()
+
+
+def test_a_step_copies_new_blocks_to_the_device_and_no_others(model, prompt, monkeypatch):
+    engine = paged(with_tree(model, tiny_drafter(), 4, 3), 400)
+    served, copied, copy = scheduler(engine, blocks=400), [], row_caches.to_device
+    served.submit(make_sequence(prompt[0].tolist(), NEW, GREEDY))
+    while not served.batch.rows:
+        served.round()
+    monkeypatch.setattr(row_caches, "to_device", lambda values, *how: copied.append(values) or copy(values, *how))
+    run(served, [])
+    numbers = [len(of_block) for blocks in copied for of_block in blocks]  # its row, its place and its id
+    assert numbers == [3] * len(copied)
+    assert copied
+
+
+def test_only_the_last_chunk_of_a_prompt_brings_all_its_tokens(model, prompt, monkeypatch):
+    served = scheduler(paged(with_tree(model, tiny_drafter(), 4, 3), 400), blocks=400, max_num_tokens=600)
+    read, prefill = [], Target.prefill
+    monkeypatch.setattr(
+        Target, "prefill", lambda self, tokens, *args, **how: read.append(tokens) or prefill(self, tokens, *args, **how)
+    )
+    run(served, [make_sequence(prompt[0].tolist(), 2, GREEDY)])
+    assert [int((tokens != 0).sum()) < 601 for tokens in read] == [True] * (len(read) - 1) + [False]
+
+
+def test_the_prefix_of_a_text_that_waits_for_blocks_is_not_sought_in_every_round(model, prompt, monkeypatch):
+    served = scheduler(paged(with_tree(model, tiny_drafter(), 4, 3), 250), blocks=250)
+    sought, find = [], vars(BlockManager)["_find"]
+    monkeypatch.setattr(BlockManager, "_find", lambda self, *text: sought.append(1) or find(self, *text))
+    sequences = [make_sequence([3 + first, *prompt[0].tolist()], 60, GREEDY) for first in range(2)]
+    served.submit(*sequences)
+    rounds = 0
+    while not sequences[0].ended:
+        served.round()
+        rounds += 1
+    assert len(sought) < rounds / 2
+    run(served, [])
+    assert sequences[1].sink.tokens
+
+
+def test_a_single_row_has_blocks_for_the_longest_text(model):
+    graphs = CUDAGraphRunner.on(Target(model), memory_fraction=0.5, max_seq_len=None, rows=1)
+    assert (graphs.store.num_blocks - 1) * BLOCK_SIZE >= CONTEXT
+
+
+def test_prompts_read_beside_rows_find_no_caches_before_they_are_complete(model, prompt, monkeypatch):
+    launch_ahead(monkeypatch)
+    finished, finish = [], Prefiller.finish_beside
+    monkeypatch.setattr(Prefiller, "finish_beside", lambda *how: finished.append(finish(*how)) or finished[-1])
+    served = scheduler(paged(with_tree(model, tiny_drafter(), 4, 3), 400), blocks=400)
+    served.submit(make_sequence([5, 6, 7], 80, GREEDY))
+    while not served.batch.rows:
+        served.round()
+    served.submit(make_sequence(prompt[0].tolist(), 4, GREEDY))
+    run(served, [])
+    assert [rows is not None for rows in finished] == [False] * (len(finished) - 1) + [True]
