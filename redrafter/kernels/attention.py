@@ -230,13 +230,13 @@ def _merge_splits_kernel(
     Tokens before `START` are left as they are.
     """
     out = tl.program_id(0).to(tl.int64)
-    count = tl.load(END) * QUERY_HEADS
-    if out < tl.load(START) * QUERY_HEADS:
-        return
+    begin, count = tl.load(START) * QUERY_HEADS, tl.load(END) * QUERY_HEADS
     s, dv = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DV)
     index = out * splits + s
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
+    if out < begin:
+        return
     live = (s < splits) & (out < count)
     top = tl.load(TOPS + index * 2, live, float("-inf"))
     total = tl.load(TOPS + index * 2 + 1, live, 0.0)
