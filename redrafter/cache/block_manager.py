@@ -5,16 +5,21 @@ depend on the whole text before it, so stored blocks form a trie: a node is a fu
 blocks before it. Evicting a node removes its subtree, so that what hung below is never found under another text that
 the block comes to hold. Each salt has its own trie, so that a row never reuses what a row with another salt has stored,
 nor can tell by its speed that it exists.
+
+Where there are blocks on the host too, the text of an evicted block goes on there: its node stays in the trie, and is
+forgotten only when its place on the host is needed for a later one. A row that finds it gets a block of the device for
+it. Whoever has the keys and values makes the copies that follow, in their order.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 
-__all__ = ["BlockManager", "BlockTable"]
+__all__ = ["BlockCopy", "BlockManager", "BlockTable"]
 
 
 @dataclass
@@ -37,11 +42,34 @@ class BlockTable:
     copied: int = 0
 
 
+class BlockCopy(NamedTuple):
+    """A copy of the keys and values of one block.
+
+    Attributes:
+        to_host: Whether it goes from the device to the host, or the other way.
+        source: Id of the block that is read.
+        target: Id of the block that is written, on the other side.
+    """
+
+    to_host: bool
+    source: int
+    target: int
+
+
 class _Node:
-    """A stored block: its `BLOCK_SIZE` tokens follow the text of its parent."""
+    """A stored block: its `BLOCK_SIZE` tokens follow the text of its parent.
+
+    Attributes:
+        block: Id of the block of the device; 0 for a text that is on the host alone.
+        host_block: Id of the block of the host that holds a copy; 0 without one.
+        parent: The block before it; None for a root, and for a block that is forgotten.
+        tokens: Its tokens.
+        children: The blocks that follow it.
+    """
 
     def __init__(self, block: int, parent: "_Node | None", tokens: tuple[int, ...]):
         self.block, self.parent, self.tokens = block, parent, tokens
+        self.host_block = 0
         # Keyed by the tokens themselves, so that no hash collision can match another text.
         self.children: dict[tuple[int, ...], _Node] = {}
 
@@ -65,14 +93,17 @@ class BlockManager:
     Attributes:
         freed: How many times blocks were released or published. What a row could not be given, it cannot be given
             before that changes.
+        onboarded: Blocks that rows have found on the host alone so far.
     """
 
-    def __init__(self, blocks: int, rows: int | None = None):
+    def __init__(self, blocks: int, rows: int | None = None, host_blocks: int = 0):
         """Begin with all blocks free.
 
         Args:
             blocks: Blocks of the pool, block 0 included.
             rows: How many rows may have recurrent states at once, which blocks do not hold; None for a model without.
+            host_blocks: Blocks on the host, block 0 included, which is never used there either; 0 for no memory. With
+                any, `take_copies` follows each `admit` and `grow`, before their blocks are read or written.
         """
         assert blocks > 0, "block 0 is always there"
         self._blocks = blocks
@@ -85,6 +116,10 @@ class BlockManager:
         self.freed = 0
         self._roots: dict[Hashable, _Root] = {}  # by salt; a salt without a stored block has none
         self._nodes: dict[int, _Node] = {}  # of each block that stores a text
+        self._host_empty = deque(range(1, host_blocks))
+        self._host_nodes: OrderedDict[int, _Node] = OrderedDict()  # of each other one, least recently needed first
+        self._copies: list[BlockCopy] = []  # that are due
+        self.onboarded = 0
 
     @property
     def num_holds(self) -> int:
@@ -102,6 +137,11 @@ class BlockManager:
         return len(self._empty) + len(self._idle)
 
     @property
+    def num_host_blocks(self) -> int:
+        """Number of blocks of the host that hold a text."""
+        return len(self._host_nodes)
+
+    @property
     def salts(self) -> set[Hashable]:
         """Salts under which a text is stored."""
         return set(self._roots)
@@ -109,8 +149,8 @@ class BlockManager:
     def admit(self, prompt: Sequence[int], slots: int, reuse: bool = True, salt: Hashable = None) -> BlockTable:
         """Allocate the blocks of a new row.
 
-        The longest stored chain of full blocks of `prompt[:-1]` is shared. At least the last token is computed anew,
-        for its logits.
+        The longest stored chain of full blocks of `prompt[:-1]` is shared; those on the host alone get blocks of the
+        device. At least the last token is computed anew, for its logits.
 
         Args:
             prompt: Tokens of the row.
@@ -122,7 +162,8 @@ class BlockManager:
             CacheFullError: Too few blocks are free, or as many rows as may are admitted; nothing has changed then.
         """
         assert 0 < len(prompt) <= slots
-        shared = [node.block for node in self._find(prompt[:-1], salt)] if reuse else []
+        chain = self._find(prompt[:-1], salt) if reuse else []
+        shared = [node.block for node in chain if node.block]
         fresh = -(-slots // BLOCK_SIZE) - len(shared)
         # A shared block cannot be evicted to make room for the rest.
         free = self.num_free_blocks - sum(block in self._idle for block in shared)
@@ -139,11 +180,31 @@ class BlockManager:
             )
         for block in shared:
             self._idle.pop(block, None)
-        blocks = shared + [self._take_free_block() for _ in range(fresh)]
+        blocks = self._place(chain, fresh)
         for block in blocks:
             self._rows[block] += 1
         state_row = self._state_rows.popleft() if self._state_rows is not None else 0
-        return BlockTable(blocks, len(shared) * BLOCK_SIZE, salt, state_row)
+        return BlockTable(blocks, len(chain) * BLOCK_SIZE, salt, state_row)
+
+    def _place(self, chain: Sequence[_Node], fresh: int) -> list[int]:
+        """Return the blocks of a chain and those that follow it.
+
+        Args:
+            chain: Stored blocks, of which those on the device are not idle.
+            fresh: Number of blocks to take for those on the host alone and for those that follow.
+        """
+        on_host = [node for node in chain if not node.block]
+        for node in on_host:  # what is evicted now must not take their places, from which they are still to be copied
+            del self._host_nodes[node.host_block]
+        taken = deque(self._take_free_block() for _ in range(fresh))
+        for node in on_host:
+            node.block = taken.popleft()
+            self._nodes[node.block] = node
+            self._copies.append(BlockCopy(False, node.host_block, node.block))
+        for node in reversed(on_host):  # the end of a text is given up before its beginning
+            self._host_nodes[node.host_block] = node
+        self.onboarded += len(on_host)
+        return [*(node.block for node in chain), *taken]
 
     def grow(self, block_table: BlockTable, slots: int) -> None:
         """Add blocks to a row until it may touch `slots` slots.
@@ -164,7 +225,8 @@ class BlockManager:
     def publish(self, block_table: BlockTable, tokens: Sequence[int]) -> None:
         """Let later rows reuse the full blocks of a row's text.
 
-        Of blocks with an equal text and salt, the one published first stays the one that is found.
+        Of blocks with an equal text and salt, the one published first stays the one that is found, as long as it is on
+        the device.
 
         Args:
             block_table: The row's blocks.
@@ -178,10 +240,13 @@ class BlockManager:
         node: _Node = self._roots.setdefault(block_table.salt, _Root(block_table.salt))
         for index, block in enumerate(block_table.blocks[:full]):
             block_tokens = tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
-            if block_tokens not in node.children:
+            child = node.children.get(block_tokens)
+            if child is None or not child.block:
                 assert block not in self._nodes, "the row's text has changed since it was published"
-                node.children[block_tokens] = self._nodes[block] = _Node(block, node, block_tokens)
-            node = node.children[block_tokens]
+                if child is None:
+                    child = node.children[block_tokens] = _Node(block, node, block_tokens)
+                child.block, self._nodes[block] = block, child
+            node = child
 
     def release(self, block_table: BlockTable) -> None:
         """Take a row's blocks back and empty its block table. Call it once.
@@ -210,6 +275,18 @@ class BlockManager:
                 self._idle.move_to_end(last.block)
             last = last.parent
 
+    def take_copies(self) -> list[BlockCopy]:
+        """Return the copies that became due since the last call, in the order in which they must be made."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def forget(self) -> None:
+        """Let no stored text be found any more, and no copy be due; rows keep their blocks."""
+        for root in list(self._roots.values()):
+            for node in list(root.children.values()):
+                self._forget(node)
+        self._copies.clear()
+
     def _find(self, tokens: Sequence[int], salt: Hashable) -> list[_Node]:
         """Return the longest chain of full blocks, stored under `salt`, that `tokens` begin with."""
         chain: list[_Node] = []
@@ -229,9 +306,36 @@ class BlockManager:
         return self._empty.popleft() if self._empty else self._evict()
 
     def _evict(self) -> int:
-        """Forget the text of the least recently used idle block and all texts that continue it; return the block."""
+        """Return the least recently used idle block; its text goes on on the host, or is forgotten."""
         block, _ = self._idle.popitem(last=False)
-        node = self._nodes[block]
+        node = self._nodes.pop(block)
+        node.block = 0
+        if not node.host_block:
+            self._offload(node, block)
+        if not node.host_block and node.parent is not None:
+            self._forget(node)
+        return block
+
+    def _offload(self, node: _Node, block: int) -> None:
+        """Let a stored text have a block of the host, if any can be had: an empty one, or the least recently needed.
+
+        Args:
+            node: The text.
+            block: Block of the device that still holds it.
+        """
+        if not self._host_empty and self._host_nodes:
+            host_block, oldest = self._host_nodes.popitem(last=False)
+            self._host_empty.append(host_block)
+            oldest.host_block = 0
+            if not oldest.block:
+                self._forget(oldest)
+        if self._host_empty and node.parent is not None:  # it may have hung below what was just forgotten
+            node.host_block = self._host_empty.popleft()
+            self._host_nodes[node.host_block] = node
+            self._copies.append(BlockCopy(True, block, node.host_block))
+
+    def _forget(self, node: _Node) -> None:
+        """Remove a stored text and all texts that continue it from the trie."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
@@ -240,8 +344,13 @@ class BlockManager:
         subtree = [node]
         while subtree:
             node = subtree.pop()
-            del self._nodes[node.block]
+            node.parent = None
             subtree.extend(node.children.values())
-            # Blocks below are held by rows: an idle one would have come earlier in the order and be evicted by now.
-            assert node.block not in self._idle
-        return block
+            if node.block:
+                del self._nodes[node.block]
+                if node.block in self._idle:
+                    del self._idle[node.block]
+                    self._empty.append(node.block)
+            if node.host_block:
+                del self._host_nodes[node.host_block]
+                self._host_empty.append(node.host_block)

@@ -1,0 +1,170 @@
+"""Keys and values of blocks on the host, where they outlast their blocks on the device, and the copies both ways."""
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from redrafter.cache.block_manager import BlockCopy
+from redrafter.cache.paged import KVCachePool
+from redrafter.cache.to_device import to_device
+from redrafter.errors import ArgumentError
+from redrafter.kernels.block_size import BLOCK_SIZE
+
+__all__ = ["HostBlocks"]
+
+_LOG = logging.getLogger(__name__)
+STAGING_BYTES = 128 << 20  # of the device, through which all copies go
+
+
+class HostBlocks:
+    """Memory of the host for blocks of one or several models, whose blocks have the same ids.
+
+    The blocks of a copy are gathered into a staging buffer, or scattered from it, by the stream that computes; only
+    between that buffer and the host does a stream of its own copy. So a block may be written as soon as its copy to the
+    host is launched, and read as soon as its copy to the device is.
+
+    Attributes:
+        num_blocks: Number of blocks, block 0 included, which is not used.
+    """
+
+    def __init__(self, stores: Sequence[KVCachePool], num_blocks: int):
+        """Take the memory; on a GPU it is pinned, which takes a second for some GiB.
+
+        Args:
+            stores: The pools of the models on the device.
+            num_blocks: Number of blocks, block 0 included.
+        """
+        self.num_blocks = num_blocks
+        self._pools = [_by_block(pool) for store in stores for pool in store.pools]
+        self._device = self._pools[0].device
+        block_bytes = sum(pool[0].nbytes for pool in self._pools)
+        staged = max(min(STAGING_BYTES // block_bytes, num_blocks), 1)
+        self._staging = [pool.new_empty(staged, *pool.shape[1:]) for pool in self._pools]
+        self._memory = [torch.empty(num_blocks, *pool.shape[1:], dtype=pool.dtype) for pool in self._pools]
+        self._stream = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+            began = time.monotonic()
+            for memory in self._memory:
+                _pin(memory)
+            gib, seconds = num_blocks * block_bytes / 2**30, time.monotonic() - began
+            _LOG.info("pinned %.1f GiB of the host's memory for keys and values in %.1f s", gib, seconds)
+
+    @classmethod
+    def of_size(cls, num_bytes: int, groups: Sequence[Sequence[KVCachePool]]) -> list["HostBlocks"]:
+        """Divide memory of the host between groups of models, as that of the device is divided between them.
+
+        Args:
+            num_bytes: Size of the memory.
+            groups: The pools of the models of each group, whose blocks have the same ids.
+
+        Raises:
+            ArgumentError: There is no room for a block, or less memory than that is free.
+        """
+        import psutil
+
+        free = psutil.virtual_memory().available
+        on_device = sum(pool.nbytes for stores in groups for store in stores for pool in store.pools)
+        if num_bytes > free:
+            raise ArgumentError(
+                f"kv_host_cache_gib (--kv-host-cache-gib) is {num_bytes / 2**30:.4g}, and {free / 2**30:.1f} GiB of "
+                f"the machine's memory are free: give {int(0.9 * free / 2**30)} or less"
+            )
+        counts = [num_bytes * stores[0].num_blocks // on_device for stores in groups]
+        if min(counts) < 2:
+            least = 2 * on_device / min(stores[0].num_blocks for stores in groups) / 2**30
+            raise ArgumentError(
+                f"kv_host_cache_gib (--kv-host-cache-gib) is {num_bytes / 2**30:.4g} and holds not one block of "
+                f"{BLOCK_SIZE} tokens: give {1.01 * least:.2g} at least"
+            )
+        return [cls(stores, count) for stores, count in zip(groups, counts, strict=True)]
+
+    @torch.inference_mode()
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Launch copies between the device and the host, in their order.
+
+        Args:
+            copies: The copies.
+        """
+        for to_host, run in groupby(copies, key=lambda copy: copy.to_host):
+            sources = {copy.target: copy.source for copy in run}  # of several copies to one block, the last one stays
+            pairs, size = list(sources.items()), len(self._staging[0])
+            for start in range(0, len(pairs), size):
+                targets, read = zip(*pairs[start : start + size], strict=True)
+                if to_host:
+                    self._copy_to_host(read, targets)
+                else:
+                    self._copy_to_device(read, targets)
+
+    def _copy_to_host(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copy as many blocks of the device as the staging buffers have room for to the host."""
+        index = to_device(blocks, self._device, torch.long)
+        self._wait_for_copies()
+        for pool, staging in zip(self._pools, self._staging, strict=True):
+            torch.index_select(pool, 0, index, out=staging[: len(blocks)])
+        with self._beside_computing():
+            for memory, staging in zip(self._memory, self._staging, strict=True):
+                for first, host_block, count in _runs(host_blocks):
+                    memory[host_block : host_block + count].copy_(staging[first : first + count], non_blocking=True)
+
+    def _copy_to_device(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy as many blocks of the host as the staging buffers have room for to the device."""
+        index = to_device(blocks, self._device, torch.long)
+        with self._beside_computing():
+            for memory, staging in zip(self._memory, self._staging, strict=True):
+                for first, host_block, count in _runs(host_blocks):
+                    staging[first : first + count].copy_(memory[host_block : host_block + count], non_blocking=True)
+        self._wait_for_copies()
+        for pool, staging in zip(self._pools, self._staging, strict=True):
+            pool.index_copy_(0, index, staging[: len(blocks)])
+
+    @contextmanager
+    def _beside_computing(self) -> Iterator[None]:
+        """Launch copies behind what computes now; what is launched later does not wait for them."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _wait_for_copies(self) -> None:
+        """Let what is launched from now on wait for the copies from and to the staging buffers."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def _by_block(pool: Tensor) -> Tensor:
+    """Return a view `[blocks, G, W]` int64 of the bytes of a pool `[G, blocks * BLOCK_SIZE, heads, dim]`."""
+    layers, slots = pool.shape[:2]
+    return pool.view(layers, slots // BLOCK_SIZE, -1).view(torch.int64).transpose(0, 1)
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the place, the first id and the number of ids of each run in which every id is one more than the last."""
+    first = 0
+    for place in range(1, len(ids) + 1):
+        if place == len(ids) or ids[place] != ids[place - 1] + 1:
+            yield first, ids[first], place - first
+            first = place
+
+
+def _pin(memory: Tensor) -> None:
+    """Pin a tensor of the host in place, until it is freed; torch's own pinned memory is a power of two of bytes.
+
+    Raises:
+        ArgumentError: The operating system refuses.
+    """
+    cuda = torch.cuda.cudart()
+    if code := int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+        raise ArgumentError(
+            f"{memory.nbytes / 2**30:.1f} GiB of the host's memory cannot be pinned (CUDA error {code}): lower "
+            "kv_host_cache_gib (--kv-host-cache-gib)"
+        )
+    weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
