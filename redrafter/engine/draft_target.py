@@ -142,6 +142,7 @@ class DraftTarget(Engine):
         adapters: Mapping[str, str | Path] | None = None,
         max_loras: int = EngineOptions.max_loras,
         max_lora_rank: int = EngineOptions.max_lora_rank,
+        kv_host_cache_gib: float = EngineOptions.kv_host_cache_gib,
         **model_kwargs: Any,
     ) -> "DraftTarget":
         """Load a target and its draft model; both may be a hub id, a directory, or a model that is loaded or bound.
@@ -176,6 +177,7 @@ class DraftTarget(Engine):
             adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
             max_loras: See `EngineOptions`.
             max_lora_rank: See `EngineOptions`.
+            kv_host_cache_gib: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`, for the target.
 
         Raises:
@@ -193,6 +195,7 @@ class DraftTarget(Engine):
             batch_invariant,
             max_loras,
             max_lora_rank,
+            kv_host_cache_gib,
         )
         vocabulary = map_unlike_vocabularies(model, draft_model, tokenizer, draft_tokenizer, trust_remote_code)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}

@@ -119,7 +119,8 @@ class Engine:
             rows=rows,
             max_rows=rows if max_rows is None else max_rows,
             compile=self.options.compile,
-            draft_pieces=1 if self.draft_vocabulary is None else self.draft_vocabulary.max_pieces,
+            draft_pieces=None if self.draft_vocabulary is None else self.draft_vocabulary.max_pieces,
+            host_bytes=int(self.options.kv_host_cache_gib * 2**30),
         )
 
     def open_graphs(self) -> CUDAGraphRunner:

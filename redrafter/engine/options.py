@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["EngineOptions"]
+__all__ = ["EngineOptions", "check_host_cache"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class EngineOptions:
         max_loras: Most LoRA adapters that may be loaded at once.
         max_lora_rank: Most of their ranks. A forward with adapters computes `max_loras * max_lora_rank` more columns in
             each layer that they change.
+        kv_host_cache_gib: GiB of the host's memory for keys and values that have to leave a paged cache, where later
+            prompts still find them; 0 for none. Taken with the first request, or when a server starts.
     """
 
     kv_cache_free_gpu_memory_fraction: float = 0.9
@@ -34,6 +36,7 @@ class EngineOptions:
     batch_invariant: bool = False
     max_loras: int = 4
     max_lora_rank: int = 16
+    kv_host_cache_gib: float = 0.0
 
     def __post_init__(self) -> None:
         fraction = self.kv_cache_free_gpu_memory_fraction
@@ -55,3 +58,16 @@ class EngineOptions:
         for name in ("compile", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_host_cache(self.kv_host_cache_gib)
+
+
+def check_host_cache(gib: float) -> None:
+    """Raise `ArgumentError` unless the machine has `gib` GiB of memory."""
+    import psutil
+
+    total = psutil.virtual_memory().total / 2**30
+    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib <= total:
+        raise ArgumentError(
+            f"kv_host_cache_gib (--kv-host-cache-gib) must be from 0 to the machine's memory, {int(total)} GiB, "
+            f"got {gib!r}"
+        )

@@ -45,6 +45,7 @@ class PromptLookup(Engine):
         adapters: Mapping[str, str | Path] | None = None,
         max_loras: int = EngineOptions.max_loras,
         max_lora_rank: int = EngineOptions.max_lora_rank,
+        kv_host_cache_gib: float = EngineOptions.kv_host_cache_gib,
         **model_kwargs: Any,
     ) -> "PromptLookup":
         """Load a target.
@@ -65,6 +66,7 @@ class PromptLookup(Engine):
             adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
             max_loras: See `EngineOptions`.
             max_lora_rank: See `EngineOptions`.
+            kv_host_cache_gib: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`.
 
         Raises:
@@ -81,6 +83,7 @@ class PromptLookup(Engine):
             batch_invariant,
             max_loras,
             max_lora_rank,
+            kv_host_cache_gib,
         )
         proposer = PromptLookupProposer(ngram, draft_len)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}

@@ -109,6 +109,7 @@ class ReDrafter(Engine):
         adapters: Mapping[str, str | Path] | None = None,
         max_loras: int = EngineOptions.max_loras,
         max_lora_rank: int = EngineOptions.max_lora_rank,
+        kv_host_cache_gib: float = EngineOptions.kv_host_cache_gib,
         **model_kwargs: Any,
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
@@ -135,6 +136,7 @@ class ReDrafter(Engine):
             adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
             max_loras: See `EngineOptions`.
             max_lora_rank: See `EngineOptions`.
+            kv_host_cache_gib: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`.
 
         Raises:
@@ -153,6 +155,7 @@ class ReDrafter(Engine):
             batch_invariant,
             max_loras,
             max_lora_rank,
+            kv_host_cache_gib,
         )
         if isinstance(drafter, str | Path):
             check_drafter(drafter)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.cache.block_manager import BlockManager
+from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
@@ -156,12 +157,22 @@ class CUDAGraphRunner:
         draft_store: A draft model's keys and values, or None.
         blocks: Which blocks are free, taken, and hold a prefix.
         draft_blocks: The same for a draft model with another vocabulary, unused with any other; None without one.
+        host: Where texts of `blocks` go on, on the host, once they are evicted; None if they are forgotten.
+        draft_host: The same for those of `draft_blocks`.
         lock: Guards `blocks`, and whatever is launched, against schedulers in several threads: graphs share memory, so
             what a step drew must be copied before another step is launched.
     """
 
-    def __init__(self, target: Target, store: KVCachePool, draft_store: KVCachePool | None = None):
+    def __init__(
+        self,
+        target: Target,
+        store: KVCachePool,
+        draft_store: KVCachePool | None = None,
+        host: HostBlocks | None = None,
+        draft_host: HostBlocks | None = None,
+    ):
         self.target, self.store, self.draft_store = target, store, draft_store
+        self.host, self.draft_host = host, draft_host
         self.forget_prefixes()
         self.lock = threading.RLock()
         self._capturable = True
@@ -170,8 +181,27 @@ class CUDAGraphRunner:
 
     def forget_prefixes(self) -> None:
         """Read the next prompts from the first token on, as if never seen. No sequence may hold blocks."""
-        self.blocks = BlockManager(self.store.num_blocks, self.store.rows)
-        self.draft_blocks = None if self.draft_store is None else BlockManager(self.draft_store.num_blocks)
+        on_host, drafts_on_host = (0 if host is None else host.num_blocks for host in (self.host, self.draft_host))
+        self.blocks = BlockManager(self.store.num_blocks, self.store.rows, on_host)
+        self.draft_blocks: BlockManager | None = None
+        if self.draft_store is not None:
+            self.draft_blocks = BlockManager(self.draft_store.num_blocks, host_blocks=drafts_on_host)
+
+    def copy_blocks(self) -> None:
+        """Launch the copies from and to the host that are due, once blocks were handed out and before they are used.
+
+        Hold the lock. If one fails, all prefixes are forgotten, as nobody knows which of them are where they should be.
+        """
+        managers = [(self.blocks, self.host), (self.draft_blocks, self.draft_host)]
+        try:
+            for blocks, host in managers:
+                if blocks is not None and host is not None:
+                    host.copy(blocks.take_copies())
+        except BaseException:
+            for blocks, _ in managers:
+                if blocks is not None:
+                    blocks.forget()
+            raise
 
     def check_adapters(self) -> None:
         """Raise `ArgumentError` where the target's adapters changed since the first request.
@@ -194,7 +224,8 @@ class CUDAGraphRunner:
         rows: int = MOST_ROWS,
         max_rows: int = MOST_ROWS,
         compile: bool = True,
-        draft_pieces: int = 1,
+        draft_pieces: int | None = None,
+        host_bytes: int = 0,
     ) -> "CUDAGraphRunner":
         """Take memory for keys and values and, on a GPU, prepare the models' forwards.
 
@@ -206,14 +237,19 @@ class CUDAGraphRunner:
             rows: Rows of the longest text that memory is taken for, at most.
             max_rows: Most rows at once, whose recurrent states memory is taken for.
             compile: Whether forwards are compiled.
-            draft_pieces: The most tokens of the draft model for one of the target.
+            draft_pieces: The most tokens of the draft model for one of the target; None where its ids are the target's.
+            host_bytes: Memory of the host for keys and values that have to leave the device.
+
+        Raises:
+            CacheFullError: The device has too little memory.
+            ArgumentError: The host has less memory than that.
         """
         longest = min((x for x in (target.context, max_seq_len) if x is not None), default=MAX_TEXT_TOKENS)
         tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
         models = [target] if draft_model is None else [target, draft_model]
         stores = KVCachePool.in_free_memory(
             [model.paged_shapes for model in models],
-            scales=[1, draft_pieces][: len(models)],
+            scales=[1, draft_pieces or 1][: len(models)],
             fraction=memory_fraction,
             max_blocks=-(-tokens // BLOCK_SIZE) + rows,
             max_rows=max_rows,
@@ -222,7 +258,15 @@ class CUDAGraphRunner:
             # It may be prepared, by another engine; and a model may draft for itself.
             if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
                 prepare(model, store, compile and not model.keeps_states)
-        return cls(target, *stores)
+        hosts: list[HostBlocks] = []
+        if host_bytes and any(store.states is not None for store in stores):
+            warnings.warn(
+                f"kv_host_cache_gib is of no use to {target.name}: a prefix that has recurrent states is never reused",
+                stacklevel=2,
+            )
+        elif host_bytes:
+            hosts = HostBlocks.of_size(host_bytes, [stores] if draft_pieces is None else [[s] for s in stores])
+        return cls(target, stores[0], stores[1] if len(stores) > 1 else None, *hosts)
 
     def capture(self, step: CapturedStep) -> None:
         """Capture a step where possible; elsewhere it runs as it is. The rows of its buffers must stand still."""

@@ -1,6 +1,7 @@
 """The blocks of the KV cache that sequences hold, and which of their tokens other sequences may find there."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 from redrafter.cache.block_manager import BlockManager, BlockTable
 from redrafter.errors import CacheFullError
@@ -75,7 +76,7 @@ class SequenceBlocks:
         tokens = sequence.tokens[: sequence.prefill_length]
         # What is found in the cache has no logits, and past a change of rope it would be other keys.
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
-        with self._graphs.lock:
+        with self._handing_out():
             sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, self._salt(sequence))
             if sequence.draft_text is not None:
                 try:
@@ -89,6 +90,15 @@ class SequenceBlocks:
             sequence.prompt_scores.clear()  # it may have been preempted halfway
         sequence.prefilled = sequence.block_table.reused
         sequence.reused = max(sequence.reused, sequence.prefilled)
+
+    @contextmanager
+    def _handing_out(self) -> Iterator[None]:
+        """Hold the lock, and launch the copies that handing out blocks makes due, even where there were too few."""
+        with self._graphs.lock:
+            try:
+                yield
+            finally:
+                self._graphs.copy_blocks()
 
     def _admit_draft_text(self, sequence: TokenSequence, slots: int, reuse: bool) -> BlockTable:
         """Give a sequence blocks for its draft text, with a cached prefix no longer than what the target has found."""
@@ -117,7 +127,7 @@ class SequenceBlocks:
         assert block_table is not None
         if slots <= len(block_table.blocks) * BLOCK_SIZE:
             return False
-        with self._graphs.lock:
+        with self._handing_out():
             blocks.grow(block_table, slots)
         return True
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
+from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_types import Drafter
@@ -190,11 +191,27 @@ def engine_with_config(**settings: object) -> tuple[ReDrafter, PreTrainedModel]:
     return with_tree(model, tiny_drafter(), 3, 3), model
 
 
-def paged(engine: Engine, blocks: int = 200) -> Engine:
-    """Let an engine work as on a GPU, on a paged cache, with the slow reference of attention; return it."""
+def graphs_with_host(engine: Engine, stores: list[KVCachePool], host_blocks: int) -> CUDAGraphRunner:
+    """Return a runner on the memory of an engine's models, with so many blocks on the host for each block manager."""
+    graphs = CUDAGraphRunner(engine.target, *stores)
+    if host_blocks:
+        groups = [stores] if engine.draft_vocabulary is None else [[store] for store in stores]
+        hosts = [HostBlocks(group, host_blocks) for group in groups]
+        graphs = CUDAGraphRunner(engine.target, stores[0], stores[1] if len(stores) > 1 else None, *hosts)
+    return graphs
+
+
+def paged(engine: Engine, blocks: int = 200, host_blocks: int = 0) -> Engine:
+    """Let an engine work as on a GPU, on a paged cache, with the slow reference of attention; return it.
+
+    Args:
+        engine: The engine.
+        blocks: Blocks of each model.
+        host_blocks: Blocks on the host, for each block manager.
+    """
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
     stores = [KVCachePool(model.paged_shapes, blocks) for model in models]
-    engine.graphs = CUDAGraphRunner(engine.target, *stores)
+    engine.graphs = graphs_with_host(engine, stores, host_blocks)
     with torch.inference_mode():
         for model, store in zip(models, stores, strict=True):
             model.allow_varlen()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.models import VOCAB
+from helpers.models import VOCAB, graphs_with_host
 from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
 from redrafter.cache.paged import KVCachePool
@@ -70,9 +70,11 @@ def launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "__init__", made)
 
 
-def scheduler(engine: Engine, blocks: int = 200, speculate: bool = True, **limits: object) -> Scheduler:
+def scheduler(
+    engine: Engine, blocks: int = 200, speculate: bool = True, host_blocks: int = 0, **limits: object
+) -> Scheduler:
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
-    graphs = CUDAGraphRunner(engine.target, *(KVCachePool(model.paged_shapes, blocks) for model in models))
+    graphs = graphs_with_host(engine, [KVCachePool(model.paged_shapes, blocks) for model in models], host_blocks)
     return Scheduler(engine, graphs, Limits(**limits), speculate)
 
 
