@@ -9,7 +9,7 @@ from typing import Any
 from redrafter.app.flags import flag, names, option
 from redrafter.app.option_files import check_object, read_text, unknown_key
 from redrafter.app.option_values import convert_value, options_by_name
-from redrafter.engine.options import EngineOptions
+from redrafter.engine.options import EngineOptions, check_host_cache
 from redrafter.errors import ArgumentError
 from redrafter.scheduler.limits import Limits
 from redrafter.serve.lora_modules import parse_lora_modules
@@ -22,14 +22,15 @@ _RUNTIME = {
     "enable_chunked_context": "chunked_context",
     "enable_kv_cache_reuse": "kv_cache_reuse",
     "kv_cache_free_gpu_mem_fraction": "kv_cache_free_gpu_memory_fraction",
+    "kv_cache_host_memory_megabytes": "kv_host_cache_gib",
 }
+_UNITS = {"kv_cache_host_memory_megabytes": 1 / 1024}  # of their values, in those of our options
 _NO_MEANING = frozenset(
     {
         "cross_kv_cache_fraction",
         "enable_batch_size_tuning",
         "enable_max_num_tokens_tuning",
         "event_buffer_max_size",
-        "kv_cache_host_memory_megabytes",
         "kv_cache_onboard_blocks",
         "secondary_offload_min_priority",
     }
@@ -48,6 +49,7 @@ LIMIT_OPTIONS = frozenset(
         "guaranteed_no_evict",
         "kv_cache_free_gpu_memory_fraction",
         "kv_cache_reuse",
+        "kv_host_cache_gib",
         "max_batch_size",
         "max_num_tokens",
         "max_queue_size",
@@ -104,6 +106,10 @@ class ServeOptions:
     guaranteed_no_evict: bool = option(False, "take a request on only where its longest text has room in the cache")
     chunked_context: bool = option(True, "read a prompt whole, however long texts that are being written wait for it")
     kv_cache_reuse: bool = option(True, "read every prompt from its beginning")
+    kv_host_cache_gib: float = option(
+        EngineOptions.kv_host_cache_gib,
+        "GiB of the host's memory for keys and values that have to leave the GPU, where prompts still find them",
+    )
     speculate: bool = option(True, "plain decoding")
     warm_up: bool = option(True, "on a GPU, let first requests wait until kernels are compiled and steps captured")
     chat_template: str | None = option(
@@ -160,6 +166,9 @@ class ServeOptions:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
         parse_lora_modules(self.lora_modules)
+        check_host_cache(self.kv_host_cache_gib)
+        if self.kv_host_cache_gib and not self.kv_cache_reuse:
+            raise ArgumentError("--kv-host-cache-gib stores what --no-kv-cache-reuse never finds: leave one out")
 
     def limits(self, max_seq_len: int | None) -> Limits:
         """Return the limits of the scheduler. max_seq_len: most tokens of a sequence; None for the model's context."""
@@ -201,6 +210,8 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
         for key, value in _entries(file):
             spelt = key.replace("-", "_")
             name = _RUNTIME.get(spelt, spelt)
+            if spelt == "kv_cache_onboard_blocks" and value is True:
+                continue  # what is found on the host is copied to the GPU in any case
             if spelt in _NO_MEANING or spelt in _PARTS:
                 reason = f": {_PARTS[spelt]}" if spelt in _PARTS else ""
                 warnings.warn(f"{file}: {key} means nothing here{reason}", stacklevel=2)
@@ -213,6 +224,8 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
                 )
             elif value is not None:
                 values[name] = convert_value(file, key, value, known[name])
+                if spelt in _UNITS:
+                    values[name] *= _UNITS[spelt]
     return values
 
 

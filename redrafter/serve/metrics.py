@@ -124,22 +124,34 @@ class Metrics:
         )
         load = self._engine.load
         for kind, name, help, value in (
-            (GaugeMetricFamily, "num_requests_running", "Texts that are read or written", load.running),
-            (GaugeMetricFamily, "num_requests_waiting", "Texts that wait for a place", load.waiting),
+            (GaugeMetricFamily, "vllm:num_requests_running", "Texts that are read or written", load.running),
+            (GaugeMetricFamily, "vllm:num_requests_waiting", "Texts that wait for a place", load.waiting),
             (
                 GaugeMetricFamily,
-                "kv_cache_usage_perc",
+                "vllm:kv_cache_usage_perc",
                 "Share of the blocks of keys and values that rows hold",
                 load.cache_usage,
             ),
             (
                 CounterMetricFamily,
-                "num_preemptions",
+                "vllm:num_preemptions",
                 "Rows put back, for want of blocks or for a client without any",
                 load.preempted,
             ),
+            (
+                GaugeMetricFamily,
+                "redrafter:kv_host_blocks",
+                "Blocks of keys and values in the host's memory",
+                load.host_blocks,
+            ),
+            (
+                CounterMetricFamily,
+                "redrafter:kv_host_hits",
+                "Prompt tokens that were found in the host's memory alone",
+                load.host_hits,
+            ),
         ):
-            yield self._family(kind, f"vllm:{name}", help, value)
+            yield self._family(kind, name, help, value)
 
     def _family(
         self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, help: str, value: float

@@ -17,7 +17,7 @@ RUNTIME = {
     "enable_chunked_context": False,
     "enable_kv_cache_reuse": True,
     "kv_cache_free_gpu_mem_fraction": 0.6,
-    "kv_cache_host_memory_megabytes": 0,
+    "kv_cache_host_memory_megabytes": 512,
     "kv_cache_onboard_blocks": True,
     "cross_kv_cache_fraction": None,
 }
@@ -38,8 +38,16 @@ def test_a_runtime_json_is_taken_as_it_is(under, capsys, tmp_path):
     assert (options["guaranteed_no_evict"], options["max_batch_size"], options["max_num_tokens"]) == (True, 12, 4096)
     assert options["chunked_context"] is False
     assert options["kv_cache_free_gpu_memory_fraction"] == 0.6
-    assert "kv_cache_host_memory_megabytes means nothing here" in err
-    assert "kv_cache_onboard_blocks" in err
+    assert options["kv_host_cache_gib"] == 0.5
+    assert "cross_kv_cache_fraction means nothing here" in err
+    assert "kv_cache_onboard_blocks" not in err  # true is what is done in any case
+
+
+def test_copies_from_the_host_cannot_be_turned_off(tmp_path):
+    file = tmp_path / "runtime.json"
+    file.write_text('{"kv_cache_onboard_blocks": false}')
+    with pytest.warns(UserWarning, match="kv_cache_onboard_blocks means nothing here"):
+        assert not read_config([str(file)], (ServeOptions,))
 
 
 def test_files_beside_the_model_are_read_first(capsys, tmp_path):

@@ -49,7 +49,12 @@ class ServedEngine:
         engine = pair.engine
         if isinstance(engine, DraftTarget) and engine.adaptive:
             raise ArgumentError("a server drafts at one length: leave out --adaptive")
-        engine.options = replace(engine.options, max_loras=options.max_loras, max_lora_rank=options.max_lora_rank)
+        engine.options = replace(
+            engine.options,
+            max_loras=options.max_loras,
+            max_lora_rank=options.max_lora_rank,
+            kv_host_cache_gib=options.kv_host_cache_gib,
+        )
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before keys and values take what memory is free
         limits = options.limits(load.max_seq_len)
@@ -101,13 +106,15 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     if proposer is not None and pair.method != PLAIN:
         drafts = f"{pair.method}, {draft_shape(proposer) or 'no drafts at one row'}"
     invariant = ", batch-invariant" if target.batch_invariant else ""
+    host = scheduler.graphs.host
+    on_host = "" if host is None else f", and {(host.num_blocks - 1) * 16:,} more on the host"
     names = ", ".join(target.adapters.names)
     adapters = (f"adapters: {names}",) if names else ()
     return (
         f"{target.name}, {dtype_name(target.dtype)} on {target.device}{invariant}; {drafts}",
         *adapters,
         f"up to {options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
-        f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values",
+        f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values{on_host}",
     )
 
 

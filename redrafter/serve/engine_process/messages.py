@@ -121,12 +121,16 @@ class EngineLoad:
         waiting: Texts that wait for one.
         preempted: Number of texts that were put back into the queue so far.
         cache_usage: Share of the blocks of keys and values that texts hold, 0 to 1.
+        host_blocks: Blocks of the host's memory that hold keys and values.
+        host_hits: Tokens of prompts whose keys and values were found there alone so far.
     """
 
     running: int = 0
     waiting: int = 0
     preempted: int = 0
     cache_usage: float = 0.0
+    host_blocks: int = 0
+    host_hits: int = 0
 
 
 @dataclass(frozen=True)

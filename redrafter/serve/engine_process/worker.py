@@ -9,6 +9,7 @@ from functools import partial
 from redrafter.engine.engine import Engine
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.grammar import Grammar
+from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SequenceDelta, TokenSequence
 from redrafter.serve.engine_process.messages import EngineLoad, PromptFacts, Submit, Written
@@ -150,7 +151,14 @@ class Worker:
         """Send what was written since the last call."""
         scheduler, blocks = self.scheduler, self.scheduler.graphs.blocks
         held = 1 - blocks.num_free_blocks / blocks.num_blocks
-        load = EngineLoad(scheduler.running, scheduler.waiting, scheduler.preempted, held)
+        load = EngineLoad(
+            scheduler.running,
+            scheduler.waiting,
+            scheduler.preempted,
+            held,
+            blocks.num_host_blocks,
+            blocks.onboarded * BLOCK_SIZE,
+        )
         if self._deltas or load != self._load:
             self._send(Written(self._deltas, self._prompts, load))
             self._deltas, self._prompts, self._load = [], {}, load
