@@ -4,7 +4,7 @@ import gc
 import logging
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -258,14 +258,7 @@ class CUDAGraphRunner:
             # It may be prepared, by another engine; and a model may draft for itself.
             if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
                 prepare(model, store, compile and not model.keeps_states)
-        hosts: list[HostBlocks] = []
-        if host_bytes and any(store.states is not None for store in stores):
-            warnings.warn(
-                f"kv_host_cache_gib is of no use to {target.name}: a prefix that has recurrent states is never reused",
-                stacklevel=2,
-            )
-        elif host_bytes:
-            hosts = HostBlocks.of_size(host_bytes, [stores] if draft_pieces is None else [[s] for s in stores])
+        hosts = _take_host_memory(target, host_bytes, [stores] if draft_pieces is None else [[s] for s in stores])
         return cls(target, stores[0], stores[1] if len(stores) > 1 else None, *hosts)
 
     def capture(self, step: CapturedStep) -> None:
@@ -286,6 +279,25 @@ class CUDAGraphRunner:
                 "one, slower; where it has experts, experts_implementation='batched_mm' at loading may help",
                 stacklevel=2,
             )
+
+
+def _take_host_memory(target: Target, num_bytes: int, groups: Sequence[Sequence[KVCachePool]]) -> list[HostBlocks]:
+    """Return the blocks on the host of each group of pools whose blocks have the same ids; none where none are wanted.
+
+    Args:
+        target: The model that verifies.
+        num_bytes: Memory of the host.
+        groups: The pools.
+    """
+    if not num_bytes:
+        return []
+    if any(store.states is not None for stores in groups for store in stores):
+        warnings.warn(
+            f"kv_host_cache_gib is of no use to {target.name}: a prefix that has recurrent states is never reused",
+            stacklevel=2,
+        )
+        return []
+    return HostBlocks.of_size(num_bytes, groups)
 
 
 @torch.inference_mode()

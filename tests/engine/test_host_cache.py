@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, with_tree
+from helpers.recurrent import recurrent_model
 from helpers.scheduling import (
     KINDS,
     alone,
@@ -20,6 +21,7 @@ from helpers.scheduling import (
 from helpers.vocabularies import renumbered
 from redrafter import ArgumentError, DraftTarget, Engine, ReDrafter
 from redrafter.cache.host_blocks import HostBlocks
+from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.target.target import Target
@@ -162,6 +164,14 @@ def test_memory_of_the_host_is_taken_as_the_options_say(make: Callable[[], Engin
         model.allow_varlen()
     graphs = engine.make_graphs(rows=1)
     assert (int(graphs.host is not None), int(graphs.draft_host is not None)) == copies
+
+
+def test_a_model_with_recurrent_states_takes_none():
+    target = Target(recurrent_model("lfm2"))
+    options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.01, kv_host_cache_gib=0.01)
+    with pytest.warns(UserWarning, match="a prefix that has recurrent states is never reused"):
+        graphs = Engine(target, PlainProposer(), options).make_graphs(rows=1)
+    assert graphs.host is None
 
 
 @pytest.mark.parametrize("gib", [-1.0, float("nan"), 1e9, float("inf"), True, "8", None])
