@@ -7,10 +7,12 @@ references.
 from importlib.util import find_spec
 
 __all__ = [
+    "MAX_FLOAT8_TOKENS",
     "MAX_THIN_TOKENS",
     "TRITON",
     "commit",
     "find_ancestors",
+    "float8_product",
     "gumbel",
     "is_supported_weight",
     "ordered_attention",
@@ -20,6 +22,7 @@ __all__ = [
     "split_k_linear",
     "top_continuations",
     "tree_attention",
+    "widen_float8",
 ]
 
 TRITON = find_spec("triton") is not None
@@ -28,6 +31,7 @@ if TRITON:
     from redrafter.kernels.attention import tree_attention
     from redrafter.kernels.beam import top_continuations
     from redrafter.kernels.commit import commit
+    from redrafter.kernels.float8 import MAX_FLOAT8_TOKENS, float8_product, widen_float8
     from redrafter.kernels.linear import MAX_THIN_TOKENS, is_supported_weight, split_k_linear
     from redrafter.kernels.ordered_attention import ordered_attention
     from redrafter.kernels.ordered_linear import ordered_expert_linear, ordered_linear

@@ -1,0 +1,246 @@
+"""Products with weights of FP8 (e4m3) and inputs of 16 bits, which read half the bytes of a product in 16 bits.
+
+Each program reads a tile of the weight along a part of its input features, and widens it in registers: every number of
+FP8 is one of bfloat16 and of float16 too, so the product is that of the weight itself, and inputs are not rounded. The
+last program of a tile to finish adds up the parts, in an order that does not depend on which program is last.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redrafter.kernels.launch import supports_dependent_launch
+
+__all__ = ["MAX_FLOAT8_TOKENS", "Float8Tiling", "float8_product", "widen_float8"]
+
+MAX_FLOAT8_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
+MULTIPROCESSORS = 132  # of a large GPU, over which programs are spread evenly
+MIN_PART = 512  # input features that a program reads at least
+PART_COST = 0.01  # what a further part of every tile costs, in reads of all of the weight
+MAX_SPLIT_TILES = 4096  # tiles whose input features may be split
+
+
+class Float8Tiling(NamedTuple):
+    """Describes how a product is cut into programs.
+
+    Attributes:
+        tokens: Tokens per program.
+        features: Output features per program.
+        step: Input features that are loaded at once.
+        stages: Loads under way at once.
+        warps: Warps of a program.
+        splits: Parts of the input features; None for as many as keep a large GPU busy.
+    """
+
+    tokens: int
+    features: int
+    step: int
+    stages: int
+    warps: int
+    splits: int | None = None
+
+
+# Four numbers of FP8 in one register become two registers of two numbers: each byte is widened with copies of its sign,
+# shifted to where the wider number has exponent and mantissa, and freed of the copies between them and the sign. A
+# product with a power of two makes up for the other bias of its exponent.
+_WIDEN = """
+{
+    .reg .b32 low, high, factor, zero;
+    mov.b32 factor, FACTOR;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 low, $2, $2, 0x9180;
+    prmt.b32 high, $2, $2, 0xB3A2;
+    shl.b32 low, low, SHIFT;
+    shl.b32 high, high, SHIFT;
+    and.b32 low, low, MASK;
+    and.b32 high, high, MASK;
+    fma.rn.KIND $0, low, factor, zero;
+    fma.rn.KIND $1, high, factor, zero;
+}
+"""
+_CONSTANTS = {
+    torch.bfloat16: {"KIND": "bf16x2", "SHIFT": "4", "MASK": "0x87f087f0", "FACTOR": "0x7b807b80"},
+    torch.float16: {"KIND": "f16x2", "SHIFT": "7", "MASK": "0xbf80bf80", "FACTOR": "0x5c005c00"},
+}
+
+
+@triton.jit
+def _widen(w, OUT, ASSEMBLY: tl.constexpr):
+    """Return bytes of FP8 in the 16 bits of `OUT`: four at once by `ASSEMBLY`, or one by one where that is None."""
+    if ASSEMBLY is not None:
+        wide = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [w], OUT.dtype.element_ty, is_pure=True, pack=4)
+    else:
+        bits = w.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # of float16, whose exponents have a bias that is 8 more
+        wide = (half.to(tl.float16, bitcast=True) * 256.0).to(OUT.dtype.element_ty)
+    return wide
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def _float8_product_kernel(
+    X, W, SCALE, BIAS, OUT, PARTS, COUNTS, tokens, features, inner, w_stride, splits,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FEW: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr, FOLLOW: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of tokens with a tile of the weight, over one of `splits` parts of the input features.
+
+    `WHOLE` says that the weight has no tile or step that is less than whole. `FEW` has tokens in the rows of the sums,
+    for fewer than 64: no warp then widens what another one does, and bytes are read from shared memory by four.
+
+    With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`; the
+    last program of a tile to do so adds up the parts in their order and sets the count back to 0. `FOLLOW` says that the
+    kernel may be launched before the previous one is done (programmatic dependent launch) and must wait for it before
+    it reads `X`.
+    """
+    split, tile = tl.program_id(2), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    k = tl.arange(0, STEP)
+    share = tl.cdiv(tl.cdiv(inner, STEP), splits) * STEP
+    low = split * share
+    high = tl.minimum(low + share, inner)
+    live = (t < tokens)[None, :]
+    w_at = W + f.to(tl.int64)[:, None] * w_stride + k[None, :]
+    x_at = X + t.to(tl.int64)[None, :] * inner + k[:, None]
+    acc = tl.zeros([TOKENS, FEATURES] if FEW else [FEATURES, TOKENS], tl.float32)
+    if FOLLOW:
+        tl.extra.cuda.gdc_wait()
+    for start in range(low, high, STEP):
+        if WHOLE:
+            w = tl.load(w_at + start, eviction_policy="evict_first")
+            x = tl.load(x_at + start, live, 0.0)
+        else:
+            inside = start + k < inner
+            w = tl.load(w_at + start, inside[None, :] & (f < features)[:, None], 0)
+            x = tl.load(x_at + start, live & inside[:, None], 0.0)
+        if FEW:
+            acc = tl.dot(tl.trans(x), _widen(tl.trans(w), X, ASSEMBLY), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(_widen(w, X, ASSEMBLY), x, acc, input_precision="ieee")
+    if FEW:
+        acc = tl.trans(acc)
+    if SPLIT:
+        size: tl.constexpr = FEATURES * TOKENS
+        within_tile = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        parts = PARTS + tile.to(tl.int64) * splits * size + within_tile
+        tl.store(parts + split * size, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") != splits - 1:
+            return
+        tl.store(COUNTS + tile, 0)
+        acc = tl.zeros([FEATURES, TOKENS], tl.float32)
+        for other in range(splits):
+            acc += tl.load(parts + other * size, cache_modifier=".cg")
+    acc *= tl.load(SCALE + f, f < features, 0.0)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(BIAS + f, f < features, 0.0).to(tl.float32)[:, None]
+    out = OUT + t.to(tl.int64)[None, :] * features + f[:, None]
+    tl.store(out, acc.to(OUT.dtype.element_ty), live & (f < features)[:, None])
+
+
+@triton.jit
+def _widen_float8_kernel(
+    W, SCALE, OUT, inner, w_stride, COLUMNS: tl.constexpr, ASSEMBLY: tl.constexpr
+):  # fmt: skip
+    """Widen a part of one row of the weight, and multiply it by the row's scale."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    w = tl.load(W + row * w_stride + k, k < inner, 0)
+    wide = _widen(w, OUT, ASSEMBLY).to(tl.float32) * tl.load(SCALE + row)
+    tl.store(OUT + row * inner + k, wide.to(OUT.dtype.element_ty), k < inner)
+
+
+def _choose_tiling(tokens: int) -> Float8Tiling:
+    """Choose the tiling by the number of tokens."""
+    if tokens <= 16:
+        return Float8Tiling(16, 128, 128, 4, 4)
+    if tokens <= 32:
+        return Float8Tiling(32, 128, 64, 6, 4)
+    if tokens <= 64:
+        return Float8Tiling(64, 128, 128, 4, 8)
+    return Float8Tiling(128, 128, 64, 4, 8)
+
+
+def _choose_splits(tiles: int, inner: int) -> int:
+    """Choose into how many parts the input features are cut, so that all multiprocessors end at about the same time."""
+    if tiles > MAX_SPLIT_TILES:
+        return 1
+    ideal = tiles / MULTIPROCESSORS
+    most = max(min(inner // MIN_PART, 16), 1)
+    return min(
+        range(1, most + 1),
+        key=lambda splits: -(-tiles * splits // MULTIPROCESSORS) / splits + PART_COST * ideal * splits,
+    )
+
+
+def float8_product(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, tiling: Float8Tiling | None = None
+) -> Tensor:
+    """Return `x @ (weight * scale).T + bias`, `[T, F]`.
+
+    Args:
+        x: Inputs, `[T, D]`, bfloat16 or float16.
+        weight: Weight as `nn.Linear` has it, `[F, D]` float8_e4m3fn; rows may be apart.
+        scale: What each row of it is multiplied by, `[F]` float32.
+        bias: `[F]`; None for none.
+        tiling: How the product is cut; None for what suits its size.
+    """
+    tokens, inner = x.shape
+    features = weight.shape[0]
+    tiling = _choose_tiling(tokens) if tiling is None else tiling
+    out = x.new_empty(tokens, features)
+    if not out.numel():
+        return out
+    blocks, tiles = triton.cdiv(tokens, tiling.tokens), triton.cdiv(features, tiling.features)
+    splits = _choose_splits(blocks * tiles, inner) if tiling.splits is None else tiling.splits
+    parts = out
+    if splits > 1:
+        parts = x.new_empty(blocks * tiles * splits * tiling.features * tiling.tokens, dtype=torch.float32)
+    assembly, follow = _assembly(x.dtype, x.device), supports_dependent_launch(x.device)
+    _float8_product_kernel[(blocks, tiles, splits)](
+        x.contiguous(), weight.view(torch.uint8), scale, bias, out, parts, _finished_counts(x.device),
+        tokens, features, inner, weight.stride(0), splits,
+        TOKENS=tiling.tokens, FEATURES=tiling.features, STEP=tiling.step,
+        WHOLE=features % tiling.features == 0 and inner % tiling.step == 0, HAS_BIAS=bias is not None,
+        FEW=tiling.tokens < 64, SPLIT=splits > 1, ASSEMBLY=assembly, FOLLOW=follow, launch_pdl=follow,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return out
+
+
+def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `weight * scale`, `[F, D]`.
+
+    Args:
+        weight: `[F, D]` float8_e4m3fn; rows may be apart.
+        scale: What each row is multiplied by, `[F]` float32.
+        dtype: bfloat16 or float16.
+    """
+    features, inner = weight.shape
+    out = torch.empty(features, inner, dtype=dtype, device=weight.device)
+    if not out.numel():
+        return out
+    columns = min(triton.next_power_of_2(inner), 2048)
+    _widen_float8_kernel[(features, triton.cdiv(inner, columns))](
+        weight.view(torch.uint8), scale, out, inner, weight.stride(0),
+        COLUMNS=columns, ASSEMBLY=_assembly(dtype, weight.device),
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _assembly(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return the assembly that widens four numbers to a dtype; None for what has no NVIDIA assembly."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    return functools.reduce(lambda code, name: code.replace(*name), _CONSTANTS[dtype].items(), _WIDEN)
+
+
+@functools.cache
+def _finished_counts(device: torch.device) -> Tensor:
+    """Return the counters of programs done with each tile; 0 between launches, of which a device runs one at a time."""
+    return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)

@@ -1,0 +1,92 @@
+"""Products with FP8 weights: the kernels and the operator equal those of the weights in full precision."""
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+pytest.importorskip("triton")
+
+from torch.nn.functional import linear
+
+from helpers.attention import DEVICE
+from helpers.models import assert_close_by_scale
+from redrafter.kernels import float8_product, widen_float8
+from redrafter.kernels.float8 import Float8Tiling
+from redrafter.kernels.float8_linear import float8_linear
+
+HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot multiply bfloat16
+ROWS = [1, 2, 7, 26, 64, 200]
+SIZES = [(256, 128), (100, 70), (33, 129)] + ([(4096, 6144), (14336, 4096)] if CUDA else [])
+CLOSE = {torch.float16: 1e-3, torch.bfloat16: 6e-3, torch.float32: 1e-5}  # part of the largest number
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def quantized(features, inner):
+    """Return a weight of FP8 in which every number of FP8 is likely to be, and scales of its rows."""
+    bits = torch.randint(0, 256, (features, inner), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    bits[(bits & 0x7F) == 0x7F] = 0  # not a number
+    return bits.view(torch.float8_e4m3fn).to(DEVICE), (random(features, seed=2).abs() + 0.1) / 64
+
+
+def full(x, weight, scale, bias=None):
+    return linear(x.float(), weight.float() * scale[:, None], None if bias is None else bias.float())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("inner", "features"), SIZES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_product_equals_that_of_the_full_weight(rows, inner, features, dtype):
+    x, (weight, scale) = random(rows, inner, dtype=dtype), quantized(features, inner)
+    found = float8_product(x, weight, scale, None)
+    assert_close_by_scale(found.float(), full(x, weight, scale), CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("tiling", [Float8Tiling(16, 64, 128, 3, 4, 4), Float8Tiling(64, 128, 64, 3, 8, 2)])
+def test_parts_of_the_input_features_add_up(tiling, dtype):
+    x, (weight, scale) = random(26, 1100, dtype=dtype), quantized(70, 1100)
+    bias = random(70, dtype=dtype, seed=3)
+    for _ in range(2):  # the counts are 0 again
+        found = float8_product(x, weight, scale, bias, tiling)
+        assert_close_by_scale(found.float(), full(x, weight, scale, bias), CLOSE[dtype])
+
+
+@pytest.mark.parametrize("columns", [slice(64), slice(64, None), slice(7, 50)])
+def test_some_columns_of_a_weight_are_multiplied_where_they_are(columns):
+    weight, scale = quantized(70, 160)
+    weight = weight[:, columns]
+    x = random(7, weight.shape[1], dtype=torch.float16)
+    assert_close_by_scale(float8_product(x, weight, scale, None).float(), full(x, weight, scale), 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_is_widened_exactly(dtype):
+    weight, scale = quantized(70, 2100)
+    scale = 2.0 ** torch.randint(-6, 3, scale.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    assert torch.equal(widen_float8(weight, scale, dtype), (weight.float() * scale[:, None]).to(dtype))
+    assert torch.equal(widen_float8(weight[:, 3:], scale, dtype).float(), weight[:, 3:].float() * scale[:, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(100,), (3, 100), (2, 5, 100), (1, 300, 100), (0, 100)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_operator_takes_inputs_of_any_shape(shape, biased, dtype):
+    x, (weight, scale) = random(*shape, dtype=dtype), quantized(70, 100)
+    bias = random(70, dtype=dtype, seed=3) if biased else None
+    found = float8_linear(x, weight, scale, bias)
+    assert found.dtype == dtype
+    assert found.shape == (*shape[:-1], 70)
+    if found.numel():
+        assert_close_by_scale(found.float(), full(x, weight, scale, bias), CLOSE[dtype])
+
+
+def test_the_operator_is_traced_as_one():
+    x, (weight, scale) = random(3, 100), quantized(70, 100)
+    torch.library.opcheck(float8_linear, (x, weight, scale, None), test_utils="test_faketensor")
