@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel
+from redrafter.drafting.partial_linear import partial_linear
 from redrafter.kernels.thin_linear import thin_linear
+from redrafter.target.float8_linear import Float8Linear
 
 __all__ = ["DraftStart", "RecurrentDrafter"]
 
@@ -140,10 +142,10 @@ class RecurrentDrafter(DrafterModel):
         """
         gate, first = None, self.first_product
         if self.config.rnn and self.config.recurrence == "gated":
-            gate = linear(hidden, self.rnn_gate.weight[:, -hidden.shape[-1] :], self.rnn_gate.bias)
+            gate = partial_linear(self.rnn_gate, hidden, slice(-hidden.shape[-1], None), with_bias=True)
         if first is None:
             return DraftStart(hidden, gate, None)
-        return DraftStart(hidden, gate, linear(hidden, first.weight[:, : hidden.shape[-1]], first.bias))
+        return DraftStart(hidden, gate, partial_linear(first, hidden, slice(hidden.shape[-1]), with_bias=True))
 
     def step(
         self,
@@ -195,9 +197,9 @@ class RecurrentDrafter(DrafterModel):
     def join_recurrence(self) -> None:
         """Compute `W e + U s` as one product from now on, from a copy of both weights.
 
-        Two small products leave a GPU's memory bus idle half the time. `train` undoes it.
+        Two small products leave a GPU's memory bus idle half the time. `train` undoes it. FP8 weights stay apart.
         """
-        if self.config.rnn and self.config.recurrence != "gated":
+        if self.config.rnn and self.config.recurrence != "gated" and not isinstance(self.rnn_w, Float8Linear):
             self.rnn_joined = torch.cat([self.rnn_w.weight, self.rnn_u.weight], dim=1).detach()
 
     def train(self, mode: bool = True) -> RecurrentDrafter:
@@ -211,7 +213,7 @@ class RecurrentDrafter(DrafterModel):
         x, first, layers = torch.cat([start.hidden.expand_as(state), state], dim=-1), self.first_product, self.layers
         if first is None or start.exit is None:
             return x
-        product = linear(state, first.weight[:, state.shape[-1] :]) + start.exit
+        product = partial_linear(first, state, slice(state.shape[-1], None), with_bias=False) + start.exit
         if self.input_proj is not None:
             x = product
         else:
@@ -227,7 +229,8 @@ class RecurrentDrafter(DrafterModel):
         if start.gate is not None:
             before = torch.zeros_like(embedding) if state is None else state
             inputs = torch.cat([embedding, before], dim=-1)  # [..., 2D]
-            product = linear(inputs, self.rnn_gate.weight[:, : inputs.shape[-1]]) + start.gate
+            columns = slice(inputs.shape[-1])
+            product = partial_linear(self.rnn_gate, inputs, columns, with_bias=False) + start.gate
             gate, new = product.chunk(2, dim=-1)
             return before + gate.sigmoid() * (silu(new) - before)
         if self.rnn_joined is not None and state is not None:

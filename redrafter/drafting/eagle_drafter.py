@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.eagle_config import EagleConfig
+from redrafter.drafting.partial_linear import partial_linear
 
 __all__ = ["EagleDrafter", "EagleEntries", "PastEntries"]
 
@@ -170,7 +170,11 @@ class EagleDrafter(DrafterModel):
         e, h = layer.input_layernorm(embedding), layer.hidden_norm(hidden)
         keys, values = (
             torch.cat(
-                [linear(h, product.weight[:, width:], product.bias), linear(e, product.weight[:, :width])], dim=-1
+                [
+                    partial_linear(product, h, slice(width, None), with_bias=True),
+                    partial_linear(product, e, slice(width), with_bias=False),
+                ],
+                dim=-1,
             )
             for product in (attention.k_proj, attention.v_proj)
         )

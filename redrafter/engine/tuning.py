@@ -25,6 +25,7 @@ from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import home
 from redrafter.scheduler.cuda_graphs import bucket
+from redrafter.target.float8_linear import has_float8_layers
 from redrafter.target.target import Target
 
 __all__ = [
@@ -248,4 +249,4 @@ def _digest(values: list[Any]) -> str:
 
 
 def _dtype_name(target: Target) -> str:
-    return dtype_name(target.dtype)
+    return dtype_name(target.dtype) + ("-fp8" if has_float8_layers(target.model) else "")

@@ -18,9 +18,9 @@ from redrafter.kernels.launch import supports_dependent_launch
 __all__ = ["MAX_FLOAT8_TOKENS", "Float8Tiling", "float8_product", "widen_float8"]
 
 MAX_FLOAT8_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
-MULTIPROCESSORS = 132  # of a large GPU, over which programs are spread evenly
-MIN_PART = 512  # input features that a program reads at least
-PART_COST = 0.01  # what a further part of every tile costs, in reads of all of the weight
+PROGRAMS_AT_ONCE = 264  # two on each multiprocessor of a large GPU
+MIN_STEPS = 4  # of the loop over input features that a program makes
+PART_COST = 0.03  # what a further part of every tile costs, as a share of the product's time
 MAX_SPLIT_TILES = 4096  # tiles whose input features may be split
 
 
@@ -92,9 +92,9 @@ def _float8_product_kernel(
     for fewer than 64: no warp then widens what another one does, and bytes are read from shared memory by four.
 
     With several splits (`SPLIT`), each program stores its partial sums in `PARTS` and counts itself in `COUNTS`; the
-    last program of a tile to do so adds up the parts in their order and sets the count back to 0. `FOLLOW` says that the
-    kernel may be launched before the previous one is done (programmatic dependent launch) and must wait for it before
-    it reads `X`.
+    last program of a tile to do so adds up the parts in their order and sets the count back to 0. `FOLLOW` says that
+    the kernel may be launched before the previous one is done (programmatic dependent launch) and must wait for it
+    before it reads `X`.
     """
     split, tile = tl.program_id(2), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -165,16 +165,15 @@ def _choose_tiling(tokens: int) -> Float8Tiling:
     return Float8Tiling(128, 128, 64, 4, 8)
 
 
-def _choose_splits(tiles: int, inner: int) -> int:
-    """Choose into how many parts the input features are cut, so that all multiprocessors end at about the same time."""
+def _choose_splits(tiles: int, steps: int) -> int:
+    """Choose into how many parts the steps over the input features are cut, so that programs end at about one time."""
     if tiles > MAX_SPLIT_TILES:
         return 1
-    ideal = tiles / MULTIPROCESSORS
-    most = max(min(inner // MIN_PART, 16), 1)
-    return min(
-        range(1, most + 1),
-        key=lambda splits: -(-tiles * splits // MULTIPROCESSORS) / splits + PART_COST * ideal * splits,
-    )
+
+    def cost(splits: int) -> float:
+        return -(-tiles * splits // PROGRAMS_AT_ONCE) * -(-steps // splits) / steps * (1 + PART_COST * splits)
+
+    return min(range(1, max(min(steps // MIN_STEPS, 16), 1) + 1), key=cost)
 
 
 def float8_product(
@@ -196,7 +195,7 @@ def float8_product(
     if not out.numel():
         return out
     blocks, tiles = triton.cdiv(tokens, tiling.tokens), triton.cdiv(features, tiling.features)
-    splits = _choose_splits(blocks * tiles, inner) if tiling.splits is None else tiling.splits
+    splits = _choose_splits(blocks * tiles, triton.cdiv(inner, tiling.step)) if tiling.splits is None else tiling.splits
     parts = out
     if splits > 1:
         parts = x.new_empty(blocks * tiles * splits * tiling.features * tiling.tokens, dtype=torch.float32)

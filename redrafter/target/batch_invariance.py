@@ -11,6 +11,7 @@ from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.target.aux_hidden import decoder_stack, watch_outputs
+from redrafter.target.float8_linear import has_float8_layers
 from redrafter.target.invariant_products import record_products
 from redrafter.target.quantization import is_quantized
 from redrafter.target.support import Support
@@ -54,6 +55,11 @@ def support_of(target: InvariantTarget) -> Support:
     """Return whether a model may be batch-invariant, as far as can be told without a forward in that mode."""
     if is_quantized(target.model.config):
         return Support("it is quantised, and its products are the quantiser's own; load it in bfloat16")
+    if has_float8_layers(target.model):
+        return Support(
+            "its weights are FP8, whose products sum in an order that suits the number of tokens; leave out "
+            "quantization='fp8' (--quantization fp8)"
+        )
     for name, module in target.model.named_modules():
         if isinstance(module, nn.Linear) and type(module.weight) is not nn.Parameter:
             return Support(f"the weight of {name} is a {type(module.weight).__name__}; load it unquantised")

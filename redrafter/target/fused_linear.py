@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from redrafter.kernels.float8_linear import float8_linear
 from redrafter.kernels.thin_linear import has_thin_kernel, thin_linear
+from redrafter.target.float8_linear import Float8Linear
 
 __all__ = ["FusedLinears", "linear_calls", "same_inputs"]
 
@@ -37,10 +39,14 @@ def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]
 def _is_plain(module: nn.Module) -> bool:
     """Tell whether a layer's forward is a product with its weight and no more.
 
-    Quantisers keep the layer's class, and replace the forward of the object (compressed-tensors) or the class of its
-    weight (torchao).
+    Other quantisers than ours keep the layer's class, and replace the forward of the object (compressed-tensors) or the
+    class of its weight (torchao).
     """
-    return type(module) is nn.Linear and "forward" not in vars(module) and type(module.weight) is nn.Parameter
+    return (
+        type(module) in (nn.Linear, Float8Linear)
+        and "forward" not in vars(module)
+        and type(module.weight) is nn.Parameter
+    )
 
 
 def same_inputs(calls: Sequence[tuple[str, Tensor, Tensor]]) -> list[list[str]]:
@@ -61,13 +67,20 @@ def same_inputs(calls: Sequence[tuple[str, Tensor, Tensor]]) -> list[list[str]]:
 class _FusedGroup:
     """What the stand-ins of one group share: the weights in one tensor, and the product while it is being read."""
 
-    def __init__(self, layers: Sequence[nn.Linear], thin: bool):
+    def __init__(self, layers: Sequence[Any], thin: bool):
         self.weight = _fuse([module.weight for module in layers]) if len(layers) > 1 else layers[0].weight
         biases = [module.bias for module in layers if module.bias is not None]
         self.bias = _fuse(biases) if len(biases) > 1 else biases[0] if biases else None
+        self.scale = _fuse([m.weight_scale for m in layers]) if isinstance(layers[0], Float8Linear) else None
         self.sizes = [module.out_features for module in layers]
         self.thin = thin and self.bias is None and has_thin_kernel(self.weight)
         self.outputs: Any = None  # of all layers, until the last one has read its own
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return the product of all layers."""
+        if self.scale is not None:
+            return float8_linear(x, self.weight, self.scale, self.bias)
+        return thin_linear(x, self.weight) if self.thin else linear(x, self.weight, self.bias)
 
 
 class _StandIn(nn.Module):
@@ -85,7 +98,7 @@ class _FirstStandIn(_StandIn):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, and leave those of the others to their stand-ins."""
         group = self.group
-        out = thin_linear(x, group.weight) if group.thin else linear(x, group.weight, group.bias)
+        out = group.multiply(x)
         if len(group.sizes) == 1:
             return out
         group.outputs = out.split(group.sizes, dim=-1)
