@@ -43,8 +43,16 @@ PLAIN = "plain"  # plain decoding: nothing drafts
 
 # The options that only some methods have. Every other option is for all methods.
 _METHOD_OPTIONS = {
-    DRAFTER: ("drafter", "num_beams", "draft_len_per_beam", "node_budget", "tuning"),
-    DRAFT_MODEL: ("num_beams", "node_budget", "draft_len", "acceptance", "adaptive", "draft_device"),
+    DRAFTER: ("drafter", "num_beams", "draft_len_per_beam", "node_budget", "tuning", "draft_quantization"),
+    DRAFT_MODEL: (
+        "num_beams",
+        "node_budget",
+        "draft_len",
+        "acceptance",
+        "adaptive",
+        "draft_device",
+        "draft_quantization",
+    ),
     PROMPT_LOOKUP: ("draft_len", "ngram"),
 }
 
@@ -156,6 +164,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
     use = {item.name: getattr(options, item.name) for item in fields(EngineOptions) if hasattr(options, item.name)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
     load["device"] = options.device
+    load["quantization"] = options.quantization if isinstance(model, str) else None
     if method == PLAIN:
         engine = Engine(bind(model, **load), PlainProposer(), EngineOptions(**use))
         engine.do_sample = default_sampling(model) if isinstance(model, str) else None
@@ -173,6 +182,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
             node_budget=options.node_budget,
             adaptive=draft.adaptive,
             draft_device=draft.draft_device,
+            draft_quantization=options.draft_quantization,
             **chosen,
             **load,
             **use,
@@ -185,6 +195,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
         draft_len_per_beam=options.draft_len_per_beam,
         node_budget=options.node_budget,
         tuning=None if options.tuning == "none" else options.tuning,
+        draft_quantization=options.draft_quantization,
         **load,
         **use,
     )

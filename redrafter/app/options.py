@@ -56,6 +56,14 @@ class LoadOptions:
     dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"))
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: cuda if there is a GPU, else cpu)")
     trust_remote_code: bool = option(False, "run the modelling code that comes with the model")
+    quantization: str | None = option(
+        None,
+        "fp8: quantise the weights of the model's linear layers, its head apart, when it is loaded, to 8 bits",
+        choices=("fp8",),
+    )
+    draft_quantization: str | None = option(
+        None, "fp8: the same as --quantization, for the drafter or the draft model", choices=("fp8",)
+    )
     kv_cache_free_gpu_memory_fraction: float = option(
         EngineOptions.kv_cache_free_gpu_memory_fraction,
         "share of the GPU memory left by the model that the KV cache may take",

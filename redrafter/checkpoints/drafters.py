@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.merged import Defaults, find_defaults_file
+from redrafter.checkpoints.quantization import check_quantization, quantize_drafter
 from redrafter.drafting.drafter_types import Drafter, DrafterArchitecture, open_drafter_model
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
@@ -30,6 +31,7 @@ def load_drafter(
     drafter: str | Path | Drafter | None,
     target: Target,
     revision: str | None = None,
+    quantization: str | None = None,
 ) -> tuple[Drafter, Defaults]:
     """Load the drafter of a target onto the target's device, in the target's dtype.
 
@@ -38,16 +40,19 @@ def load_drafter(
         drafter: Directory, hub id or loaded drafter; None for the one inside the merged checkpoint.
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
+        quantization: "fp8" to quantise the weights of its linear layers to FP8; None to leave them as they are.
 
     Returns:
         The drafter in evaluation mode, and the merged checkpoint's defaults, which are empty for a separate drafter.
 
     Raises:
-        ArgumentError: If `model` is a loaded model and there is no `drafter`.
+        ArgumentError: If `model` is a loaded model and there is no `drafter`, or the quantisation is unknown or of a
+            loaded drafter.
         CheckpointError: If no drafter is found, or it cannot be loaded.
         MismatchError: If the drafter was trained for another base.
         UnsupportedError: If the target's embeddings and hidden states differ in size.
     """
+    check_quantization(quantization, drafter, "draft_quantization")
     defaults = Defaults()
     if drafter is None:
         if not isinstance(model, str | Path):
@@ -64,7 +69,10 @@ def load_drafter(
         drafter = open_drafter_model(drafter)
     check_fits_target(drafter, target)
     module: Any = drafter
-    return module.to(target.device, target.dtype).eval(), defaults
+    module = module.to(target.device, target.dtype).eval()
+    if quantization is not None:
+        quantize_drafter(module)
+    return module, defaults
 
 
 def embedding_norms(embedding: torch.nn.Embedding) -> list[float]:

@@ -1,6 +1,7 @@
 """Load models from directories or the hub, and bind them as targets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.hub import cached_file
 
 from redrafter.checkpoints.load_keywords import check_no_load_keywords, check_reserved_keywords, unknown_keyword_error
+from redrafter.checkpoints.quantization import check_quantization, quantize_model
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import check_path, load_error, wrong_kind_error
 from redrafter.target.adapters import base_of
@@ -20,7 +22,7 @@ from redrafter.target.target import Target
 __all__ = ["bind", "find_model_file", "load_model"]
 
 # Keyword arguments of `load_model` itself; it hands all others to transformers.
-LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller")
+LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller", "quantization")
 
 
 def bind(model: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
@@ -39,6 +41,7 @@ def bind(model: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
     if not isinstance(model, str | Path | PreTrainedModel | Target):
         raise ArgumentError(f"a model is a hub id, a directory or a loaded model, got {type(model).__name__}")
     if isinstance(model, Target):
+        check_quantization(load.get("quantization"), model)
         check_no_load_keywords({key: value for key, value in load.items() if key not in LOAD_ARGUMENTS})
         return model
     return Target(load_model(model, **load))
@@ -51,6 +54,7 @@ def load_model(
     device: Any,
     trust_remote_code: bool,
     caller: Callable[..., Any] | None = None,
+    quantization: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a causal LM from a hub id or a directory.
@@ -61,14 +65,17 @@ def load_model(
         device: Device to move the model to; None leaves it where it is.
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
+        quantization: "fp8" to quantise the weights of linear layers to FP8; None to leave them as they are.
         kwargs: For `AutoModelForCausalLM.from_pretrained`, or for `AutoModelForImageTextToText.from_pretrained` for
             models that see images.
 
     Raises:
         ArgumentError: If transformers does not take one of `kwargs`, the model is loaded already and `kwargs` are
-            given, or the device cannot be used.
+            given, the device cannot be used, or there is no such quantisation.
         CheckpointError: If the model cannot be loaded, or lacks weights.
+        UnsupportedError: If the model cannot be quantised.
     """
+    check_quantization(quantization, name)
     if not isinstance(name, str | Path):
         check_no_load_keywords(kwargs)
         return base_of(name) if device is None else _move(base_of(name), device)
@@ -85,6 +92,8 @@ def load_model(
         if Path(name).is_dir() and (wrong_kind := wrong_kind_error(Path(name), "model")):
             raise wrong_kind
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
+    if quantization is not None:
+        _quantize(model, str(name), device)
     return model if device is None else _move(model, device)
 
 
@@ -124,8 +133,20 @@ def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any
     return AutoModelForImageTextToText
 
 
+def _quantize(model: Any, name: str, device: Any) -> None:
+    with _device_errors(device):
+        quantize_model(model, name, device)
+
+
 def _move(model: Any, device: Any) -> Any:
-    try:
+    with _device_errors(device):
         return model.to(device)
+
+
+@contextmanager
+def _device_errors(device: Any) -> Iterator[None]:
+    """Name a device that cannot be used."""
+    try:
+        yield
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ArgumentError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error

@@ -10,6 +10,7 @@ from redrafter.app.options import LoadOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
 from redrafter.bench.rivals import check_names
 from redrafter.bench.suite import Plan, run_suite
+from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import bench_server
 from redrafter.cli.options import BenchOptions, ServerOptions
@@ -98,7 +99,8 @@ def _refuse_server_options(args: argparse.Namespace) -> None:
 def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     """Load a small pair on the CPU, and return it padded to the cost of a large model on the device."""
     assert options.pad_to is not None
-    pair, shape = Pair.load(replace(load, device="cpu", tuning="none")), SHAPES[options.pad_to]
+    unquantized = replace(load, device="cpu", tuning="none", quantization=None, draft_quantization=None)
+    pair, shape = Pair.load(unquantized), SHAPES[options.pad_to]
     device, small = load.device or "cpu", pair.engine
     assert isinstance(small, ReDrafter)
     if not isinstance(small.drafter, RecurrentDrafter):
@@ -107,6 +109,10 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
         small.drafter, shape.hidden_size, shape.vocab_size, head_rank=options.pad_head_rank, device=device
     )
     model = pad_model(small.model, shape, device=device)
+    if load.quantization is not None:
+        quantize_model(model, options.pad_to)
+    if load.draft_quantization is not None:
+        quantize_drafter(drafter)
     with unmasked(model):
         target = Target(model)
     typed = TreeShape(load.num_beams, load.draft_len_per_beam, load.node_budget)

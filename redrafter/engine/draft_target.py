@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from redrafter.checkpoints.models import bind
+from redrafter.checkpoints.quantization import check_quantization
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
@@ -132,6 +133,8 @@ class DraftTarget(Engine):
         device: str | torch.device | None = None,
         draft_device: str | torch.device | None = None,
         trust_remote_code: bool = False,
+        quantization: str | None = None,
+        draft_quantization: str | None = None,
         draft_model_kwargs: Mapping[str, Any] | None = None,
         kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
         max_input_len: int | None = EngineOptions.max_input_len,
@@ -167,6 +170,8 @@ class DraftTarget(Engine):
             device: As in `ReDrafter.from_pretrained`.
             draft_device: The draft model's device; None for the target's.
             trust_remote_code: As in `ReDrafter.from_pretrained`.
+            quantization: As in `ReDrafter.from_pretrained`.
+            draft_quantization: The same for the draft model.
             draft_model_kwargs: For `AutoModelForCausalLM`, for the draft model.
             kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
             max_input_len: See `EngineOptions`.
@@ -197,9 +202,11 @@ class DraftTarget(Engine):
             max_lora_rank,
             kv_host_cache_gib,
         )
+        check_quantization(quantization, model)
+        check_quantization(draft_quantization, draft_model, "draft_quantization")
         vocabulary = map_unlike_vocabularies(model, draft_model, tokenizer, draft_tokenizer, trust_remote_code)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
-        target = bind(model, device=device, **load, **model_kwargs)
+        target = bind(model, device=device, quantization=quantization, **load, **model_kwargs)
         if draft_device is None and isinstance(draft_model, str | Path):
             draft_device = target.device
         drafts_for_itself = base_of(draft_model) is target.model and draft_device is None
@@ -207,7 +214,12 @@ class DraftTarget(Engine):
             target,
             target
             if drafts_for_itself
-            else bind(draft_model, **({"device": draft_device} | load | dict(draft_model_kwargs or {}))),
+            else bind(
+                draft_model,
+                **(
+                    {"device": draft_device, "quantization": draft_quantization} | load | dict(draft_model_kwargs or {})
+                ),
+            ),
             draft_len=draft_len,
             num_beams=num_beams,
             node_budget=node_budget,

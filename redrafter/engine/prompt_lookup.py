@@ -36,6 +36,7 @@ class PromptLookup(Engine):
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
+        quantization: str | None = None,
         kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
         max_input_len: int | None = EngineOptions.max_input_len,
         max_seq_len: int | None = EngineOptions.max_seq_len,
@@ -57,6 +58,7 @@ class PromptLookup(Engine):
             dtype: As in `ReDrafter.from_pretrained`.
             device: As in `ReDrafter.from_pretrained`.
             trust_remote_code: As in `ReDrafter.from_pretrained`.
+            quantization: As in `ReDrafter.from_pretrained`.
             kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
             max_input_len: See `EngineOptions`.
             max_seq_len: See `EngineOptions`.
@@ -87,6 +89,6 @@ class PromptLookup(Engine):
         )
         proposer = PromptLookupProposer(ngram, draft_len)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
-        engine = cls(bind(model, device=device, **load, **model_kwargs), proposer, options)
+        engine = cls(bind(model, device=device, quantization=quantization, **load, **model_kwargs), proposer, options)
         engine.load_adapters(adapters)
         return engine

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from redrafter.cache.dense import LayerShape
 from redrafter.checkpoints.drafters import check_beams, draft_length_warning, load_drafter
 from redrafter.checkpoints.models import load_model
+from redrafter.checkpoints.quantization import check_quantization
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting import eagle, recurrent
 from redrafter.drafting.draft_gain import STEP_COSTS
@@ -100,6 +101,8 @@ class ReDrafter(Engine):
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
+        quantization: str | None = None,
+        draft_quantization: str | None = None,
         kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
         max_input_len: int | None = EngineOptions.max_input_len,
         max_seq_len: int | None = EngineOptions.max_seq_len,
@@ -127,6 +130,9 @@ class ReDrafter(Engine):
             dtype: The models' dtype; "auto" for the checkpoint's.
             device: Where the models go; None for where Hugging Face puts the target.
             trust_remote_code: Whether code that comes with the checkpoint may run.
+            quantization: "fp8" to quantise the weights of the target's linear layers to FP8 when it is loaded, its
+                head apart; None to leave them as they are.
+            draft_quantization: The same for the drafter, its head included.
             kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
             max_input_len: See `EngineOptions`.
             max_seq_len: See `EngineOptions`.
@@ -157,11 +163,12 @@ class ReDrafter(Engine):
             max_lora_rank,
             kv_host_cache_gib,
         )
+        check_quantization(draft_quantization, drafter, "draft_quantization")
         if isinstance(drafter, str | Path):
             check_drafter(drafter)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
-        target = Target(load_model(model, device=device, **load, **model_kwargs))
-        drafter, defaults = load_drafter(model, drafter, target, model_kwargs.get("revision"))
+        target = Target(load_model(model, device=device, quantization=quantization, **load, **model_kwargs))
+        drafter, defaults = load_drafter(model, drafter, target, model_kwargs.get("revision"), draft_quantization)
         shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         engine = cls(target, drafter, asked.over(defaults.shape), options=options, tuning=shapes)
         engine.do_sample = defaults.do_sample

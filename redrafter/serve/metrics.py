@@ -122,6 +122,12 @@ class Metrics:
             "1 where a text does not depend on what is computed beside it, bit for bit",
             self._engine.facts.batch_invariant,
         )
+        yield self._family(
+            GaugeMetricFamily,
+            "redrafter:fp8_weights",
+            "1 where the weights of linear layers were quantised to FP8 when the model was loaded",
+            self._engine.facts.fp8_weights,
+        )
         load = self._engine.load
         for kind, name, help, value in (
             (GaugeMetricFamily, "vllm:num_requests_running", "Texts that are read or written", load.running),

@@ -17,6 +17,7 @@ from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.loading import EngineFacts, LoadEngine
 from redrafter.serve.engine_process.warm_up import warm_up
 from redrafter.serve.lora_modules import parse_lora_modules
+from redrafter.target.float8_linear import has_float8_layers
 
 __all__ = ["ServedEngine", "load_pair"]
 
@@ -73,6 +74,7 @@ class ServedEngine:
             engine.target.batch_invariant,
             adapters,
             engine.target.image_inputs if engine.target.images_on_paged.ok else frozenset(),
+            has_float8_layers(engine.model),
         )
         return cls(pair, scheduler, facts)
 
@@ -105,13 +107,14 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     drafts = "no drafts"
     if proposer is not None and pair.method != PLAIN:
         drafts = f"{pair.method}, {draft_shape(proposer) or 'no drafts at one row'}"
+    weights = ", FP8 weights" if has_float8_layers(target.model) else ""
     invariant = ", batch-invariant" if target.batch_invariant else ""
     host = scheduler.graphs.host
     on_host = "" if host is None else f", and {(host.num_blocks - 1) * 16:,} more on the host"
     names = ", ".join(target.adapters.names)
     adapters = (f"adapters: {names}",) if names else ()
     return (
-        f"{target.name}, {dtype_name(target.dtype)} on {target.device}{invariant}; {drafts}",
+        f"{target.name}, {dtype_name(target.dtype)} on {target.device}{weights}{invariant}; {drafts}",
         *adapters,
         f"up to {options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
         f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values{on_host}",

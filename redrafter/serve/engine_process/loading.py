@@ -43,6 +43,7 @@ class EngineFacts:
         batch_invariant: Whether a text does not depend on what is computed beside it, bit for bit.
         adapters: Directories of the LoRA adapters that are loaded, by name.
         image_inputs: Names of what the model takes of images beside ids and mask; none where it takes no images.
+        fp8_weights: Whether the weights of linear layers were quantised to FP8 when the model was loaded.
     """
 
     model: str
@@ -56,6 +57,7 @@ class EngineFacts:
     batch_invariant: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
     image_inputs: frozenset[str] = frozenset()
+    fp8_weights: bool = False
 
 
 @dataclass(frozen=True)
