@@ -51,6 +51,41 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    """Return a folder with a bfloat16 base and a drafter for it, neither of them quantised."""
+    folder = tmp_path_factory.mktemp("plain")
+    model = tiny_model("llama").to(torch.bfloat16)
+    model.save_pretrained(folder / "base")
+    norms = embedding_norms(model.get_input_embeddings())
+    tiny_drafter(draft_beams=3, base_embedding_norms=norms).to(torch.bfloat16).save_pretrained(folder / "drafter")
+    return folder
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
+def test_a_base_that_is_quantised_at_loading_writes_its_best_tokens(plain, compile):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # such as that a step cannot be captured
+        engine = ReDrafter.from_pretrained(
+            plain / "base",
+            plain / "drafter",
+            quantization="fp8",
+            draft_quantization="fp8",
+            compile=compile,
+            **HALF,
+        )
+        engine.model.generation_config.eos_token_id = None
+        ids, mask = (each.cuda() for each in uneven_batch())
+        assert largest_gap(engine, ids, mask) < 0.5
+        sampled = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=True, top_k=0, seed=3)
+    assert sampled.shape == (len(ids), ids.shape[1] + NEW)
+    assert engine.model.model.layers[0].mlp.up_proj.weight.element_size() == 1
+    assert engine.drafter.lm_head.weight.element_size() == 1
+    steps = [step for running in engine.batches.idle for step in running.captured_steps.values()]
+    assert steps
+    assert all(step.graph is not None for step in steps)
+
+
+@pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Return merged checkpoints of a quantised base and a bfloat16 drafter, by scheme."""
     made: dict[str, Path] = {}
