@@ -119,6 +119,10 @@ def test_metrics_say_whether_texts_are_batch_invariant(program):
     assert program.first_metrics["redrafter:batch_invariant"] == 0
 
 
+def test_metrics_say_whether_weights_are_fp8(program):
+    assert program.first_metrics["redrafter:fp8_weights"] == 0
+
+
 def test_a_histogram_is_there_before_the_first_request(program):
     assert "vllm:request_time_per_output_token_seconds_count" in program.first_metrics
 

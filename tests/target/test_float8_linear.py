@@ -131,7 +131,8 @@ def test_a_cast_leaves_weights_and_scales_and_moves_biases():
     layer = Float8Linear(nn.Linear(6, 5))
     before = layer.weight.float() * layer.weight_scale[:, None]
     layer.to("cpu", torch.bfloat16)
-    assert layer.bias.dtype == torch.bfloat16
+    dtypes = layer.weight.dtype, layer.weight_scale.dtype, layer.bias.dtype
+    assert dtypes == (torch.float8_e4m3fn, torch.float32, torch.bfloat16)
     assert torch.equal(layer.weight.float() * layer.weight_scale[:, None], before)
     assert layer(torch.randn(2, 6).bfloat16()).dtype == torch.bfloat16
 
