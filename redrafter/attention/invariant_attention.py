@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from redrafter import kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.cache_format import read_slots, write_slots
 from redrafter.kernels.elementwise import in_full_vectors
 from redrafter.kernels.splits import FAR_SPLIT, NEAR, NEAR_SPLIT, TILE
 
@@ -83,7 +84,7 @@ def invariant_attention(
     stores = keys[key_layer], values[value_layer]
     count = len(places.end)
     for store, x in zip(stores, (key, value), strict=True):
-        store.index_copy_(0, places.new_slots(), x[:count])
+        write_slots(store, places.new_slots(), x[:count])
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for first in range(0, count, TOKENS):
         block = slice(first, min(first + TOKENS, count))
@@ -273,7 +274,9 @@ def _attend(
             positions = torch.arange(first, first + TILE, device=query.device)
             visible = (positions < places.end[:, None]) & (positions >= begin[:, None])  # [M, 64]
             slots = places.slots(positions)
-            k, v = (rearrange(store[slots].float(), "m s h d -> m h s d") for store in stores)
+            k, v = (
+                rearrange(read_slots(store, slots, torch.float32).float(), "m s h d -> m h s d") for store in stores
+            )
             scores = (q @ k.mT) * scale
             if softcap:
                 scores = softcap * in_full_vectors(torch.tanh, scores / softcap)

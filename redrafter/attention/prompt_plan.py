@@ -9,6 +9,7 @@ from torch import Tensor
 
 from redrafter.attention.mask import AttentionKind, additive_mask
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.cache_format import read_slots, write_slots
 
 __all__ = ["PagedPrompt", "Piece", "PromptPlan", "cut_prompts"]
 
@@ -104,9 +105,9 @@ class PagedPrompt:
         keys, key_layer, values, value_layer = home
         sides = ((keys[key_layer], key), (values[value_layer], value))
         for pool, states in sides:
-            pool.index_copy_(0, self.new, states.transpose(0, 1))
+            write_slots(pool, self.new, states.transpose(0, 1))
         for slots in self.seen:
-            k, v = (pool[slots].transpose(0, 1) for pool, _ in sides)
+            k, v = (read_slots(pool, slots, states.dtype).transpose(0, 1) for pool, states in sides)
             yield k, v
 
 

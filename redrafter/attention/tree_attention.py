@@ -19,6 +19,7 @@ from redrafter import kernels
 from redrafter.attention.invariant_attention import invariant_attention
 from redrafter.attention.tree_plan import RUNNING_PLAN, Plan, RowsPlan
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.cache_format import read_slots, round_trip, write_slots
 
 __all__ = [
     "ATTENTION_NAME",
@@ -93,6 +94,7 @@ def tree_attention(
     depth, ancestors = depth[:-1].view(rows, nodes), ancestors[:-1].view(rows, new, nodes)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     stores = keys[key_layer], values[value_layer]
+    key, value = (round_trip(x, store.dtype) for x, store in zip((key, value), stores, strict=True))
 
     def attend(tokens: slice, blocks: Tensor, n: int, depth: Tensor, seen: Tensor) -> None:
         """Attend with the new nodes of one row, of nodes at these depths. seen: ancestors of the new ones."""
@@ -102,10 +104,14 @@ def tree_attention(
         slots = slots + before % BLOCK_SIZE
         count = len(seen)
         for store, x in zip(stores, (key, value), strict=True):
-            store.index_copy_(0, slots[len(slots) - count :], x[tokens])
+            write_slots(store, slots[len(slots) - count :], x[tokens])
         held = len(slots) - count
         k, v = (
-            repeat(torch.cat([store[slots[:held]], x[tokens]]), "s h d -> s (h g) d", g=query.shape[1] // x.shape[1])
+            repeat(
+                torch.cat([read_slots(store, slots[:held], x.dtype), x[tokens]]),
+                "s h d -> s (h g) d",
+                g=query.shape[1] // x.shape[1],
+            )
             for store, x in zip(stores, (key, value), strict=True)
         )
         scores = torch.einsum("nhd,shd->hns", query[tokens].float(), k.float()) * scale
@@ -191,8 +197,8 @@ def gathered_attention(
 
     def attend(part: RowsPlan) -> None:
         for store, x in zip(stores, (key, value), strict=True):
-            store.index_copy_(0, part.new_slots, x[part.tokens])
-        k, v = (rearrange(store[part.slots.flatten()], "(b s) h d -> b h s d", b=len(part.slots)) for store in stores)
+            write_slots(store, part.new_slots, x[part.tokens])
+        k, v = (rearrange(read_slots(store, part.slots, query.dtype), "b s h d -> b h s d") for store in stores)
         q, mask = rearrange(part.by_row(query), "b m h d -> b h m d"), part.mask(window, chunk_size, query.dtype)
         if not softcap and sinks is None:
             grouped = q.shape[1] != k.shape[1]

@@ -18,7 +18,7 @@ from redrafter.attention.prompt_plan import Piece
 from redrafter.cache.states import RowStates, StateShape, StatesOfRows
 from redrafter.tree.accept import Path
 
-__all__ = ["DenseCache", "LayerShape", "group_by_shape", "states_of"]
+__all__ = ["DenseCache", "LayerShape", "group_by_shape", "states_of", "stored_as"]
 
 WINDOW_STEP_SLOTS = 64  # the window grows in steps of this size, so that shapes seldom change
 
@@ -80,6 +80,16 @@ def group_by_shape(shapes: Sequence[LayerShape]) -> dict[Group, list[tuple[int, 
 def states_of(shapes: Sequence[LayerShape]) -> list[StateShape]:
     """Return the recurrent states of all layers."""
     return [state for shape in shapes for state in shape.states]
+
+
+def stored_as(shapes: Sequence[LayerShape], dtype: torch.dtype | None) -> list[LayerShape]:
+    """Return the shapes of layers whose keys and values are stored in another format; what a drafter stores keeps its.
+
+    Args:
+        shapes: What each layer stores.
+        dtype: The format; None for that of each layer.
+    """
+    return [shape if dtype is None or shape.of_drafter else replace(shape, dtype=dtype) for shape in shapes]
 
 
 class _Pool:

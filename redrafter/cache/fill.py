@@ -7,6 +7,7 @@ from torch import Tensor
 
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import KVCache
+from redrafter.kernels.cache_format import write_slots
 
 __all__ = ["fill_first_slots"]
 
@@ -31,5 +32,5 @@ def fill_first_slots(cache: KVCache, states: Iterable[tuple[int, Sequence[Tensor
         pools = cache.pool.layer_pools[layer]
         assert pools is not None, "a layer that stores something has a pool"
         keys_pool, k, values_pool, v = pools
-        keys_pool[k].index_copy_(0, slots, keys[0].transpose(0, 1))
-        values_pool[v].index_copy_(0, slots, values[0].transpose(0, 1))
+        write_slots(keys_pool[k], slots, keys[0].transpose(0, 1))
+        write_slots(values_pool[v], slots, values[0].transpose(0, 1))

@@ -20,6 +20,7 @@ from redrafter.cache.states import RowStates, StatesOfRows
 from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.cache_format import as_bytes
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, chain
 
@@ -35,6 +36,7 @@ class KVCachePool:
     Attributes:
         num_blocks: Number of blocks, block 0 included.
         has_drafter_layer: Whether the last layer is what a drafter stores.
+        fp8: Format of the model's keys and values where they are stored in FP8; else None.
         pools: The tensors, `[G, num_blocks * BLOCK_SIZE, heads, dim]` each.
         states: Recurrent states of rows; row 0 belongs to no row. None for a model without.
         layer_pools: Per layer, the tensor and index in it of the keys that the layer attends to, then of the values;
@@ -52,6 +54,7 @@ class KVCachePool:
         kept = states_of(shapes)
         self.states = RowStates(kept, 1 + rows) if kept else None
         self.num_blocks, self.has_drafter_layer = num_blocks, shapes[-1].of_drafter
+        self.fp8 = next((s.dtype for s in shapes if s.heads and s.dtype.itemsize == 1), None)
         self.pools: list[Tensor] = []
         stores: dict[tuple[int, str], tuple[Tensor, int]] = {}
         for (heads, dim, dtype, device), members in group_by_shape(shapes).items():
@@ -214,7 +217,7 @@ class PagedCache:
             return
         source = self.slots(length[:, None] + nodes)
         target = self.slots(length[:, None] + torch.arange(nodes.shape[1], device=nodes.device))
-        for pool in self.pool.pools:
+        for pool in map(as_bytes, self.pool.pools):
             pool.index_copy_(1, target, pool.index_select(1, source))
 
     def read_drafter_layer(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.cache_format import largest_number
+from redrafter.kernels.cache_tiles import from_cache, round_trip, to_cache
 from redrafter.kernels.launch import supports_dependent_launch
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
 
@@ -64,7 +66,8 @@ def _is_near(position, other, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 def _attend_committed(
     q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE, cache_k, cache_v, head, scale,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, LARGEST: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to one tile of committed tokens; where all are seen, only the last tile of a split is masked."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
@@ -78,14 +81,15 @@ def _attend_committed(
         visible = inside[None, :]
         if WINDOW > 0 or CHUNK > 0:
             visible = visible & _is_near(n + depth[:, None], s[None, :], WINDOW, CHUNK)
+        k = from_cache(k, q, LARGEST)
         x = tl.where(visible, _scaled_scores(q, k, scale, SOFTCAP), float("-inf"))
     else:
         page = tl.load(TABLE + s // PAGE).to(tl.int64)
         slot = page * PAGE + s % PAGE
         k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], dk[:, None] < DK, 0.0)
         v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, dv < DV, 0.0)
-        x = _scaled_scores(q, k, scale, SOFTCAP)
-    return _update_softmax(x, v, top, total, acc)
+        x = _scaled_scores(q, from_cache(k, q, LARGEST), scale, SOFTCAP)
+    return _update_softmax(x, from_cache(v, q, LARGEST), top, total, acc)
 
 
 @triton.jit(do_not_specialize=["nodes", "cached", "blocks", "splits", "tiles", "least"])
@@ -96,7 +100,7 @@ def _attend_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CACHED: tl.constexpr, CHAIN: tl.constexpr, FOLLOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CACHED: tl.constexpr, CHAIN: tl.constexpr, LARGEST: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries to one split of the committed tokens, or to the tree.
 
@@ -153,12 +157,12 @@ def _attend_kernel(
     for start in range(low, whole, BLOCK_S):
         top, total, acc = _attend_committed(
             q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
-            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, False,
+            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, False,
         )  # fmt: skip
     for start in range(whole, high, BLOCK_S):
         top, total, acc = _attend_committed(
             q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
-            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, True,
+            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, True,
         )  # fmt: skip
 
     # The tree: first the nodes of earlier forwards, from the cache; then the new ones, which the first tile stores.
@@ -171,6 +175,7 @@ def _attend_kernel(
                 slot = tl.load(TABLE + row * blocks + at // PAGE, held, 0).to(tl.int64) * PAGE + at % PAGE
                 k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], held & (dk[:, None] < DK), 0.0)
                 v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, held[:, None] & (dv < DV), 0.0)
+                k, v = from_cache(k, q, LARGEST), from_cache(v, q, LARGEST)
                 visible = tl.load(ANCESTORS + index[:, None] * all_nodes + j, live[:, None] & held, 0) != 0
                 if WINDOW > 0 or CHUNK > 0:
                     above = tl.load(DEPTH + row * all_nodes + j, held, 0).to(tl.int32)
@@ -186,6 +191,8 @@ def _attend_kernel(
             other = behind + j
             k = tl.load(K + other * k_token + head * k_head + dk[:, None], held & (dk[:, None] < DK), 0.0)
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
+            # As every later forward will read them, or a token's text would depend on what was read beside it.
+            k, v = round_trip(k, KEYS, q, LARGEST), round_trip(v, VALUES, q, LARGEST)
             x = _scaled_scores(q, k, scale, SOFTCAP)
             if CHAIN:
                 visible = live[:, None] & _is_near(n + node[:, None], n + j[None, :], WINDOW, CHUNK)
@@ -199,8 +206,10 @@ def _attend_kernel(
                 at = n + cached + j
                 inside = held & (at // PAGE < blocks)
                 slot = tl.load(TABLE + row * blocks + at // PAGE, inside, 0).to(tl.int64) * PAGE + at % PAGE
-                tl.store(KEYS + slot * cache_k + head * DK + dk[:, None], k, inside & (dk[:, None] < DK))
-                tl.store(VALUES + slot[:, None] * cache_v + head * DV + dv, v, inside[:, None] & (dv < DV))
+                k_at = KEYS + slot * cache_k + head * DK + dk[:, None]
+                tl.store(k_at, to_cache(k, KEYS, LARGEST), inside & (dk[:, None] < DK))
+                v_at = VALUES + slot[:, None] * cache_v + head * DV + dv
+                tl.store(v_at, to_cache(v, VALUES, LARGEST), inside[:, None] & (dv < DV))
 
     if SPLIT:
         index = out * splits + split
@@ -428,8 +437,8 @@ def _attend(
         scale, nodes, cached, blocks, splits, tiles, least,
         HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_S=block_s,
         PAGE=BLOCK_SIZE, WINDOW=window, CHUNK=chunk_size, SOFTCAP=softcap, SPLIT=splits > 1,
-        HAS_SINKS=sinks is not None, CACHED=cached > 0, CHAIN=chain, FOLLOW=follow, launch_pdl=follow,
-        num_warps=NUM_WARPS, num_stages=stages,
+        HAS_SINKS=sinks is not None, CACHED=cached > 0, CHAIN=chain, LARGEST=largest_number(keys.dtype),
+        FOLLOW=follow, launch_pdl=follow, num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _merge_splits_kernel[(tokens * query_heads,)](

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.cache_format import as_bytes
 
 __all__ = ["commit"]
 
@@ -51,6 +52,6 @@ def commit(pool: Tensor, table: Tensor, length: Tensor, nodes: Tensor) -> None:
     layers, slots, heads, dim = pool.shape
     width = heads * dim
     _move_kernel[(rows, layers, triton.cdiv(width, CHUNK))](
-        pool, length, nodes.contiguous(), table, slots * width, width, table.shape[1], depth,
+        as_bytes(pool), length, nodes.contiguous(), table, slots * width, width, table.shape[1], depth,
         PAGE=BLOCK_SIZE, BLOCK_D=triton.next_power_of_2(depth), CHUNK=CHUNK,
     )  # fmt: skip

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from redrafter.kernels import splits
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.cache_format import largest_number
+from redrafter.kernels.cache_tiles import from_cache, to_cache
 from redrafter.kernels.launch import supports_dependent_launch
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
 
@@ -139,6 +141,7 @@ def _cached(STORE, TABLE, s, seen, blocks, stride, head, WIDTH: tl.constexpr, PA
 def _store_new(
     K, V, KEYS, VALUES, TABLE, token, position, own, k_token, k_head, v_token, v_head, cache_k, cache_v, blocks, head,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Store a head's keys and values of tokens in the cache, at positions of their row."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
@@ -147,15 +150,15 @@ def _store_new(
     inside = own & (position // PAGE < blocks)
     k_at = _cached(KEYS, TABLE, position, inside, blocks, cache_k, head, DK, PAGE)
     v_at = _cached(VALUES, TABLE, position, inside, blocks, cache_v, head, DV, PAGE)
-    tl.store(k_at[:, None] + dk, key, inside[:, None] & (dk < DK))
-    tl.store(v_at[:, None] + dv, value, inside[:, None] & (dv < DV))
+    tl.store(k_at[:, None] + dk, to_cache(key, KEYS, LARGEST), inside[:, None] & (dk < DK))
+    tl.store(v_at[:, None] + dv, to_cache(value, VALUES, LARGEST), inside[:, None] & (dv < DV))
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _store_chain_kernel(
     K, V, KEYS, VALUES, LENGTH, START, TABLE, k_token, k_head, v_token, v_head, cache_k, cache_v, blocks,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
-    FOLLOW: tl.constexpr,
+    LARGEST: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Store the keys and values of `TILE` tokens of a row whose new tokens are a chain."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -166,7 +169,7 @@ def _store_chain_kernel(
         tl.extra.cuda.gdc_wait()
     _store_new(
         K, V, KEYS, VALUES, TABLE + row * blocks, behind + node, n + node, own, k_token, k_head, v_token, v_head,
-        cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE,
+        cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
     )  # fmt: skip
 
 
@@ -177,7 +180,7 @@ def _attend_committed_kernel(
     scale, nodes, cached, blocks, parts, tiles, programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FOLDED: tl.constexpr, FOLLOW: tl.constexpr,
+    FOLDED: tl.constexpr, LARGEST: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Store the new keys and values of a tile of queries, and attend with it to splits of its row's committed tokens.
 
@@ -203,7 +206,7 @@ def _attend_committed_kernel(
     if tl.program_id(2) == 0:
         _store_new(
             K, V, KEYS, VALUES, TABLE + row * blocks, token, n + cached + node, live & (m % GROUP == 0),
-            k_token, k_head, v_token, v_head, cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE,
+            k_token, k_head, v_token, v_head, cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
         )  # fmt: skip
     whole = n // TILE * TILE
     first = _first_tile(n, WINDOW)
@@ -225,6 +228,7 @@ def _attend_committed_kernel(
             v_at = _cached(VALUES, TABLE + row * blocks, s, s >= 0, blocks, cache_v, head, DV, PAGE)
             k = tl.load(k_at[None, :] + dk[:, None], dk[:, None] < DK, 0.0)
             v = tl.load(v_at[:, None] + dv, dv < DV, 0.0)
+            k, v = from_cache(k, q, LARGEST), from_cache(v, q, LARGEST)
             visible = live[:, None] & (s >= 0)[None, :]
             if WINDOW > 0:
                 visible = visible & (position[:, None] - s[None, :] < WINDOW)
@@ -242,7 +246,8 @@ def _attend_nodes_kernel(
     q_token, q_head, cache_k, cache_v, scale, tokens, nodes, cached, blocks, parts,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FOLDED: tl.constexpr, FOLLOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FOLDED: tl.constexpr, LARGEST: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Attend with one new node to the positions from its row's last tile of committed tokens on, and fold all splits.
 
@@ -303,6 +308,7 @@ def _attend_nodes_kernel(
         v_at = _cached(VALUES, TABLE + row * blocks, slot, seen, blocks, cache_v, head, DV, PAGE)
         k = tl.load(k_at[None, :] + dk[:, None], seen[None, :] & (dk[:, None] < DK), 0.0)
         v = tl.load(v_at[:, None] + dv, seen[:, None] & (dv < DV), 0.0)
+        k, v = from_cache(k, q, LARGEST), from_cache(v, q, LARGEST)
         visible = live[:, None] & seen[None, :]
         if WINDOW > 0:
             visible = visible & (position - s < WINDOW)[None, :]
@@ -326,7 +332,7 @@ def _attend_chain_kernel(
     Q, KEYS, VALUES, LENGTH, START, TABLE, SINKS, OUT, q_token, q_head, cache_k, cache_v, scale, blocks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, FOLLOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LARGEST: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of the queries of a row whose new tokens are a chain, and are in the cache."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -356,6 +362,7 @@ def _attend_chain_kernel(
             v_at = _cached(VALUES, TABLE + row * blocks, s, s < end, blocks, cache_v, head, DV, PAGE)
             k = tl.load(k_at[None, :] + dk[:, None], (s < end)[None, :] & (dk[:, None] < DK), 0.0)
             v = tl.load(v_at[:, None] + dv, (s < end)[:, None] & (dv < DV), 0.0)
+            k, v = from_cache(k, q, LARGEST), from_cache(v, q, LARGEST)
             visible = live[:, None] & (s[None, :] <= position[:, None])
             if WINDOW > 0:
                 visible = visible & (position[:, None] - s[None, :] < WINDOW)
@@ -417,7 +424,7 @@ def ordered_attention(
     follow = supports_dependent_launch(query.device)
     sizes: dict[str, Any] = dict(
         DK=dk, DV=dv, BLOCK_DK=max(triton.next_power_of_2(dk), 16), BLOCK_DV=max(triton.next_power_of_2(dv), 16),
-        PAGE=BLOCK_SIZE, FOLLOW=follow, launch_pdl=follow, num_warps=4,
+        PAGE=BLOCK_SIZE, LARGEST=largest_number(keys.dtype), FOLLOW=follow, launch_pdl=follow, num_warps=4,
     )  # fmt: skip
     how = sizes | dict(HEADS=heads, GROUP=group, WINDOW=window, SOFTCAP=softcap, num_stages=2, enable_fp_fusion=False)
     of_query, of_cache = (query.stride(0), query.stride(1)), (keys.stride(0), values.stride(0))

@@ -17,6 +17,7 @@ from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape, states_of
 from redrafter.cache.fill import fill_first_slots
 from redrafter.cache.paged import KVCache, PagedCache
+from redrafter.cache.rounding import RoundingCache
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.target.adapter_slots import Adapter, AdapterSlots
 from redrafter.target.adapters import base_of
@@ -454,7 +455,8 @@ class Target:
         Returns:
             Logits `[1, V]` and hidden states `[1, F]` of the last token.
         """
-        past = DynamicCache()
+        fp8 = cache.pool.fp8 if isinstance(cache, PagedCache) else None
+        past = DynamicCache() if fp8 is None else RoundingCache(fp8)
         read_whole, adapters = self._padded_forward.read_whole, cache.adapters
         length = prompt.length + prompt.position_shift
         logits, hidden = read_whole(ids[:, : prompt.length], prompt.inputs, past, adapters, length)

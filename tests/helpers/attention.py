@@ -5,6 +5,7 @@ from torch.nn.functional import pad
 
 from redrafter.attention.tree_attention import tree_attention
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.kernels.cache_format import as_bytes, round_trip, to_format
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.tree.token_tree import chain, tree_of
 
@@ -27,6 +28,7 @@ def problem(
     held=None,
     chunks=(),
     room=0,
+    kv_dtype=None,
 ):
     """Make arguments of the operator, on shuffled blocks, with random trees.
 
@@ -45,6 +47,7 @@ def problem(
         held: Nodes that each row of a ragged tree has; None for all.
         chunks: Of each chunk of a prompt, the tokens that the cache holds already and those of the chunk.
         room: Chunks that there is room for; those past `chunks` are empty.
+        kv_dtype: Dtype of the pools; None for that of the keys.
     """
     new = nodes if new is None else new
     generator = torch.Generator().manual_seed(len(lengths) * 1000 + nodes)
@@ -59,6 +62,11 @@ def problem(
     count = int(starts[-1]) + max(room * TOKENS_PER_CHUNK, sum(count for _, count in chunks)) + padding
     random = lambda *shape: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
     keys, values = (random(layers, ((rows + room) * blocks + 1) * BLOCK_SIZE, heads, d) for d in (dk, dv))
+    query, key, value = random(count, heads * group, dk), random(count, heads, dk), random(count, heads, dv)
+    if kv_dtype is not None:
+        keys, values = to_format(keys, kv_dtype), to_format(values, kv_dtype)
+        if DEVICE == "cpu":  # the interpreter rounds up to a power of two wrongly; these are rounded down
+            key, value = (round_trip(x, kv_dtype) * 1.01 for x in (key, value))
     tokens = torch.zeros(rows, nodes, dtype=torch.long)
     if causal:
         tree = chain(tokens)
@@ -71,9 +79,9 @@ def problem(
         tree = tree_of(tokens, parents, depth, max_depth=nodes)
     flat = lambda x: torch.cat([x.flatten(), x.new_zeros(1)]).to(DEVICE)  # noqa: E731
     return [
-        random(count, heads * group, dk),
-        random(count, heads, dk),
-        random(count, heads, dv),
+        query,
+        key,
+        value,
         keys,
         1,
         values,
@@ -102,7 +110,8 @@ def check_attention(kernel, arguments, *, scale=0.3, window=0, softcap=0.0, sink
     found = kernel(*arguments, scale, window, softcap, sinks, *chunked).cpu()
     for pool in (3, 5):
         # Block 0 is left out: nobody reads it.
-        assert torch.equal(arguments[pool][:, BLOCK_SIZE:].cpu(), other[pool][:, BLOCK_SIZE:])
+        found_pool, expected_pool = (as_bytes(x[pool])[:, BLOCK_SIZE:].cpu() for x in (arguments, other))
+        assert torch.equal(found_pool, expected_pool)
     if len(arguments[12]) > 2:  # beside chunks, padding comes out as any finite numbers
         assert found.isfinite().all()
         end = int(arguments[12][-2])

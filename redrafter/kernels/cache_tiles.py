@@ -1,0 +1,34 @@
+"""Tiles of keys and values between a kernel and a cache, whose numbers may be FP8; `cache_format` is the reference.
+
+`LARGEST` is what `cache_format.largest_number` says of the cache. On a GPU the conversions are instructions of the
+device. FP8 is e4m3 or e5m2; both are exact in float16 and bfloat16, so reading rounds nothing.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["from_cache", "round_trip", "to_cache"]
+
+
+@triton.jit
+def to_cache(x, STORE, LARGEST: tl.constexpr):
+    """Return a tile as a cache stores it."""
+    if LARGEST > 0:
+        x = tl.clamp(x.to(tl.float32), -LARGEST, LARGEST)
+    return x.to(STORE.dtype.element_ty)
+
+
+@triton.jit
+def from_cache(x, q, LARGEST: tl.constexpr):
+    """Return a tile of a cache in the dtype of the queries."""
+    if LARGEST > 0:
+        x = x.to(q.dtype)
+    return x
+
+
+@triton.jit
+def round_trip(x, STORE, q, LARGEST: tl.constexpr):
+    """Return a tile of new keys or values as it is read back later."""
+    if LARGEST > 0:
+        x = to_cache(x, STORE, LARGEST).to(q.dtype)
+    return x
