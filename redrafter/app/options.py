@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from redrafter.app.flags import biases, flag, format_value, integers, option
-from redrafter.engine.options import EngineOptions
+from redrafter.engine.options import KV_CACHE_DTYPES, EngineOptions
 from redrafter.errors import ArgumentError
 
 __all__ = [
@@ -78,6 +78,11 @@ class LoadOptions:
     batch_invariant: bool = option(
         EngineOptions.batch_invariant,
         "write the same text whatever is computed beside it, bit for bit: drafts, other texts, cut prompts; slower",
+    )
+    kv_cache_dtype: str = option(
+        EngineOptions.kv_cache_dtype,
+        "format of stored keys and values: auto is the activations', fp8 (fp8_e4m3) holds twice as many tokens",
+        choices=KV_CACHE_DTYPES,
     )
 
 

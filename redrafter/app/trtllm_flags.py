@@ -192,7 +192,6 @@ FLAGS: dict[str, tuple[FlagMeaning, ...]] = {
     "--enable-chunked-context": (
         Noted("long prompts are read in pieces; --no-chunked-context forbids it", "--no-chunked-context"),
     ),
-    "--kv-cache-dtype": (Refused("--dtype: keys and values have the model's number format", RUNNING),),
     "--max-tokens-in-paged-kv-cache": (Refused("--kv-cache-free-gpu-memory-fraction X", RUNNING),),
     "--use-py-session": (Noted("there is one session, in Python", RUNNING),),
     "--run-profiling": (Noted("speed is always printed; `redrafter bench` measures it", GENERATING),),

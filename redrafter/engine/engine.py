@@ -33,6 +33,7 @@ from redrafter.engine.call_arguments import (
 )
 from redrafter.engine.decoding import decode
 from redrafter.engine.idle_batches import IdleBatches
+from redrafter.engine.kv_cache_dtype import kv_dtype_of, use_kv_cache_dtype
 from redrafter.engine.model_inputs import separate_inputs
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.outputs import GenerateOutput
@@ -85,6 +86,7 @@ class Engine:
         self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
         if self.options.batch_invariant:
             make_batch_invariant(target, proposer.model, compile=self.options.compile)
+        use_kv_cache_dtype(target, proposer.model, self.options.kv_cache_dtype)
         self.plain: Proposer = PlainProposer()
         self.draft_model = proposer.model
         self.graphs: CUDAGraphRunner | None = None
@@ -121,6 +123,7 @@ class Engine:
             compile=self.options.compile,
             draft_pieces=None if self.draft_vocabulary is None else self.draft_vocabulary.max_pieces,
             host_bytes=int(self.options.kv_host_cache_gib * 2**30),
+            kv_dtype=kv_dtype_of(self.options.kv_cache_dtype),
         )
 
     def open_graphs(self) -> CUDAGraphRunner:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["EngineOptions", "check_host_cache"]
+__all__ = ["KV_CACHE_DTYPES", "EngineOptions", "check_host_cache"]
+
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class EngineOptions:
             each layer that they change.
         kv_host_cache_gib: GiB of the host's memory for keys and values that have to leave a paged cache, where later
             prompts still find them; 0 for none. Taken with the first request, or when a server starts.
+        kv_cache_dtype: Format of stored keys and values: "auto" for that of the activations, "fp8" or "fp8_e4m3", or
+            "fp8_e5m2".
     """
 
     kv_cache_free_gpu_memory_fraction: float = 0.9
@@ -37,6 +41,7 @@ class EngineOptions:
     max_loras: int = 4
     max_lora_rank: int = 16
     kv_host_cache_gib: float = 0.0
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         fraction = self.kv_cache_free_gpu_memory_fraction
@@ -58,6 +63,10 @@ class EngineOptions:
         for name in ("compile", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ArgumentError(
+                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}"
+            )
         check_host_cache(self.kv_host_cache_gib)
 
 

@@ -43,6 +43,7 @@ class PromptLookup(Engine):
         max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
         batch_invariant: bool = EngineOptions.batch_invariant,
+        kv_cache_dtype: str = EngineOptions.kv_cache_dtype,
         adapters: Mapping[str, str | Path] | None = None,
         max_loras: int = EngineOptions.max_loras,
         max_lora_rank: int = EngineOptions.max_lora_rank,
@@ -65,6 +66,7 @@ class PromptLookup(Engine):
             max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
             batch_invariant: See `EngineOptions`.
+            kv_cache_dtype: See `EngineOptions`.
             adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
             max_loras: See `EngineOptions`.
             max_lora_rank: See `EngineOptions`.
@@ -86,6 +88,7 @@ class PromptLookup(Engine):
             max_loras,
             max_lora_rank,
             kv_host_cache_gib,
+            kv_cache_dtype,
         )
         proposer = PromptLookupProposer(ngram, draft_len)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}

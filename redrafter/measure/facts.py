@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from redrafter.cache.dense import stored_as
+from redrafter.engine.kv_cache_dtype import kv_dtype_of
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
@@ -49,10 +51,11 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
 
 def _bytes(engine: ReDrafter) -> dict[str, int]:
     """Return the bytes that a step reads: weights by forward and by draft, keys and values by token."""
+    stored = stored_as(engine.target.shapes, kv_dtype_of(engine.options.kv_cache_dtype))
     return {
         "weights_per_forward": forward_bytes(engine.model),
         "drafter_weights_per_step": draft_bytes(engine.drafter, engine.proposer.depth),
-        "keys_and_values_per_token": slot_bytes(engine.target.shapes),
+        "keys_and_values_per_token": slot_bytes(stored),
     }
 
 

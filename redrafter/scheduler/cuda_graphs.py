@@ -14,6 +14,7 @@ from torch import Tensor
 
 from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.cache.block_manager import BlockManager
+from redrafter.cache.dense import stored_as
 from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.drafting.proposer import Proposer, State
@@ -226,6 +227,7 @@ class CUDAGraphRunner:
         compile: bool = True,
         draft_pieces: int | None = None,
         host_bytes: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> "CUDAGraphRunner":
         """Take memory for keys and values and, on a GPU, prepare the models' forwards.
 
@@ -239,6 +241,7 @@ class CUDAGraphRunner:
             compile: Whether forwards are compiled.
             draft_pieces: The most tokens of the draft model for one of the target; None where its ids are the target's.
             host_bytes: Memory of the host for keys and values that have to leave the device.
+            kv_dtype: Format that keys and values are stored in; None for that in which the models compute.
 
         Raises:
             CacheFullError: The device has too little memory.
@@ -248,7 +251,7 @@ class CUDAGraphRunner:
         tokens = max(rows * (min(longest, MAX_TEXT_TOKENS) + EXTRA_SLOTS), longest + EXTRA_SLOTS)
         models = [target] if draft_model is None else [target, draft_model]
         stores = KVCachePool.in_free_memory(
-            [model.paged_shapes for model in models],
+            [stored_as(model.paged_shapes, kv_dtype) for model in models],
             scales=[1, draft_pieces or 1][: len(models)],
             fraction=memory_fraction,
             max_blocks=-(-tokens // BLOCK_SIZE) + rows,

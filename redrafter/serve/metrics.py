@@ -128,6 +128,13 @@ class Metrics:
             "1 where the weights of linear layers were quantised to FP8 when the model was loaded",
             self._engine.facts.fp8_weights,
         )
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "How keys and values are stored",
+            labels=["model_name", "cache_dtype"],
+        )
+        config.add_metric([self._model, self._engine.facts.kv_cache_dtype], 1)
+        yield config
         load = self._engine.load
         for kind, name, help, value in (
             (GaugeMetricFamily, "vllm:num_requests_running", "Texts that are read or written", load.running),

@@ -70,11 +70,19 @@ def test_the_nearest_name_is_one_of_the_same_meaning(word, known, found):
         ("generate", ["--", "--max_output_len"], ["--", "--max_output_len"]),
         ("compare", ["--dataset=p.json", "--output-len", "9"], ["--prompts", "p.json", "--max-new-tokens", "9"]),
         ("tune", ["--dataset", "p.json"], ["--prompts", "p.json"]),
+        ("generate", ["--kv_cache_dtype", "fp8", "a"], ["--kv-cache-dtype=fp8", "a"]),
         ("chat", ["--max_output_len", "7"], ["--max-new-tokens", "7"]),
     ],
 )
 def test_what_has_an_equal_here_is_honoured(command, theirs, ours):
     assert build_parser().parse_args([command, *theirs]) == build_parser().parse_args([command, *ours])
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "bench"])
+def test_a_format_of_keys_and_values_is_named_from_a_list(capsys, command):
+    err = fails(capsys, command, "--kv-cache-dtype", "int8", *["m"] * (command != "bench"))
+    assert "argument --kv-cache-dtype: invalid choice: 'int8' (choose from" in err
+    assert "fp8_e5m2" in err
 
 
 @pytest.mark.parametrize("args", [["--model", "m"], ["--model_dir=m"], ["--port", "9", "--hf_model_dir", "m"], ["m"]])
@@ -133,7 +141,6 @@ def test_what_is_not_needed_is_accepted_with_a_note(capsys, command, typed):
         ("generate", "--tokenizer_dir t", "the tokenizer is the one beside the model"),
         ("generate", "--max_draft_len 4", "here: --draft-len N of a draft model, or --draft-len-per-beam N"),
         ("generate", "--dataset d.json", "here: --file FILE"),
-        ("generate", "--kv_cache_dtype fp8", "here: --dtype"),
         ("generate", "--output_logits_npy x", "here: --json"),
         ("generate", "--length_penalty 1", "beam search cannot be drafted for exactly"),
         ("generate", "--end_id 2", "here: --stop-token-ids N"),
@@ -141,7 +148,6 @@ def test_what_is_not_needed_is_accepted_with_a_note(capsys, command, typed):
         ("compare", "--input_text a", "here: --prompts FILE"),
         ("serve", "--engine e", "--engine is llgtrt's; here: MODEL"),
         ("serve", "--engine_dir e", "--engine_dir is TensorRT-LLM's; here: MODEL"),
-        ("serve", "--kv-cache-dtype fp8", "--kv-cache-dtype is TensorRT-LLM's; here: --dtype"),
         ("serve", "--streaming", '"stream": true in a request'),
         ("convert", "--engine_dir e", "here: --base-model-checkpoint-dir DIR"),
         ("convert", "--streaming", "has no meaning in `redrafter convert`: leave it out"),

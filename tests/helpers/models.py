@@ -9,11 +9,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from redrafter import DrafterConfig, Engine, RecurrentDrafter, ReDrafter
+from redrafter.cache.dense import stored_as
 from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
+from redrafter.engine.kv_cache_dtype import kv_dtype_of
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, prepare
 from redrafter.target.target import Target
@@ -201,6 +203,11 @@ def graphs_with_host(engine: Engine, stores: list[KVCachePool], host_blocks: int
     return graphs
 
 
+def new_pool(engine: Engine, model: Target, blocks: int) -> KVCachePool:
+    """Return memory for keys and values of an engine's target or draft model, in the format that its options name."""
+    return KVCachePool(stored_as(model.paged_shapes, kv_dtype_of(engine.options.kv_cache_dtype)), blocks)
+
+
 def paged(engine: Engine, blocks: int = 200, host_blocks: int = 0) -> Engine:
     """Let an engine work as on a GPU, on a paged cache, with the slow reference of attention; return it.
 
@@ -210,7 +217,7 @@ def paged(engine: Engine, blocks: int = 200, host_blocks: int = 0) -> Engine:
         host_blocks: Blocks on the host, for each block manager.
     """
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
-    stores = [KVCachePool(model.paged_shapes, blocks) for model in models]
+    stores = [new_pool(engine, model, blocks) for model in models]
     engine.graphs = graphs_with_host(engine, stores, host_blocks)
     with torch.inference_mode():
         for model, store in zip(models, stores, strict=True):

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.models import VOCAB, graphs_with_host
+from helpers.models import VOCAB, graphs_with_host, new_pool
 from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
-from redrafter.cache.paged import KVCachePool
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.scheduler import Scheduler
@@ -74,7 +73,7 @@ def scheduler(
     engine: Engine, blocks: int = 200, speculate: bool = True, host_blocks: int = 0, **limits: object
 ) -> Scheduler:
     models = [engine.target] if engine.draft_model is None else [engine.target, engine.draft_model]
-    graphs = graphs_with_host(engine, [KVCachePool(model.paged_shapes, blocks) for model in models], host_blocks)
+    graphs = graphs_with_host(engine, [new_pool(engine, model, blocks) for model in models], host_blocks)
     return Scheduler(engine, graphs, Limits(**limits), speculate)
 
 

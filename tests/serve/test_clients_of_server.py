@@ -123,6 +123,10 @@ def test_metrics_say_whether_weights_are_fp8(program):
     assert program.first_metrics["redrafter:fp8_weights"] == 0
 
 
+def test_metrics_say_how_keys_and_values_are_stored(program):
+    assert program.first_metrics['vllm:cache_config_info{cache_dtype="auto"}'] == 1
+
+
 def test_a_histogram_is_there_before_the_first_request(program):
     assert "vllm:request_time_per_output_token_seconds_count" in program.first_metrics
 

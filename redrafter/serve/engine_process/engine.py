@@ -75,6 +75,7 @@ class ServedEngine:
             adapters,
             engine.target.image_inputs if engine.target.images_on_paged.ok else frozenset(),
             has_float8_layers(engine.model),
+            engine.options.kv_cache_dtype,
         )
         return cls(pair, scheduler, facts)
 
@@ -111,13 +112,15 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     invariant = ", batch-invariant" if target.batch_invariant else ""
     host = scheduler.graphs.host
     on_host = "" if host is None else f", and {(host.num_blocks - 1) * 16:,} more on the host"
+    kv_dtype = pair.engine.options.kv_cache_dtype
+    stored = "" if kv_dtype == "auto" else f" in {kv_dtype}"
     names = ", ".join(target.adapters.names)
     adapters = (f"adapters: {names}",) if names else ()
     return (
         f"{target.name}, {dtype_name(target.dtype)} on {target.device}{weights}{invariant}; {drafts}",
         *adapters,
         f"up to {options.max_batch_size} texts at once, of up to {scheduler.longest} tokens; "
-        f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values{on_host}",
+        f"{scheduler.graphs.blocks.num_blocks * 16:,} tokens of keys and values{stored}{on_host}",
     )
 
 

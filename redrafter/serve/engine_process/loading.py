@@ -44,6 +44,7 @@ class EngineFacts:
         adapters: Directories of the LoRA adapters that are loaded, by name.
         image_inputs: Names of what the model takes of images beside ids and mask; none where it takes no images.
         fp8_weights: Whether the weights of linear layers were quantised to FP8 when the model was loaded.
+        kv_cache_dtype: Format of stored keys and values; see `EngineOptions`.
     """
 
     model: str
@@ -58,6 +59,7 @@ class EngineFacts:
     adapters: Mapping[str, str] = field(default_factory=dict)
     image_inputs: frozenset[str] = frozenset()
     fp8_weights: bool = False
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
