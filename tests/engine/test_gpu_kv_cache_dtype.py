@@ -1,0 +1,58 @@
+"""FP8 keys and values on a GPU: drafts change no text in captured and compiled steps."""
+
+import pytest
+import torch
+
+from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from redrafter import DraftTarget, ReDrafter
+from redrafter.checkpoints.tree_shape import TreeShape
+from redrafter.engine.options import EngineOptions
+from redrafter.target.target import Target
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}}
+SHARE = {"kv_cache_free_gpu_memory_fraction": 0.1}
+CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+NAMES = ["fp8", "fp8_e5m2"] if CAPABLE else ["fp8_e5m2"]
+
+
+def on_gpu(architecture: str, dtype: torch.dtype, **options: object) -> ReDrafter:
+    target = Target(tiny_model(architecture).to("cuda", dtype))
+    options = EngineOptions(**SHARE, **options)
+    return ReDrafter(target, tiny_drafter().to("cuda", dtype), TreeShape(5, 5, 999), options=options)
+
+
+def write(engine, **arguments):
+    """Return the texts of an uneven batch, and the logits of each step."""
+    ids, mask = (x.cuda() for x in uneven_batch())
+    length = {"max_new_tokens": 24, "min_new_tokens": 24}
+    out = engine.generate(ids, mask, return_dict_in_generate=True, output_logits=True, **length, **arguments)
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+def test_no_bit_changes_where_batches_are_invariant(architecture, name, setting):
+    engine = on_gpu(architecture, torch.bfloat16, kv_cache_dtype=name, batch_invariant=True)
+    plain, drafted = (write(engine, speculate=speculate, **SETTINGS[setting]) for speculate in (False, True))
+    assert torch.equal(drafted[0], plain[0])
+    assert torch.equal(drafted[1], plain[1])
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_first_steps_are_plain_decodings(name, compile):
+    """In float32 a number at the edge of two of FP8 is rare; logits of first tokens show whether all are rounded."""
+    engine = on_gpu("llama", torch.float32, kv_cache_dtype=name, compile=compile)
+    plain, drafted = (write(engine, speculate=speculate, do_sample=False)[1][:4] for speculate in (False, True))
+    assert (drafted - plain).norm() < 3e-3 * plain.norm()
+
+
+def test_a_draft_model_has_such_a_cache_too():
+    model, small = tiny_model("llama").cuda(), tiny_model("qwen2", num_hidden_layers=1).cuda()
+    engine = DraftTarget.from_pretrained(model, small, kv_cache_dtype=NAMES[0], compile=False, **SHARE)
+    plain, drafted = (write(engine, speculate=speculate, do_sample=False)[1][:4] for speculate in (False, True))
+    assert (drafted - plain).norm() < 3e-3 * plain.norm()
+    assert engine.graphs.draft_store.fp8 is engine.graphs.store.fp8
