@@ -141,45 +141,53 @@ class Windows:
         """Return the batches of `size` rows that each process sees in an epoch, so that every window is seen."""
         return -(-len(self.row_widths) // (size * processes))
 
-    def batches(self, size: int, seed: int, process: int = 0, processes: int = 1, start: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, size: int, seed: int, process: int = 0, processes: int = 1, start: int = 0, multiple: int | None = None
+    ) -> Iterator[Batch]:
         """Yield endless batches for one process. There must be at least one window.
 
         Args:
             size: Rows of a batch.
             seed: Seed of the shuffles.
             process: Rank of this process.
-            processes: Processes that share the rows of each epoch.
+            processes: Processes that take turns with the batches of each epoch.
             start: Batches of this process to skip, at the cost of at most an epoch's shuffle.
+            multiple: Number that the batches of an epoch are a multiple of; `processes` when None. With the same
+                number, all counts of processes share the same batches.
         """
-        for width, rows in self._batch_rows(size, seed, process, processes, start):
+        for width, rows in self._batch_rows(size, seed, process, processes, start, multiple):
             built = [self._build_row(windows, width) for windows in rows]
             yield Batch(*(torch.stack(parts) for parts in zip(*built, strict=True)))
 
     def window_indices(
-        self, size: int, seed: int, process: int = 0, processes: int = 1, start: int = 0
+        self, size: int, seed: int, process: int = 0, processes: int = 1, start: int = 0, multiple: int | None = None
     ) -> Iterator[list[int]]:
         """Yield the indices of the windows in each batch that `batches` yields for the same arguments."""
-        return (torch.cat(rows).tolist() for _, rows in self._batch_rows(size, seed, process, processes, start))
+        return (
+            torch.cat(rows).tolist() for _, rows in self._batch_rows(size, seed, process, processes, start, multiple)
+        )
 
     def _batch_rows(
-        self, size: int, seed: int, process: int, processes: int, start: int
+        self, size: int, seed: int, process: int, processes: int, start: int, multiple: int | None
     ) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield the width of each batch, and the indices of the windows in each of its rows."""
-        epoch, skipped = divmod(start, self.steps_per_epoch(size, processes))
+        multiple = multiple or processes
+        batches_per_epoch = self.steps_per_epoch(size, multiple) * multiple
+        epoch, first = divmod(start * processes + process, batches_per_epoch)
         for number in count(epoch):
-            windows, batches = self._epoch(number, size, seed, processes)
-            for rows in batches[process::processes][skipped:]:
+            windows, batches = self._epoch(number, size, seed, multiple)
+            for rows in batches[first::processes]:
                 spans = zip(self._row_starts[rows].tolist(), self._row_starts[rows + 1].tolist(), strict=True)
                 yield int(self.row_widths[rows].max()), [windows[first:last] for first, last in spans]
-            skipped = 0
+            first = (first - batches_per_epoch) % processes  # this process's first batch of the next epoch
 
-    def _epoch(self, epoch: int, size: int, seed: int, processes: int) -> tuple[Tensor, list[Tensor]]:
+    def _epoch(self, epoch: int, size: int, seed: int, multiple: int) -> tuple[Tensor, list[Tensor]]:
         """Return the windows of all rows, row after row, and the rows of each batch, processes taking turns."""
         random = torch.Generator().manual_seed((seed * SEED_STRIDE + epoch) % 2**63)
         windows = torch.randperm(len(self), generator=random)
         windows = windows[self.lengths[windows].argsort(descending=True, stable=True)][self._slots]
         order = torch.randperm(len(self.row_widths), generator=random)
-        total = self.steps_per_epoch(size, processes) * size * processes
+        total = self.steps_per_epoch(size, multiple) * size * multiple
         order = order.repeat(-(-total // len(order)))[:total]  # wraps around, to fill the last batches
         pools = (pool[self.row_widths[pool].argsort(stable=True)] for pool in order.split(POOL_BATCHES * size))
         batches = [batch for pool in pools for batch in pool.split(size)]

@@ -49,6 +49,7 @@ CHANGEABLE_OPTIONS = {
     "data",
     "drafter",
     "cpu",
+    "shard_drafter",
 }
 
 
@@ -59,7 +60,7 @@ class TrainingIdentity:
     Attributes:
         base: Name of the base model.
         data: Hash of the windows that are trained on.
-        processes: Processes that train together.
+        processes: Processes that began the training. Others may go on with it, if they can share its batches evenly.
         options: All options but those in `CHANGEABLE_OPTIONS`, as JSON.
     """
 
@@ -83,7 +84,8 @@ class TrainingIdentity:
 
         Raises:
             MismatchError: It was made for another base.
-            ArgumentError: An option, the data or the number of processes differs; the message names it.
+            ArgumentError: An option or the data differ, or this number of processes cannot share the batches of its
+                steps evenly; the message names it.
         """
         if saved["base"] != self.base:
             raise MismatchError(f"{path} was made for the base {saved['base']}, not {self.base}; pass --overwrite")
@@ -96,8 +98,12 @@ class TrainingIdentity:
                 )
         if saved["data"] != self.data:
             raise ArgumentError(f"{path} was made with other data; to go on, give the same --data")
-        if saved["processes"] != self.processes:
-            raise ArgumentError(f"{path} was made by {saved['processes']} processes, now there are {self.processes}")
+        batches = saved["processes"] * self.options["accumulate"]
+        if batches % self.processes:
+            raise ArgumentError(
+                f"{path} was made with {batches} batches in a step, which {self.processes} processes cannot share "
+                "evenly; start another number of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -242,7 +248,12 @@ def gather_random_states(accelerator: Accelerator) -> list[Any]:
 
 
 def restore_random_state(accelerator: Accelerator, states: Sequence[dict[str, Any]]) -> None:
-    """Set this process's random generators to their state among those that `gather_random_states` gathered."""
+    """Set this process's random generators to their state among those that `gather_random_states` gathered.
+
+    They stay as they are where another number of processes wrote the states: only a caller's batches draw from them.
+    """
+    if states and len(states) != accelerator.num_processes:
+        return
     state = states[accelerator.process_index]
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -91,6 +91,8 @@ class TrainingSession:
     Attributes:
         checkpoints: Where checkpoints are written.
         resumed: Checkpoint to go on from; None for a new training.
+        processes: Processes that began the training, which may be others than there are now.
+        accumulate: Batches of an optimizer step, on each process that there is now.
         validation_texts: What drafters are validated on; None in a process that does not validate.
         validation: Result of the last validation.
     """
@@ -104,6 +106,8 @@ class TrainingSession:
         self.windows.check(self.target.vocab_size, self.target.fixed_rope_context)
         self.base = short_name(self.target.model.config.name_or_path)
         self.checkpoints, self.resumed = self._open_checkpoints()
+        self.processes: int = self.checkpoints.identity.processes
+        self.accumulate = config.accumulate * self.processes // accelerator.num_processes
         self.drafter = self._load_drafter()
         console.print_line(
             f"base {self.target.name}, frozen; drafter of {describe_size(self.target.model, self.drafter)}, trained; "
@@ -118,7 +122,7 @@ class TrainingSession:
     def train(self) -> TrainingResult:
         """Run the training loop. Raises `NotFiniteError` naming the rows of a batch whose loss was not finite."""
         config, accelerator = self.config, self.accelerator
-        steps = last_step(config, self.windows, accelerator.num_processes)
+        steps = last_step(config, self.windows, self.processes)
         done = 0 if self.resumed is None else self.resumed.state.step
         batches = self.windows.batches(*self._batch_arguments(done, accelerator.process_index))
         try:
@@ -126,7 +130,7 @@ class TrainingSession:
                 self.target.model,
                 self.drafter,
                 (batch if config.pack else batch[:2] for batch in batches),
-                replace(config, steps=steps),
+                replace(config, steps=steps, accumulate=self.accumulate),
                 accelerator=accelerator,
                 validate=self.validate,
                 checkpoints=self.checkpoints,
@@ -135,7 +139,7 @@ class TrainingSession:
             )
         except NotFiniteError as error:
             by_batch = self.windows.window_indices(*self._batch_arguments(error.step, error.process))
-            window_numbers = chain.from_iterable(islice(by_batch, config.accumulate))
+            window_numbers = chain.from_iterable(islice(by_batch, self.accumulate))
             rows = describe_bad_rows(window_numbers, self.windows, self.tokenizer)
             raise NotFiniteError(error.step, error.process, rows) from None
 
@@ -171,10 +175,10 @@ class TrainingSession:
         save_drafter(drafter, output, card, facts, getattr(torch, config.save_dtype), config.overwrite)
         self.console.print_line(f"saved {output}, the drafter of step {facts['saved_step']}")
 
-    def _batch_arguments(self, step: int, process: int) -> tuple[int, int, int, int, int]:
+    def _batch_arguments(self, step: int, process: int) -> tuple[int, int, int, int, int, int]:
         """Return the arguments of `Windows.batches` for a process from an optimizer step on."""
-        config = self.config
-        return config.batch_size, config.seed, process, self.accelerator.num_processes, step * config.accumulate
+        size, seed, processes = self.config.batch_size, self.config.seed, self.accelerator.num_processes
+        return size, seed, process, processes, step * self.accumulate, self.processes
 
     def _open_checkpoints(self) -> tuple[Checkpoints, Checkpoint | None]:
         """Open the folder of checkpoints, and the checkpoint to go on from. Collective: call it on every rank."""
@@ -191,6 +195,8 @@ class TrainingSession:
                 "with --overwrite"
             )
         resumed = checkpoints.newest() if config.resume else None
+        if resumed is not None:
+            checkpoints.identity = replace(identity, processes=resumed.identity["processes"])
         accelerator.wait_for_everyone()
         if resumed is None and accelerator.is_main_process:
             checkpoints.remove_all()

@@ -472,6 +472,20 @@ def test_an_epoch_sees_every_window_once_in_a_seeded_order(pack):
     assert batch.tokens.shape == (3, 9 if pack else 4)  # fewer windows than a batch: they repeat
 
 
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_any_number_of_processes_shares_the_batches_of_four(processes):
+    windows = Windows(random_documents(70, longest=40), length=64)
+    assert windows.steps_per_epoch(3, 1) == 9, "else four processes share an epoch without filling it up"
+    assert windows.steps_per_epoch(3, 4) == 3, "else eight processes begin each epoch alike"
+    whole = [next(islice(windows.batches(3, 7, number % 4, 4), number // 4, None)) for number in range(48)]
+    for process in range(processes):
+        of_process = whole[process::processes]
+        for start in (0, 2, 5):
+            drawn = windows.batches(3, 7, process, processes, start, multiple=4)
+            for mine, expected in zip(drawn, of_process[start:], strict=False):
+                assert all(map(torch.equal, mine, expected))
+
+
 @pytest.mark.parametrize("pack", [True, False])
 def test_starting_later_is_having_drawn(pack):
     windows = Windows(random_documents(50, longest=40), length=64, pack=pack)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from redrafter.train.loop import train
 from redrafter.train.train_drafter import main
 
 EVERY = ["--epochs", "6", "--save-every", "2", "--validate-every", "3", "--accumulate", "2", "--batch-size", "2"]
+HERE = Path("step-0000004")
 
 
 class Stopped(Exception):
@@ -211,10 +213,21 @@ def test_what_changed_since_is_refused_by_name(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     assert main([*arguments, "--resume"]) == 2
     assert "made for another base" in capsys.readouterr().err
-    trained = json.loads((tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").read_text())
-    trained["identity"]["processes"] = 2
-    (tmp_path / "out.checkpoints" / "step-0000004" / "trainer.json").write_text(json.dumps(trained))
-    refused("by 2 processes, now there are 1", arguments)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 6])
+def test_processes_go_on_that_share_the_batches_of_a_step_evenly(processes):
+    options = {"accumulate": 3}
+    TrainingIdentity("base", "data", processes, options).check(
+        asdict(TrainingIdentity("base", "data", 2, options)), HERE
+    )
+
+
+def test_processes_that_cannot_share_the_batches_of_a_step_are_refused():
+    options = {"accumulate": 3}
+    begun = asdict(TrainingIdentity("base", "data", 2, options))
+    with pytest.raises(ArgumentError, match="with 6 batches in a step, which 4 processes cannot share evenly"):
+        TrainingIdentity("base", "data", 4, options).check(begun, HERE)
 
 
 def test_checkpoints_of_before_are_in_nobodys_way_unseen(tmp_path, capsys, monkeypatch):
