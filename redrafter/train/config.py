@@ -125,6 +125,11 @@ class TrainConfig:
     )
     cpu: bool = option(False, "train on the CPU even where there is a GPU")
     shard_base: bool = option(False, "spread a base that is too large for one device over the devices of all processes")
+    shard_drafter: bool = option(
+        False,
+        "spread the drafter's weights, gradients and optimizer states over the devices of all processes, which saves "
+        "memory and costs time",
+    )
     seed: int = option(0, "seed of the drafter's first weights and of the order of the data")
     log_every: int = option(10, "steps between lines of progress")
     validate_every: int | None = option(

@@ -82,6 +82,7 @@ def train(
     trainer.read_meter()
     if clock.step not in clock.state.tokens_per_step:
         trainer.run_validation()
+    trainer.gather_drafter()
     drafter.eval()
     return trainer.result()
 

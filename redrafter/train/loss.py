@@ -6,8 +6,8 @@ logits at position i+k. The states of all K steps are computed first, for they d
 the loss over the vocabulary, in chunks (see `head_loss`).
 """
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +68,7 @@ def total_weight(mask: Tensor, config: TrainConfig) -> Tensor:
     return find_anchors(mask, config.draft_len, config.decay)[1].sum()
 
 
-@dataclass(frozen=True)
-class BatchLoss:
+class BatchLoss(NamedTuple):
     """The loss of a batch.
 
     Attributes:

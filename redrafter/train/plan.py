@@ -130,15 +130,18 @@ def _memory(
     chunk = 4 * vocabulary * min(predictions, config.draft_len * positions)
     reduced = vocabulary if drafter_config.draft_vocab_size is not None else 0
     states = 4 * positions * config.draft_len * drafter_config.exit_dim * (2 + drafter_config.num_draft_layers)
+    share = drafter_size / (processes if config.shard_drafter else 1)
     parts = {
         "base": base.num_parameters() * item_bytes / (processes if config.shard_base else 1),
-        "drafter's weights": 4 * drafter_size,
-        "their gradients": 4 * drafter_size,
-        "AdamW's state": 8 * drafter_size,
+        "drafter's weights": 4 * share,
+        "their gradients": 4 * share,
+        "AdamW's state": 8 * share,
         "the base's logits": positions * (drafter_config.vocab_size + reduced) * item_bytes,
         "the drafter's states": states,
         "a chunk's logits": LOGIT_COPIES * chunk,
     }
+    if config.shard_drafter:
+        parts["the drafter's weights and gradients gathered"] = 8 * drafter_size
     if drafter_config.context_window is not None:
         parts["its attention to the texts"] = _context_memory(drafter_config, positions, row, config.draft_len)
     shown = ", ".join(f"{name} {_format_bytes(count)}" for name, count in parts.items())

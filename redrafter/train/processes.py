@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 
+from redrafter.app.flags import flag
 from redrafter.app.program import print_message
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.train.config import TrainConfig
@@ -23,12 +24,13 @@ SPREADING_VARIABLES = {
 
 
 def check_launcher() -> None:
-    """Raise `UnsupportedError` if accelerate is configured to spread the drafter over the processes."""
+    """Raise `UnsupportedError` if accelerate is configured to spread the drafter in its own way."""
     for variable, name in SPREADING_VARIABLES.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise UnsupportedError(
-                f"accelerate is configured for {name}, but each process trains a whole drafter; start it with "
-                "torchrun --nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base"
+                f"accelerate is configured for {name}, which does not train drafters; start it with torchrun "
+                "--nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base, and "
+                "--shard-drafter the drafter"
             )
 
 
@@ -48,8 +50,9 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
         arguments: Further arguments of `Accelerator`.
 
     Raises:
-        UnsupportedError: accelerate is configured to spread the drafter over the processes.
-        ArgumentError: This is one of several processes that would each train a drafter of its own.
+        UnsupportedError: accelerate is configured to spread the drafter in its own way.
+        ArgumentError: This is one of several processes that would each train a drafter of its own, or the only process
+            and `config` asks for several.
     """
     check_launcher()
     # With one draft step the matrix of the recurrence's state has no gradient.
@@ -63,6 +66,9 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
             f"{started} processes were started, which cannot work together on {accelerator.device.type}; "
             "start one, or pass --cpu"
         )
+    for name in ("shard_base", "shard_drafter"):
+        if getattr(config, name) and accelerator.num_processes == 1:
+            raise ArgumentError(f"{flag(name)} is for several processes: start them with accelerate launch")
     return accelerator
 
 

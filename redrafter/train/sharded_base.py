@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.errors import UnsupportedError
 from redrafter.target.aux_hidden import decoder_stack
 
 __all__ = ["load_sharded"]
@@ -22,14 +22,11 @@ def load_sharded(load: Callable[[], PreTrainedModel], accelerator: Accelerator) 
 
     Args:
         load: Loads the whole base to the CPU.
-        accelerator: Processes that share the base.
+        accelerator: Processes that share the base, of which there are several.
 
     Raises:
-        ArgumentError: There is only one process.
         UnsupportedError: The model's layers cannot be found.
     """
-    if accelerator.num_processes == 1:
-        raise ArgumentError("--shard-base is for several processes: start them with accelerate launch")
     model: PreTrainedModel | None = None
     for process in range(accelerator.num_processes):
         if process == accelerator.process_index:

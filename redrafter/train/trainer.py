@@ -20,6 +20,7 @@ from redrafter.train.config import TrainConfig
 from redrafter.train.loss import Unroll, total_weight
 from redrafter.train.optimizer import make_optimizer
 from redrafter.train.progress import Clock, LossMeter, Progress
+from redrafter.train.sharded_drafter import ShardedDrafter, gather_tensor
 from redrafter.train.teacher import Teacher
 
 __all__ = ["Trainer", "TrainingResult"]
@@ -57,7 +58,8 @@ class Trainer:
 
     Args:
         model: The base, which is moved to the accelerator's device.
-        drafter: Float32 drafter to train.
+        drafter: Float32 drafter to train. Where it is spread over the processes, it is up to date in a validation, in
+            a checkpoint and after `gather_drafter`.
         config: Options of the training.
         accelerator: Processes that train together.
         resumed: Checkpoint that `drafter` was loaded from; None for a new training.
@@ -84,8 +86,14 @@ class Trainer:
         base: Any = model
         self.teacher = Teacher(base.to(accelerator.device), drafter.config.target_layers)
         self.meter = LossMeter(config.draft_len, accelerator)
-        unroll = Unroll(drafter.train(), config)
-        self.unroll, self.optimizer = accelerator.prepare(unroll, make_optimizer(drafter, config, accelerator.device))
+        drafter.train()
+        self.sharded = ShardedDrafter(drafter, config, accelerator) if config.shard_drafter else None
+        self.trained = drafter if self.sharded is None else self.sharded.drafter
+        optimizer = make_optimizer(self.trained, config, accelerator.device)
+        if self.sharded is None:
+            self.unroll, self.optimizer = accelerator.prepare(Unroll(drafter, config), optimizer)
+        else:
+            self.unroll, self.optimizer = self.sharded, accelerator.prepare(optimizer)
         if isinstance(self.unroll, DistributedDataParallel):
             # Else it moves the mask to the device, where the positions that count cannot be found without waiting.
             self.unroll.device_ids = None
@@ -111,9 +119,9 @@ class Trainer:
                 self.accelerator.backward(batch_loss.loss / mean_weight)
             self.meter.add(self.clock.step, batch_loss)
         self.meter.add_weight(weight, sum(tokens.numel() for tokens, *_ in group))
-        norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm)
+        norm = self.accelerator.clip_grad_norm_(self.trained.parameters(), self.config.max_grad_norm)
         if self.accelerator.scaler is None:  # which skips steps whose gradients are not finite
-            self.meter.expect_finite(self.clock.step, norm)
+            self.meter.expect_finite(self.clock.step, gather_tensor(norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.clock.state.step += 1
@@ -149,12 +157,18 @@ class Trainer:
             learning_rate=self.optimizer.param_groups[0]["lr"],
         )
 
+    def gather_drafter(self) -> None:
+        """Bring `drafter` up to date where it is spread. Collective: call it on every rank."""
+        if self.sharded is not None:
+            self.sharded.gather_weights()
+
     def run_validation(self) -> None:
         """Validate, and keep the drafter if it is the best so far. Collective: call it on every rank."""
         if self.validate is None:
             return
         self.meter.check_finite()
         with self.clock.timed("validating", paused=True):
+            self.gather_drafter()
             accelerator, state = self.accelerator, self.clock.state
             tokens_per_step = self.validate() if accelerator.is_main_process or self.config.shard_base else None
             if tokens_per_step is not None:
@@ -172,15 +186,17 @@ class Trainer:
         self.meter.check_finite()
         self._note_time()
         with self.clock.timed("saving", paused=True):
-            random_states = gather_random_states(self.accelerator)
-            if self.accelerator.is_main_process:
-                scaler = self.accelerator.scaler
-                optimizer = {
-                    "optimizer": self.optimizer.state_dict(),
-                    "scaler": None if scaler is None else scaler.state_dict(),
-                }
+            accelerator, scaler = self.accelerator, self.accelerator.scaler
+            random_states = gather_random_states(accelerator)
+            self.gather_drafter()
+            if self.sharded is None:
+                state = self.optimizer.state_dict()
+            else:
+                state = self.sharded.gather_optimizer(self.optimizer, keep=accelerator.is_main_process)
+            if accelerator.is_main_process:
+                optimizer = {"optimizer": state, "scaler": None if scaler is None else scaler.state_dict()}
                 self.checkpoints.save(self.drafter, self.clock.state, optimizer, random_states)
-            self.accelerator.wait_for_everyone()
+            accelerator.wait_for_everyone()
 
     def result(self) -> TrainingResult:
         """Return what the training did, as of the last `read_meter`."""
@@ -205,7 +221,10 @@ class Trainer:
         """Restore optimizer, random generators and meter. Raises `CheckpointError` for another training's state."""
         saved, random_states = resumed.load_optimizer()
         try:
-            self.optimizer.load_state_dict(saved["optimizer"])
+            state = saved["optimizer"]
+            self.optimizer.load_state_dict(
+                state if self.sharded is None else self.sharded.spread_optimizer(state, self.optimizer)
+            )
             if self.accelerator.scaler is not None and saved["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(saved["scaler"])
             restore_random_state(self.accelerator, random_states)

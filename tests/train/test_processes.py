@@ -1,6 +1,7 @@
 """Several processes train one drafter: the same as one process would, whether each holds the base or they share it."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from helpers.apart import start
 from helpers.training import command
 from redrafter import ArgumentError, RecurrentDrafter, UnsupportedError
+from redrafter.train.checkpoints import Checkpoint
 from redrafter.train.processes import new_accelerator
 from redrafter.train.train_drafter import TrainConfig, main
 
@@ -34,35 +36,37 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def launch(folder: Path, arguments: list[str], **environment: object) -> tuple[list[int | None], str]:
-    """Run two processes of `redrafter train`, started as torchrun starts them.
+def launch(
+    folder: Path, arguments: list[str], processes: int = 2, **environment: object
+) -> tuple[list[int | None], str]:
+    """Run some processes of `redrafter train`, started as torchrun starts them.
 
     Returns:
         Their exit codes and their output.
     """
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    said = [folder / f"said.{rank}" for rank in (0, 1)]
+    said = [folder / f"said.{rank}" for rank in range(processes)]
     started = [
         start(
             ["train", *arguments],
             said[rank],
             RANK=rank,
             LOCAL_RANK=rank,
-            WORLD_SIZE=2,
-            LOCAL_WORLD_SIZE=2,
+            WORLD_SIZE=processes,
+            LOCAL_WORLD_SIZE=processes,
             **environment,
         )
-        for rank in (0, 1)
+        for rank in range(processes)
     ]
     for process in started:
         process.join()
     return [process.exitcode for process in started], "".join(file.read_text() for file in said)
 
 
-def together(folder: Path, *more: str) -> str:
-    """Train with two processes. Returns their output."""
-    codes, lines = launch(folder, command(folder, *STEPS, *more))
-    assert codes == [0, 0], lines
+def together(folder: Path, *more: str, processes: int = 2) -> str:
+    """Train with some processes. Returns their output."""
+    codes, lines = launch(folder, command(folder, *STEPS, *more), processes)
+    assert codes == [0] * processes, lines
     return lines
 
 
@@ -75,6 +79,7 @@ def close(one: Path, other: Path) -> None:
     (mine, said), (its, told) = found(one), found(other)
     for name, weight in mine.items():
         # As a whole: Adam makes a step as long as others of a gradient near 0, of which rounding may be all.
+        weight = weight.double()  # ids that a drafter knows are integers
         assert (its[name] - weight).norm() < 1e-5 * weight.norm(), name
     for name in ("steps", "tokens", "tokens_per_step", "saved_step", "data_hash"):
         assert said[name] == told[name], name
@@ -96,9 +101,81 @@ def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path,
     close(places["two"], places["shared"])
 
 
-def test_a_base_is_not_shared_by_one_process(tmp_path, capsys):
-    assert main(command(tmp_path, "--shard-base")) == 2
-    assert "--shard-base is for several processes: start them with accelerate launch" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "form",
+    [
+        [],
+        ["--recurrence", "gated", "--head-rank", "8", "--target-layers", "0"],
+        ["--draft-vocab-size", "50", "--context-window", "8", "--context-heads", "2", "--context-head-dim", "8"],
+        ["--draft-len", "1"],  # with which a weight has no gradient
+        ["--accumulate", "2", "--no-rnn"],
+        ["--mixed-precision", "bf16"],
+    ],
+    ids=["published", "gated", "context", "one draft", "accumulated", "bf16"],
+)
+@pytest.mark.slow
+def test_a_sharded_drafter_is_the_same_drafter(tmp_path, form):
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    for place in (whole, sharded):
+        place.mkdir()
+    together(whole, *form)
+    together(sharded, *form, "--shard-drafter")
+    close(whole, sharded)
+
+
+@pytest.mark.slow
+def test_four_processes_share_a_drafter_and_a_base(tmp_path):
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    for place in (whole, sharded):
+        place.mkdir()
+    together(whole, processes=4)
+    together(sharded, "--shard-drafter", "--shard-base", processes=4)
+    close(whole, sharded)
+
+
+def states(folder: Path) -> dict:
+    checkpoint = folder / "out.checkpoints" / "step-0000004"
+    return torch.load(checkpoint / "optimizer.pt", weights_only=True)["optimizer"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_sharded_drafter_is_as_one_of_a_whole_drafter(tmp_path):
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    for place in (whole, sharded):
+        place.mkdir()
+    together(whole)
+    together(sharded, "--shard-drafter")
+    expected, found_states = states(whole), states(sharded)
+    assert found_states["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(found_states["state"], expected["state"])
+    expected, weights = (
+        RecurrentDrafter.from_pretrained(place / "out.checkpoints" / "step-0000004").state_dict()
+        for place in (whole, sharded)
+    )
+    torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_another_number_of_processes_goes_on_with_a_training(tmp_path, processes):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole.mkdir()
+    form = ["--accumulate", "2", "--log-every", "4"]  # so that the last loss is of steps after the checkpoint
+    together(whole, *form, "--shard-drafter")
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "out")
+    sharding = ["--shard-drafter"] if processes == 4 else []
+    said = together(resumed, *form, "--resume", *sharding, processes=processes)
+    assert "going on from step 4" in said
+    close(whole, resumed)
+    checkpoint = Checkpoint.read(resumed / "out.checkpoints" / "step-0000004")
+    assert checkpoint.identity["processes"] == 2
+
+
+@pytest.mark.parametrize("option", ["--shard-base", "--shard-drafter"])
+def test_nothing_is_shared_by_one_process(tmp_path, capsys, option):
+    assert main(command(tmp_path, option)) == 2
+    assert f"{option} is for several processes: start them with accelerate launch" in capsys.readouterr().err
 
 
 def test_processes_on_a_machine_without_a_gpu_train_together_though_nobody_said_cpu(tmp_path):
@@ -123,8 +200,9 @@ def test_what_would_spread_the_drafter_is_refused_by_name_once(tmp_path, monkeyp
     codes, lines = launch(tmp_path, command(tmp_path), **{variable: "true"})
     assert codes == [2, 2]
     assert [line for line in lines.splitlines() if line.startswith("redrafter")] == [
-        f"redrafter: error: accelerate is configured for {name}, but each process trains a whole drafter; start it "
-        "with torchrun --nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base"
+        f"redrafter: error: accelerate is configured for {name}, which does not train drafters; start it with "
+        "torchrun --nproc-per-node N, or run accelerate config again without it; --shard-base spreads the base, and "
+        "--shard-drafter the drafter"
     ]
     assert not (tmp_path / "out").exists()
     monkeypatch.setenv(variable, "true")

@@ -1,0 +1,111 @@
+"""A drafter that is spread over the processes' devices while it trains: weights, gradients and optimizer states."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.train.config import TrainConfig
+from redrafter.train.loss import BatchLoss, Unroll
+
+__all__ = ["ShardedDrafter", "gather_tensor"]
+
+
+class ShardedDrafter:
+    """A copy of a drafter that is spread over all processes. Its weights are gathered for each batch.
+
+    Every method but `spread_optimizer` is collective: call it on every rank.
+
+    Args:
+        whole: The drafter, which stays in the host's memory. The first process's weights are trained.
+        config: Options of the training.
+        accelerator: Processes that train together, of which there are several.
+
+    Attributes:
+        drafter: The copy; each of its weights is a `DTensor`.
+    """
+
+    def __init__(self, whole: RecurrentDrafter, config: TrainConfig, accelerator: Accelerator):
+        self.whole, self.drafter = whole, deepcopy(whole)
+        unroll = accelerator.prepare_model(Unroll(self.drafter, config), evaluation_mode=True)  # for its autocast only
+        with torch.no_grad():
+            for weight in self.drafter.parameters():
+                weight.copy_(broadcast(weight.data))
+        self._module = _Call(unroll)
+        # One unit, since a loss reads most weights apart from the forward of the module that holds them.
+        fully_shard(self._module, mesh=init_device_mesh(accelerator.device.type, (accelerator.num_processes,)))
+
+    def __call__(self, *arguments: Any) -> BatchLoss:
+        """Compute the loss of a batch, as `Unroll` does for the same arguments."""
+        loss: BatchLoss = self._module(lambda unroll: unroll(*arguments))
+        return loss
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Copy the weights to the whole drafter of each process."""
+        for name, weight in self.drafter.named_parameters():
+            self.whole.get_parameter(name).copy_(gather_tensor(weight))
+
+    def gather_optimizer(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+        """Gather the state of an optimizer in the form that one of a whole drafter has, on the CPU.
+
+        Args:
+            optimizer: Optimizer of the spread weights.
+            keep: Whether this process keeps what is gathered; others return nothing of use.
+        """
+        state = optimizer.state_dict()
+        gathered: dict[int, dict[str, Any]] = {}
+        for number, values in state["state"].items():
+            whole = {name: gather_tensor(value) for name, value in values.items()}
+            gathered[number] = {name: value.cpu() for name, value in whole.items()} if keep else {}
+        return state | {"state": gathered}
+
+    def spread_optimizer(self, state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer of a whole drafter as one of the spread weights, for `load_state_dict`."""
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        spread = {
+            number: {name: _spread_like(weights[number], value) for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        return state | {"state": spread}
+
+
+class _Call(nn.Module):
+    """What is sharded: a module that calls a function with an `Unroll`.
+
+    A sharded module moves the tensors that it is called with to the device, where the positions of a mask that count
+    cannot be found without waiting; those that the function holds stay.
+    """
+
+    def __init__(self, unroll: Unroll):
+        super().__init__()
+        self.unroll = unroll
+
+    def forward(self, call: Callable[[Unroll], BatchLoss]) -> BatchLoss:
+        """Return what `call` returns for the `Unroll`, whose weights are whole meanwhile."""
+        return call(self.unroll)
+
+
+def gather_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor whole. Collective for one that is spread: call it on every rank."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole: Tensor = tensor.full_tensor()
+    return whole.detach()
+
+
+def _spread_like(weight: Tensor, value: Tensor) -> Tensor:
+    """Spread a value as the weight that it belongs to is spread; one of another shape stays whole."""
+    if not isinstance(weight, DTensor) or value.shape != weight.shape:
+        return value
+    # Each process has read the whole value, so none is sent.
+    return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
