@@ -19,7 +19,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.stopping import end_tokens
 from redrafter.errors import CacheFullError, ReDrafterError, first_line
 from redrafter.measure.run import Run
-from redrafter.train.regenerate.config import RegenerateConfig
+from redrafter.train.regenerate.config import RegenerateConfig, shard_numbers
 from redrafter.train.regenerate.journal import Journal
 from redrafter.train.regenerate.tasks import BaseLimits, Task, make_task
 
@@ -40,7 +40,7 @@ def select_rows(rows: Iterable[Row], config: RegenerateConfig) -> Iterator[tuple
     Yields:
         The row's number in the data set, the row, and whether it is to be answered: not if it is of another split.
     """
-    index, count = config.shard_numbers
+    index, count = shard_numbers(config.shard)
     wanted = 0
     for number, row in enumerate(rows):
         if wanted == config.limit:

@@ -3,7 +3,8 @@
     redrafter regenerate --model BASE --drafter DRAFTER --data chat.jsonl --output own.jsonl
 
 Conversations are answered turn by turn; texts are continued from their beginning. The exact ids are kept. A drafter
-only makes it faster. Killed at any moment, the same command goes on; several processes share a data set with --shard.
+only makes it faster. Killed at any moment, the same command goes on; several processes share a data set with --shard,
+and `redrafter regenerate merge` puts their outputs together.
 """
 
 import sys
@@ -30,6 +31,7 @@ from redrafter.files.atomic_file import check_writable
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.facts import versions
 from redrafter.target.target import Target
+from redrafter.train.regenerate import merge
 from redrafter.train.regenerate.answer_writer import AnswerWriter, select_rows
 from redrafter.train.regenerate.config import RegenerateConfig, parse
 from redrafter.train.regenerate.journal import Journal
@@ -84,6 +86,8 @@ def regenerate(
             "skipped": writer.skipped,
             "tokens": journal.tokens,
             "seconds": round(seconds, 3),
+            "steps": journal.totals["steps"],
+            "emitted": journal.totals["emitted"],
             "tokens_per_second": round(journal.tokens / max(seconds, 1e-9), 3),
             "tokens_per_step": round(journal.totals["emitted"] / max(journal.totals["steps"], 1), 3),
             "base": writer.base,
@@ -157,7 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `redrafter regenerate`. Returns its exit code."""
 
     def command() -> int:
-        config = parse(argv)
+        words = list(sys.argv[1:] if argv is None else argv)
+        if words[:1] == ["merge"]:
+            return merge.main(words[1:])
+        config = parse(words)
         summary = run(config, log=lambda line: print(line, file=sys.stderr, flush=True))
         print(
             f"{config.output}: {summary['success']} of {summary['input']} rows, {summary['errors']} errors, "

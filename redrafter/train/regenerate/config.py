@@ -8,7 +8,7 @@ from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, flag, floats, option, read_options
 from redrafter.errors import ArgumentError
 
-__all__ = ["RegenerateConfig", "parse"]
+__all__ = ["RegenerateConfig", "parse", "shard_numbers"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,10 @@ class RegenerateConfig:
     split: str = option("train", "answer the rows of this split", choices=("train", "val", "test"))
     limit: int | None = option(None, "answer the first N rows of the split only (default: all)")
     shard: str = option(
-        "0/1", "answer rows I, I+N, I+2N, ... only; each shard needs an --output of its own", metavar="I/N"
+        "0/1",
+        "answer rows I, I+N, I+2N, ... only, I from 0 to N - 1; each shard needs an --output of its own, and redrafter "
+        "regenerate merge puts them together",
+        metavar="I/N",
     )
     batch_size: int = option(64, "rows decoded at once; halved when memory is short")
     max_new_tokens: int = option(512, "tokens of an answer, at most")
@@ -62,22 +65,23 @@ class RegenerateConfig:
             raise ArgumentError(f"--temperatures must be 0 (greedy) or more, got {self.temperatures}")
         if (self.top_k is not None or self.top_p is not None) and not any(self.temperatures):
             raise ArgumentError("--top-k and --top-p are for sampling: give --temperatures above 0 too")
-        index, count = self.shard_numbers
+        index, count = shard_numbers(self.shard)
         if not 0 <= index < count:
             raise ArgumentError(f"--shard must be I/N with I from 0 to N - 1, such as 0/4, got {self.shard!r}")
 
-    @property
-    def shard_numbers(self) -> tuple[int, int]:
-        """Index and count of `--shard`; (0, 0) where they cannot be read."""
-        index, _, count = self.shard.partition("/")
-        return (int(index), int(count)) if index.isdecimal() and count.isdecimal() else (0, 0)
+
+def shard_numbers(shard: str) -> tuple[int, int]:
+    """Return index and count of a shard, such as 0 and 4 of `0/4`; 0 and 0 where they cannot be read."""
+    index, _, count = shard.partition("/")
+    return (int(index), int(count)) if index.isdecimal() and count.isdecimal() else (0, 0)
 
 
 def parse(argv: Sequence[str] | None) -> RegenerateConfig:
     """Parse a command line, with one flag for each field of `RegenerateConfig`."""
     parser = ConfigParser(
         prog="redrafter regenerate",
-        description="Let a model answer the prompts of a data set itself, to train its drafter on what it writes.",
+        description="Let a model answer the prompts of a data set itself, to train its drafter on what it writes.\n"
+        "redrafter regenerate merge OUTPUT SHARD... puts the outputs of all shards together.",
         options=(RegenerateConfig,),
     )
     add_options(parser, RegenerateConfig, "answering")

@@ -14,7 +14,7 @@ from redrafter.app.flags import format_value
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.atomic_file import write_atomically
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "write_rows"]
 
 
 class Journal:
@@ -72,21 +72,13 @@ class Journal:
 
         `output` appears last. The journal is removed.
         """
-        beside = {name: self.output.with_name(self.output.name + name) for name in (".errors.jsonl", ".json", ".part")}
+        beside = {name: self.output.with_name(self.output.name + name) for name in (".errors.jsonl", ".json")}
         if self.errors:
             write_atomically(beside[".errors.jsonl"], b"".join(self._lines(self.errors)).decode())
         else:
             beside[".errors.jsonl"].unlink(missing_ok=True)
         write_atomically(beside[".json"], json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-        try:
-            with open(beside[".part"], "wb") as file:
-                file.writelines(self._lines(self.done.keys() - self.errors))
-                file.flush()
-                os.fsync(file.fileno())
-            beside[".part"].replace(self.output)
-        except OSError as error:
-            beside[".part"].unlink(missing_ok=True)
-            raise ArgumentError(f"cannot write {self.output} (--output): {error.strerror}") from error
+        write_rows(self.output, self._lines(self.done.keys() - self.errors))
         self.remove()
 
     def remove(self) -> None:
@@ -151,6 +143,20 @@ class Journal:
                     f"{self.path} was begun with {option} {_as_typed(old)}, now it is {_as_typed(setting)}: go on "
                     "with the same, or delete that file to begin anew"
                 )
+
+
+def write_rows(output: Path, lines: Iterable[bytes]) -> None:
+    """Write lines such that `output` appears once it is whole. Raises `ArgumentError` if it cannot be written."""
+    part = output.with_name(output.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(output)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ArgumentError(f"cannot write {output}: {error.strerror}") from error
 
 
 def _as_typed(value: Any) -> str:
