@@ -27,7 +27,14 @@ from redrafter.files.atomic_folder import remove_leftovers, write_folder
 from redrafter.train.config import TrainConfig
 from redrafter.train.progress import TrainingState
 
-__all__ = ["Checkpoint", "Checkpoints", "TrainingIdentity", "gather_random_states", "restore_random_state"]
+__all__ = [
+    "Checkpoint",
+    "Checkpoints",
+    "TrainingIdentity",
+    "check_same_start",
+    "gather_random_states",
+    "restore_random_state",
+]
 
 # Options that may differ when a run is resumed: they change nothing about the weights, or `TrainingIdentity` holds what
 # they stand for.
@@ -236,6 +243,31 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(dropped, ignore_errors=True)
         folder.rename(dropped)
         shutil.rmtree(dropped, ignore_errors=True)
+
+
+def check_same_start(accelerator: Accelerator, checkpoints: Checkpoints, resumed: Checkpoint | None) -> None:
+    """Check that all processes read the same data and go on from one checkpoint. Collective: call it on every rank.
+
+    Args:
+        accelerator: Processes that train together.
+        checkpoints: Where the checkpoints are.
+        resumed: The checkpoint that this process found; None where it found none.
+
+    Raises:
+        ArgumentError: They found different ones, because their machines have file systems of their own.
+    """
+    all_data = gather_object([checkpoints.identity.data])
+    for process, data in enumerate(all_data):
+        if data != all_data[0]:
+            raise ArgumentError(f"process {process} reads other texts than process 0: give all the same --data")
+    steps = gather_object([None if resumed is None else resumed.state.step])
+    for process, step in enumerate(steps):
+        if step != steps[0]:
+            first, other = ("none" if found is None else f"that of step {found}" for found in (steps[0], step))
+            raise ArgumentError(
+                f"checkpoints in {checkpoints.folder}: process 0 finds {first} to go on from, and process {process} "
+                f"{other}; have the same ones on every machine, those of the first"
+            )
 
 
 def gather_random_states(accelerator: Accelerator) -> list[Any]:

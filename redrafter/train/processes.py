@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, broadcast
 
 from redrafter.app.flags import flag
 from redrafter.app.program import print_message
+from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.train.config import TrainConfig
 
-__all__ = ["check_launcher", "launcher_refused", "new_accelerator", "stays_on_cpu"]
+__all__ = ["broadcast_weights", "check_launcher", "launcher_refused", "new_accelerator", "stays_on_cpu"]
 
 # Environment variables of `accelerate launch` that ask for a way to spread the model, and the name of that way.
 SPREADING_VARIABLES = {
@@ -70,6 +71,13 @@ def new_accelerator(config: TrainConfig, **arguments: Any) -> Accelerator:
         if getattr(config, name) and accelerator.num_processes == 1:
             raise ArgumentError(f"{flag(name)} is for several processes: start them with accelerate launch")
     return accelerator
+
+
+def broadcast_weights(drafter: RecurrentDrafter, accelerator: Accelerator) -> None:
+    """Give the first process's weights to the drafters of all. Collective: call it on every rank."""
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.copy_(broadcast(weight.to(accelerator.device, copy=True)))
 
 
 def launcher_refused() -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.train.config import TrainConfig
 from redrafter.train.loss import BatchLoss, Unroll
+from redrafter.train.processes import broadcast_weights
 
 __all__ = ["ShardedDrafter", "gather_tensor"]
 
@@ -37,9 +37,7 @@ class ShardedDrafter:
     def __init__(self, whole: RecurrentDrafter, config: TrainConfig, accelerator: Accelerator):
         self.whole, self.drafter = whole, deepcopy(whole)
         unroll = accelerator.prepare_model(Unroll(self.drafter, config), evaluation_mode=True)  # for its autocast only
-        with torch.no_grad():
-            for weight in self.drafter.parameters():
-                weight.copy_(broadcast(weight.data))
+        broadcast_weights(self.drafter, accelerator)
         self._module = _Call(unroll)
         # One unit, since a loss reads most weights apart from the forward of the module that holds them.
         fully_shard(self._module, mesh=init_device_mesh(accelerator.device.type, (accelerator.num_processes,)))

@@ -30,15 +30,16 @@ from redrafter.engine.stopping import end_tokens
 from redrafter.errors import ArgumentError
 from redrafter.target.target import Target
 from redrafter.train.bad_rows import describe_bad_rows
-from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity
+from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start
 from redrafter.train.config import TrainConfig, parse
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.loop import train
 from redrafter.train.model_card import describe_size, make_model_card, served_shape
 from redrafter.train.output import check_output, save_drafter
+from redrafter.train.peers import watch_processes
 from redrafter.train.plan import describe_plan, last_step, row_length
-from redrafter.train.processes import launcher_refused, new_accelerator, stays_on_cpu
+from redrafter.train.processes import broadcast_weights, launcher_refused, new_accelerator, stays_on_cpu
 from redrafter.train.progress import Console, NotFiniteError
 from redrafter.train.provenance import hash_windows, make_provenance
 from redrafter.train.sharded_base import load_sharded
@@ -69,13 +70,14 @@ def run(config: TrainConfig, log: Callable[[str], object]) -> None:
     accelerator = new_accelerator(config, **tracker_arguments(config))
     limit_threads(accelerator.device.type)
     main = accelerator.is_main_process
-    with Console(log if main else lambda _: None, show_bar=None if main else False) as console:
+    console = Console(log if main else lambda _: None, show_bar=None if main else False)
+    with watch_processes(accelerator), console:
         session = TrainingSession(config, accelerator, tokenizer, console)
         start_trackers(config, accelerator)
         result = session.train()
         if main or config.shard_base:
             session.finish(result)
-    accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
@@ -158,10 +160,13 @@ class TrainingSession:
         """Save the drafter with the best validation, its model card and its record."""
         config, drafter, output = self.config, self.drafter, Path(str(self.config.output))
         if result.best_step not in (None, result.steps):
-            best = Checkpoint.read(self.checkpoints.best)
-            # A run that was killed and resumed, on a device whose results vary, may have kept another step's drafter.
-            result = replace(result, best_step=best.state.best_step)
-            drafter.load_state_dict(best.drafter().state_dict())
+            if self.accelerator.is_main_process:  # on whose machine it was written
+                best = Checkpoint.read(self.checkpoints.best)
+                # A run that was killed and resumed, on a device whose results vary, may have kept another step's.
+                result = replace(result, best_step=best.state.best_step)
+                drafter.load_state_dict(best.drafter().state_dict())
+            if config.shard_base:  # then all processes validate
+                broadcast_weights(drafter, self.accelerator)
             self.console.print_line(
                 f"step {result.best_step} was the best of {len(result.tokens_per_step)} validations"
             )
@@ -195,6 +200,7 @@ class TrainingSession:
                 "with --overwrite"
             )
         resumed = checkpoints.newest() if config.resume else None
+        check_same_start(accelerator, checkpoints, resumed)
         if resumed is not None:
             checkpoints.identity = replace(identity, processes=resumed.identity["processes"])
         accelerator.wait_for_everyone()

@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import socket
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,6 +30,23 @@ def start(words: list[str], output: Path, **environment: object) -> BaseProcess:
     process = SERVER.Process(target=_run, args=(words, output, environment))
     process.start()
     return process
+
+
+def start_together(commands: Sequence[list[str]], folder: Path, **environment: object) -> list[BaseProcess]:
+    """Start a command line for each rank, as torchrun starts processes that work together.
+
+    Args:
+        commands: Words of each rank's command line, without the program.
+        folder: Folder for what they print, `said.RANK`.
+        environment: Variables to set in all of them.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    environment |= {"WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": len(commands)}
+    return [
+        start(words, folder / f"said.{rank}", RANK=rank, LOCAL_RANK=rank, **environment)
+        for rank, words in enumerate(commands)
+    ]
 
 
 def _run(words: list[str], output: Path, environment: dict[str, object]) -> None:

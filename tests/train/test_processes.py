@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.apart import start
+from helpers.apart import start_together
 from helpers.training import command
 from redrafter import ArgumentError, RecurrentDrafter, UnsupportedError
 from redrafter.train.checkpoints import Checkpoint
@@ -44,23 +44,11 @@ def launch(
     Returns:
         Their exit codes and their output.
     """
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    said = [folder / f"said.{rank}" for rank in range(processes)]
-    started = [
-        start(
-            ["train", *arguments],
-            said[rank],
-            RANK=rank,
-            LOCAL_RANK=rank,
-            WORLD_SIZE=processes,
-            LOCAL_WORLD_SIZE=processes,
-            **environment,
-        )
-        for rank in range(processes)
-    ]
+    started = start_together([["train", *arguments]] * processes, folder, **environment)
     for process in started:
         process.join()
-    return [process.exitcode for process in started], "".join(file.read_text() for file in said)
+    said = "".join((folder / f"said.{rank}").read_text() for rank in range(processes))
+    return [process.exitcode for process in started], said
 
 
 def together(folder: Path, *more: str, processes: int = 2) -> str:
@@ -208,6 +196,67 @@ def test_what_would_spread_the_drafter_is_refused_by_name_once(tmp_path, monkeyp
     monkeypatch.setenv(variable, "true")
     with pytest.raises(UnsupportedError, match=f"configured for {name}"):
         new_accelerator(TrainConfig(cpu=True))
+
+
+@pytest.mark.slow
+def test_two_machines_train_the_drafter_of_two_processes(tmp_path):
+    """Each machine has a file system of its own; the first one's has the output."""
+    places = {name: tmp_path / name for name in ("together", "first", "second")}
+    for place in places.values():
+        place.mkdir()
+    together(places["together"])
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--mixed_precision", "no"]
+    launcher += ["--dynamo_backend", "no", "--num_machines", "2", "--num_processes", "2"]
+    launcher += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    program = Path(__file__).parents[2] / "train" / "train_drafter.py"
+    started = [
+        subprocess.Popen(
+            [*launcher, "--machine_rank", str(rank), str(program), *command(places[name], *STEPS)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, name in enumerate(("first", "second"))
+    ]
+    first, second = (process.communicate(timeout=300)[0] for process in started)
+    assert [process.returncode for process in started] == [0, 0]
+    weights, expected = (found(places[name])[0] for name in ("first", "together"))
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+    assert first.count("saved ") == 1
+    assert second == ""
+    assert not list(places["second"].glob("out*"))
+
+
+@pytest.mark.slow
+def test_machines_that_read_other_data_are_refused(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for place in (first, second):
+        place.mkdir()
+    other = [{"text": "another text than that of the first machine"}, {"text": "held out text", "split": "val"}]
+    commands = [command(first, *STEPS), command(second, *STEPS, rows=other)]
+    processes = start_together([["train", *words] for words in commands], tmp_path)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [2, 2]
+    said = (tmp_path / "said.0").read_text()
+    assert "process 1 reads other texts than process 0: give all the same --data" in said
+
+
+@pytest.mark.slow
+def test_machines_that_see_other_checkpoints_are_refused(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for place in (first, second):
+        place.mkdir()
+    together(first)
+    shutil.rmtree(first / "out")
+    commands = [["train", *command(place, *STEPS, "--resume")] for place in (first, second)]
+    processes = start_together(commands, tmp_path)
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [2, 2]
+    assert (
+        f"checkpoints in {first / 'out.checkpoints'}: process 0 finds that of step 4 to go on from, and process 1 none"
+    ) in (tmp_path / "said.0").read_text()
+    assert (first / "out.checkpoints" / "step-0000004").exists()
 
 
 @pytest.mark.slow
