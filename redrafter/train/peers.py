@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from redrafter.app.program import print_message
-from redrafter.errors import ReDrafterError
+from redrafter.errors import ArgumentError, ReDrafterError, first_line
 
 __all__ = ["watch_processes"]
 
@@ -29,6 +29,7 @@ FAILED = b"f"  # the process prints why it failed
 LOST = b"l"  # another process was lost, and the first process has said so
 TOKEN_BYTES = 16
 CONNECT_SECONDS = 60.0
+GREETING_SECONDS = 5.0  # that a connection may take to say whose it is
 ERROR_SECONDS = 5.0  # that an error waits to learn whether it comes of a lost process
 # Of a machine that is gone without a word: seconds until it is asked, between questions, and how many questions.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -40,11 +41,21 @@ def watch_processes(accelerator: Accelerator) -> Iterator[None]:
 
     Args:
         accelerator: Processes that train together.
+
+    Raises:
+        ArgumentError: They cannot connect to the first one.
     """
     if accelerator.num_processes == 1:
         yield
         return
-    watch = _Watch(accelerator.process_index, accelerator.num_processes, _connect(accelerator))
+    try:
+        connections = _connect(accelerator)
+    except OSError as error:
+        raise ArgumentError(
+            f"the processes cannot connect to the first one at {os.environ['MASTER_ADDR']}: {first_line(error)}; let "
+            "the machines reach each other on every port"
+        ) from error
+    watch = _Watch(accelerator.process_index, accelerator.num_processes, connections)
     try:
         yield
     except (ReDrafterError, KeyboardInterrupt, SystemExit):
@@ -148,12 +159,14 @@ def _connect(accelerator: Accelerator) -> dict[int, socket.socket]:
         server.settimeout(CONNECT_SECONDS)
         while len(connections) < accelerator.num_processes - 1:
             connection, _ = server.accept()
-            connection.settimeout(CONNECT_SECONDS)
-            greeting = connection.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
-            if not secrets.compare_digest(greeting[:TOKEN_BYTES], token):  # a stranger
+            connection.settimeout(GREETING_SECONDS)
+            greeting = b""
+            with suppress(OSError):
+                greeting = connection.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
+            if secrets.compare_digest(greeting[:TOKEN_BYTES], token):
+                connections[int.from_bytes(greeting[TOKEN_BYTES:], "big")] = _keep_alive(connection)
+            else:  # a stranger
                 connection.close()
-                continue
-            connections[int.from_bytes(greeting[TOKEN_BYTES:], "big")] = _keep_alive(connection)
     return connections
 
 

@@ -21,10 +21,11 @@ from redrafter.train import provenance
 from redrafter.train.bad_rows import describe_bad_rows
 from redrafter.train.config import DEFAULT_LENGTH, TrainConfig, parse
 from redrafter.train.loop import train
-from redrafter.train.plan import build_without_weights, last_step, row_length
+from redrafter.train.plan import build_without_weights, describe_plan, last_step, row_length
 from redrafter.train.progress import Console, Progress
 from redrafter.train.provenance import describe_files, hash_windows, source_revision
 from redrafter.train.train_drafter import main
+from redrafter.train.training_data import load_windows
 
 PROGRESS = Progress(3, 10, 0.3, 12.0, 5000.0, 2.5, [0.5], 1e-3)
 
@@ -44,6 +45,15 @@ def test_rows_are_as_long_as_the_base_reads_unless_asked(tmp_path):
         config = TrainConfig(model=str(tmp_path / str(context)))
         assert row_length(config) == rows
         assert row_length(replace(config, length=9)) == 9
+
+
+def test_a_sharded_drafter_is_planned_by_its_share(tmp_path):
+    config = replace(parse(command(tmp_path, "--exit-dim", "16", "--shard-drafter")), length=32)
+    parameters = sum(weight.numel() for weight in random_drafter(tiny_model(), exit_dim=16).parameters())
+    (memory,) = (line for line in describe_plan(config, load_windows(config, tiny_tokenizer()), 4) if "AdamW" in line)
+    assert f"drafter's weights {parameters / 1e6:.2f} MB" in memory
+    assert f"AdamW's state {2 * parameters / 1e6:.2f} MB" in memory
+    assert f"the drafter's weights and gradients gathered {8 * parameters / 1e6:.2f} MB" in memory
 
 
 def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
