@@ -18,6 +18,7 @@ from redrafter.kernels.launch import supports_dependent_launch
 __all__ = ["MAX_FLOAT8_TOKENS", "Float8Tiling", "float8_product", "widen_float8"]
 
 MAX_FLOAT8_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
+MANY_FEATURES = 8192  # output features from which wider tiles are as many as a large GPU runs at once
 PROGRAMS_AT_ONCE = 264  # two on each multiprocessor of a large GPU
 MIN_STEPS = 4  # of the loop over input features that a program makes
 PART_COST = 0.03  # what a further part of every tile costs, as a share of the product's time
@@ -154,15 +155,16 @@ def _widen_float8_kernel(
     tl.store(OUT + row * inner + k, wide.to(OUT.dtype.element_ty), k < inner)
 
 
-def _choose_tiling(tokens: int) -> Float8Tiling:
-    """Choose the tiling by the number of tokens."""
+def _choose_tiling(tokens: int, features: int) -> Float8Tiling:
+    """Choose the tiling by the numbers of tokens and output features, as measured on an H200 at an 8B model's sizes."""
+    many = features > MANY_FEATURES
     if tokens <= 16:
-        return Float8Tiling(16, 128, 128, 4, 4)
+        return Float8Tiling(16, 128, 256, 3, 4) if many else Float8Tiling(16, 64, 256, 4, 4)
     if tokens <= 32:
-        return Float8Tiling(32, 128, 64, 6, 4)
+        return Float8Tiling(32, 128, 128, 4, 4)
     if tokens <= 64:
-        return Float8Tiling(64, 128, 128, 4, 8)
-    return Float8Tiling(128, 128, 64, 4, 8)
+        return Float8Tiling(64, 128, 128, 4, 8) if many else Float8Tiling(64, 64, 128, 4, 4)
+    return Float8Tiling(256, 128, 64, 3, 8) if many and tokens > 128 else Float8Tiling(128, 64, 128, 3, 4)
 
 
 def _choose_splits(tiles: int, steps: int) -> int:
@@ -190,7 +192,7 @@ def float8_product(
     """
     tokens, inner = x.shape
     features = weight.shape[0]
-    tiling = _choose_tiling(tokens) if tiling is None else tiling
+    tiling = _choose_tiling(tokens, features) if tiling is None else tiling
     out = x.new_empty(tokens, features)
     if not out.numel():
         return out

@@ -44,4 +44,4 @@ if kernels.TRITON:
         if x.numel() // x.shape[-1] > kernels.MAX_FLOAT8_TOKENS:
             return linear(x, kernels.widen_float8(weight, scale, x.dtype), bias)
         product = kernels.float8_product(x.reshape(-1, x.shape[-1]), weight, scale, bias)
-        return product.view(*x.shape[:-1], -1)
+        return product.view(*x.shape[:-1], len(weight))

@@ -64,7 +64,7 @@ def plain(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
 def test_a_base_that_is_quantised_at_loading_writes_its_best_tokens(plain, compile):
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # such as that a step cannot be captured
+        warnings.filterwarnings("error", ".*slower", UserWarning)  # a step that cannot be captured says so
         engine = ReDrafter.from_pretrained(
             plain / "base",
             plain / "drafter",
