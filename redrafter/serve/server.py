@@ -39,6 +39,7 @@ class Server:
         keys: API keys that clients must send.
         images: Reads the images of chats, or says why none are read.
         name: Name of the model that clients use.
+        metrics: Metrics of the engine.
         app: The ASGI application.
     """
 
@@ -53,13 +54,13 @@ class Server:
         self.name = options.served_model_name or short_name(self.engine.facts.model)
         if self.name in self.engine.facts.adapters:
             raise ArgumentError(f"--lora-modules has the model's own name {self.name!r}: give the adapter another one")
-        metrics = Metrics(self.engine, self.name)
-        self.engine.on_delta = metrics.observe
+        self.metrics = Metrics(self.engine, self.name)
+        self.engine.on_delta = self.metrics.observe
         service = Service(
             self.engine,
             self.tokenizer,
             self.name,
-            metrics,
+            self.metrics,
             special_tokens_in_content=options.special_tokens_in_content,
             images=self.images,
             reasoning=options.reasoning_format == "auto",

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.protocol.requests import error_body
 
-__all__ = ["AccessControl", "AccessPolicy", "HeadAsGet", "Refusal", "error_answer", "host_of"]
+__all__ = ["HEALTH_PATHS", "AccessControl", "AccessPolicy", "HeadAsGet", "Refusal", "error_answer", "host_of"]
 
 # Answer with no more than a status, for load balancers and the like.
 HEALTH_PATHS = ("/health", "/v1/health/live", "/v1/health/ready")

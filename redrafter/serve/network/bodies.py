@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redrafter.serve.network.access import Refusal, error_answer
 
-__all__ = ["BodyLimits", "JsonRoute"]
+__all__ = ["BodyLimits", "JsonRequest", "JsonRoute"]
 
 BODY_SECONDS = 30.0  # in which a body must arrive
 SMALL_BODY_BYTES = 1 << 16  # of a body that is parsed in a few milliseconds, and need not wait for others
@@ -166,7 +166,7 @@ def _refuse_constant(name: str) -> None:
     raise Refusal(400, f"the body is no JSON: {name} is no number there")
 
 
-class _JsonRequest(Request):
+class JsonRequest(Request):
     """A request whose body is parsed under `BodyLimits`."""
 
     async def json(self) -> Any:
@@ -187,6 +187,6 @@ class JsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(_JsonRequest(request.scope, request.receive))
+            return await handler(JsonRequest(request.scope, request.receive))
 
         return handle

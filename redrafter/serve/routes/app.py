@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
@@ -16,9 +15,9 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.delta_stream import Stopped
-from redrafter.serve.log import RequestLog
-from redrafter.serve.network.access import AccessControl, AccessPolicy, HeadAsGet, Refusal, error_answer
-from redrafter.serve.network.bodies import BodyLimits, JsonRoute
+from redrafter.serve.network.access import AccessPolicy, Refusal, error_answer
+from redrafter.serve.network.bodies import JsonRoute
+from redrafter.serve.network.guards import add_guards
 from redrafter.serve.protocol.fields import field_path
 from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest, error_body
 from redrafter.serve.protocol.response_models import (
@@ -60,20 +59,7 @@ def create_app(
     service.apart = len(policy.keys) > 1
     app = FastAPI(title="redrafter", version=__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
-    # The last one runs first.
-    app.add_middleware(BodyLimits, max_bytes=max_body_bytes)
-    app.add_middleware(AccessControl, policy=policy)
-    if policy.origins:
-        headers = ["Authorization", "Content-Type", "X-Request-Id"]
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=policy.origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=headers,
-            expose_headers=headers[2:],
-        )
-    app.add_middleware(HeadAsGet)
-    app.add_middleware(RequestLog)
+    add_guards(app, policy, max_body_bytes)
     _handle_errors(app)
 
     chat_page, docs_page, locked_docs_page = page("page.html"), page("docs.html"), page("docs.html", 401)
