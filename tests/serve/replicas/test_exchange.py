@@ -1,0 +1,81 @@
+"""Requests to an application in the same process."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from redrafter.serve.replicas.call import AnswerPart, AnswerStart, HttpCall
+from redrafter.serve.replicas.exchange import answer_parts
+
+CALL = HttpCall({"type": "http"}, b"the body")
+
+
+def body(text: bytes) -> dict:
+    return {"type": "http.response.body", "body": text, "more_body": True}
+
+
+def parts_of(app) -> list[AnswerPart]:
+    async def collect() -> list[AnswerPart]:
+        return [part async for part in answer_parts(app, CALL)]
+
+    return asyncio.run(collect())
+
+
+def test_what_an_application_sends_at_once_is_one_part():
+    async def app(scope, receive, send):
+        request = await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        await send(body(request["body"]))
+        await asyncio.sleep(0.01)
+        await send(body(b"more"))
+
+    assert parts_of(app) == [AnswerPart(AnswerStart(200, [(b"a", b"b")]), b"the body"), AnswerPart(None, b"more")]
+
+
+def test_an_error_of_the_application_is_raised():
+    async def app(scope, receive, send):
+        await send(body(b"half"))
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        parts_of(app)
+
+
+def test_an_application_is_told_that_its_client_has_left():
+    heard = []
+
+    async def app(scope, receive, send):
+        await receive()
+        await send(body(b"one"))
+        heard.append(await receive())
+
+    async def leave() -> None:
+        parts = answer_parts(app, CALL)
+        await anext(parts)
+        await parts.aclose()
+
+    asyncio.run(leave())
+    assert heard == [{"type": "http.disconnect"}]
+
+
+def test_an_application_that_does_not_listen_is_cancelled(monkeypatch):
+    monkeypatch.setattr("redrafter.serve.replicas.exchange.LEAVING_SECONDS", 0.01)
+    ended = []
+
+    async def app(scope, receive, send):
+        await send(body(b"one"))
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def leave() -> None:
+        parts = answer_parts(app, CALL)
+        await anext(parts)
+        await parts.aclose()
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    assert ended

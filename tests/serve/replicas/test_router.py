@@ -1,0 +1,179 @@
+"""What clients get of a router whose replicas are made up."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from starlette.testclient import TestClient
+
+from redrafter.serve.network.access import AccessPolicy
+from redrafter.serve.network.api_keys import ApiKeys
+from redrafter.serve.replicas.call import AnswerPart, AnswerStart, HttpCall, ReplicaLostError
+from redrafter.serve.replicas.router import MAX_RETRIES, create_router
+
+JSON = AnswerStart(200, [(b"content-type", b"application/json"), (b"x-request-id", b"of the replica")])
+EVENTS = AnswerStart(200, [(b"content-type", b"text/event-stream")])
+DONE = b"data: [DONE]\n\n"
+Part = AnswerPart | Exception | float
+LOST = ReplicaLostError("replica a has ended")
+
+
+def piece(text: str, finish: str | None = None, identity: str = "a") -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    return b"data: " + json.dumps({"id": identity, "created": 1, "choices": [choice]}).encode() + b"\n\n"
+
+
+class Replicas:
+    """Answers calls with one list of parts after the other, and keeps the calls."""
+
+    def __init__(self, *answers: list[Part]):
+        self.answers, self.calls, self.closed = iter(answers), [], 0
+
+    async def ask(self, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
+        self.calls.append(call)
+        try:
+            for part in next(self.answers):
+                if isinstance(part, Exception):
+                    raise part
+                if isinstance(part, float):  # a pause in seconds
+                    await asyncio.sleep(part)
+                else:
+                    yield part
+        finally:
+            self.closed += 1
+
+    async def metrics(self) -> bytes:
+        return b"all metrics"
+
+
+Ask = Callable[..., tuple[Replicas, TestClient]]
+
+
+@pytest.fixture
+def router() -> Iterator[Ask]:
+    def make(*answers: list[Part], policy: AccessPolicy | None = None, limit: int = 1 << 20):
+        replicas = Replicas(*answers)
+        app = create_router(replicas.ask, replicas.metrics, (ReplicaLostError,), policy or AccessPolicy(), limit)
+        return replicas, TestClient(app)
+
+    yield make
+
+
+def texts(answer: str) -> str:
+    events = [json.loads(line[6:]) for line in answer.split("\n\n") if line.startswith("data: {")]
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def test_a_request_reaches_a_replica_and_its_answer_the_client(router):
+    replicas, client = router([AnswerPart(JSON, b'{"a":'), AnswerPart(None, b" 1}")])
+    answer = client.get("/v1/models?x=1", headers={"X-Request-Id": "mine"})
+    assert answer.json() == {"a": 1}
+    assert "x-request-id" not in answer.headers  # Ray's proxy adds it
+    [call] = replicas.calls
+    assert (call.scope["path"], call.scope["query_string"], call.key) == ("/v1/models", b"x=1", None)
+    assert (b"x-request-id", b"mine") in call.scope["headers"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_request_that_writes_without_a_seed_gets_one(path, router):
+    replicas, client = router([AnswerPart(JSON, b"{}")])
+    client.post(path, json={"prompt": "Once", "seed": None})
+    [call] = replicas.calls
+    assert 0 <= json.loads(call.body).pop("seed") < 1 << 62
+    assert (b"content-length", b"%d" % len(call.body)) in call.scope["headers"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", b'{"seed":  7}'), ("/tokenize", b'{"prompt":  "a"}'), ("/v1/completions", b"{no JSON")],
+    ids=["seeded", "other route", "no JSON"],
+)
+def test_any_other_body_reaches_the_replica_as_it_is(path, body, router):
+    replicas, client = router([AnswerPart(JSON, b"{}")])
+    client.post(path, content=body)
+    assert replicas.calls[0].body == body
+
+
+def test_a_call_has_the_key_of_its_session_or_prompt(router):
+    replicas, client = router([AnswerPart(JSON, b"")], [AnswerPart(JSON, b"")])
+    client.post("/v1/completions", json={"prompt": "Once"})
+    client.post("/v1/completions", json={"prompt": "Once"}, headers={"X-Session-Id": "s"})
+    assert "Once" in replicas.calls[0].key
+    assert replicas.calls[1].key == "session s"
+
+
+def test_a_request_whose_replica_is_lost_is_answered_by_another_one(router):
+    replicas, client = router([AnswerPart(JSON, b'{"half"'), LOST], [AnswerPart(JSON, b'{"whole": 1}')])
+    assert client.post("/v1/completions", json={"prompt": "Once"}).json() == {"whole": 1}
+    assert replicas.calls[0] == replicas.calls[1]
+
+
+def test_a_stream_whose_replica_is_lost_goes_on_from_another_one(router):
+    _, client = router(
+        [AnswerPart(EVENTS, piece("Once ")), AnswerPart(None, piece("upon")), LOST],
+        [AnswerPart(EVENTS, piece("Once upon a", identity="b")), AnswerPart(None, piece(" time", "stop") + DONE)],
+    )
+    answer = client.post("/v1/completions", json={"prompt": "x", "stream": True})
+    assert texts(answer.text) == "Once upon a time"
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert '"b"' not in answer.text
+
+
+def test_replicas_are_lost_so_often_and_no_more(router):
+    replicas, client = router(*[[LOST]] * (MAX_RETRIES + 1))
+    answer = client.post("/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert "send the request again" in answer.json()["error"]["message"]
+    assert len(replicas.calls) == MAX_RETRIES + 1
+
+
+@pytest.mark.parametrize(
+    ("more", "then", "message"),
+    [
+        ({"logprobs": 1}, [], "send the request again"),
+        ({}, [AnswerPart(EVENTS, piece("Twice"))], "another one writes another text"),
+        ({}, [AnswerPart(AnswerStart(429, []), b"{}")], "no other one takes it on now"),
+    ],
+    ids=["with log-probabilities", "another text", "no room"],
+)
+def test_a_stream_that_cannot_go_on_ends_with_an_error(more, then, message, router):
+    _, client = router([AnswerPart(EVENTS, piece("Once")), LOST], then)
+    answer = client.post("/v1/completions", json={"prompt": "x", "stream": True, **more})
+    last = json.loads(answer.text.strip().split("\n\n")[-1][6:])
+    assert message in last["error"]["message"]
+
+
+def test_a_key_is_checked_before_a_replica_is_asked(router):
+    replicas, client = router(policy=AccessPolicy(ApiKeys(["secret"])))
+    assert client.post("/v1/completions", json={}).status_code == 401
+    assert client.get("/metrics").status_code == 401
+    assert not replicas.calls
+
+
+def test_a_body_that_is_too_long_is_refused(router):
+    replicas, client = router(limit=1 << 10)
+    answer = client.post("/v1/completions", json={"prompt": "x" * 2000})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
+    assert not replicas.calls
+
+
+def test_metrics_are_those_of_all_replicas(router):
+    _, client = router()
+    assert client.get("/metrics").text == "all metrics"
+
+
+def test_health_is_503_while_no_replica_answers(router, monkeypatch):
+    monkeypatch.setattr("redrafter.serve.replicas.router.HEALTH_SECONDS", 0.05)
+    _, client = router([60.0])
+    assert client.get("/health").status_code == 503
+
+
+def test_a_replica_hears_of_an_answer_that_nobody_waits_for(router):
+    replicas, client = router([AnswerPart(EVENTS, piece("Once")), LOST], [AnswerPart(EVENTS, piece("Twice"))] * 2)
+    client.post("/v1/completions", json={"prompt": "x", "stream": True})
+    assert replicas.closed == 2
