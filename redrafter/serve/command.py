@@ -7,7 +7,8 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from redrafter.app.flags import add_options, read_options
@@ -19,6 +20,7 @@ from redrafter.serve.config import LIMIT_OPTIONS, ServeOptions, config_beside, r
 from redrafter.serve.engine_process.loading import LoadEngine
 from redrafter.serve.engine_process.start import EngineProcess
 from redrafter.serve.network.api_keys import collect_keys
+from redrafter.serve.replicas.options import ReplicaOptions
 
 if TYPE_CHECKING:
     from redrafter.serve.server import Server
@@ -82,6 +84,7 @@ def build_parser() -> Parser:
     add_options(parser, ServeOptions, "serving")
     add_options(parser, LoadOptions, "loading", without=("model",))
     add_options(parser, DraftOptions, "drafting without a drafter")
+    add_options(parser, ReplicaOptions, "replicas on Ray Serve")
     return parser
 
 
@@ -91,19 +94,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         args = _with_config(build_parser().parse_args(argv))
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
-        draft = read_options(DraftOptions, args)
+        draft, replicas = read_options(DraftOptions, args), read_options(ReplicaOptions, args)
         if args.print_config:
-            print(json.dumps(_shown(options) | asdict(load) | asdict(draft), indent=2))
+            print(json.dumps(_shown(options) | asdict(load) | asdict(draft) | asdict(replicas), indent=2))
             return 0
         _check_dependencies()
-        return _serve(options, load, draft)
+        return _serve_on_ray(options, load, draft, replicas) if replicas.ray else _serve(options, load, draft)
 
     return run_command(run)
 
 
 def _with_config(args: argparse.Namespace) -> argparse.Namespace:
     """Add the options of configuration files: flags win over `--config`, and these over files beside the model."""
-    kinds = (ServeOptions, LoadOptions, DraftOptions)
+    kinds = (ServeOptions, LoadOptions, DraftOptions, ReplicaOptions)
     configured = read_config(args.config, kinds)
     given = {name: value for name, value in vars(args).items() if not (name == "model" and value is None)}
     model = (configured | given).get("model")
@@ -133,6 +136,24 @@ def _serve(options: ServeOptions, load: LoadOptions, draft: DraftOptions) -> int
             process = ServerProcess(options, listening)
             _LOG.info("on %s; loading %s", url, load.model or "the pair in the box")
             process.run(start, ready)
+    except ReDrafterError as error:
+        _LOG.error("%s", " ".join(str(error).split()))
+        return 2
+    return 0
+
+
+def _serve_on_ray(options: ServeOptions, load: LoadOptions, draft: DraftOptions, replicas: ReplicaOptions) -> int:
+    from redrafter.serve.log import start_logging
+    from redrafter.serve.replicas.command import serve_replicas
+
+    start_logging(options.log_format, options.log_level)
+    try:
+        keys = collect_keys(options.api_key, options.api_key_file)
+        with listen(options) as listening:  # Ray's proxy says less of an address that it cannot listen on
+            url, port = address(options, listening), listening.getsockname()[1]
+        _LOG.info("on %s; loading %s on Ray Serve", url, load.model or "the pair in the box")
+        ready = partial(_LOG.info, "ready on %s", url)
+        serve_replicas(replace(options, port=port), load, draft, replicas, keys, ready)
     except ReDrafterError as error:
         _LOG.error("%s", " ".join(str(error).split()))
         return 2

@@ -29,6 +29,8 @@ class Program:
     """
 
     first_metrics: dict[str, float]
+    ready_word = "curl"  # in the line that says that it serves
+    start_seconds, end_seconds = 60.0, 30.0
 
     def __init__(self, *more: str):
         words = [sys.executable, "-m", "redrafter", "serve", "--port", "0", *more]
@@ -36,7 +38,7 @@ class Program:
         self.log: list[str] = []
         self._listening = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
-        assert self._listening.wait(60), self.log
+        assert self._listening.wait(self.start_seconds), self.log
         assert hasattr(self, "url"), self.log
         while not self.healthy:
             assert self.process.poll() is None, self.log  # it may refuse its model after it has begun to listen
@@ -48,7 +50,7 @@ class Program:
             self.log.append(line)
             if found := re.search(r"http://[\d.]+:\d+", line):
                 self.url = found.group()
-            if "curl" in line:
+            if self.ready_word in line:
                 self._listening.set()
         self._listening.set()
 
@@ -75,7 +77,7 @@ class Program:
     def end(self) -> int:
         """End the process by SIGTERM, and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=self.end_seconds)
 
 
 def offline(pair: tuple, prompt: str, count: int, **arguments: object) -> list[int]:

@@ -1,0 +1,95 @@
+"""`redrafter serve --ray` in a process of its own, and what it runs on."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+
+from helpers.processes import soon
+from helpers.serving import Program
+
+WORKER = "ray::ServeReplica:redrafter:Engine"  # how Ray calls the process of a replica
+REPLACED_SECONDS = 240.0  # on a machine that does much else
+
+
+class RayProgram(Program):
+    """Replicas on a cluster. Its `metrics` have the label of the replica."""
+
+    ready_word = "ready on"
+    start_seconds, end_seconds = 300.0, 90.0
+
+    def __init__(self, address: str, *more: str):
+        super().__init__("--ray", "--ray-address", address, *more)
+
+    @property
+    def replicas(self) -> set[str]:
+        """Names of the replicas that tell their metrics."""
+        return set(re.findall(r'num_requests_running\{.*replica="(\w+)"', httpx.get(f"{self.url}/metrics").text))
+
+    def running(self) -> float:
+        """Texts that are written by all replicas."""
+        return sum(value for name, value in self.metrics().items() if name.startswith("vllm:num_requests_running"))
+
+    def await_replicas(self, count: int) -> set[str]:
+        """Wait until there are so many."""
+        assert soon(lambda: len(self.replicas) == count, REPLACED_SECONDS), self.replicas
+        return self.replicas
+
+
+def workers() -> list[psutil.Process]:
+    """The processes of all replicas on this machine."""
+    return [process for process in psutil.process_iter() if _title(process).startswith(WORKER)]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@dataclass
+class Stream:
+    """What a client hears of one stream.
+
+    Attributes:
+        text: Its text so far.
+        finish: Why it has ended, once it has.
+        replica: Name of the replica that has begun it.
+        error: Message of an error within the stream.
+        begun: Whether anything has come.
+    """
+
+    text: str = ""
+    finish: str | None = None
+    replica: str = ""
+    error: str | None = None
+    begun: threading.Event = field(default_factory=threading.Event)
+
+    def read(self, url: str, **body: object) -> "Stream":
+        """Ask for a completion, and read it to its end."""
+        for choice in self._choices(url, body):
+            self.text += choice["text"]
+            self.finish = self.finish or choice["finish_reason"]
+            self.begun.set()
+        self.begun.set()
+        return self
+
+    def _choices(self, url: str, body: dict[str, object]) -> Iterator[dict]:
+        with self._open(url, body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    self.error = event.get("error", {}).get("message")
+                    yield from event.get("choices", ())
+
+    @contextmanager
+    def _open(self, url: str, body: dict[str, object]) -> Iterator[httpx.Response]:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=300) as answer:
+            self.replica = answer.headers["x-replica"]
+            yield answer

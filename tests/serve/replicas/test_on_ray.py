@@ -1,0 +1,150 @@
+"""Replicas on Ray Serve, on two nodes: `pip install 'redrafter[ray]'`, then `pytest -m slow tests/serve/replicas`."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+
+pytest.importorskip("ray.serve")
+
+from helpers.processes import soon
+from helpers.ray_program import RayProgram, Stream, workers
+from helpers.serving import PROMPTS, offline, text_of
+
+pytestmark = pytest.mark.slow
+
+FULL = 4  # requests of a replica above which another one takes some
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[object]:
+    """Two nodes with room for a replica each, and on the first one for routers."""
+    from ray.cluster_utils import Cluster
+
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 100 << 20})
+    nodes.add_node(num_cpus=1, object_store_memory=100 << 20)
+    nodes.wait_for_nodes()
+    yield nodes
+    nodes.shutdown()
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def program(cluster) -> Iterator[RayProgram]:
+    program = RayProgram(
+        cluster.address, "--num-replicas", "2", "--num-cpus", "1", "--target-ongoing-requests", str(FULL)
+    )
+    yield program
+    if program.process.poll() is None:
+        program.end()
+
+
+def read_all(program: RayProgram, jobs: list[dict]) -> list[Stream]:
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return list(threads.map(lambda job: Stream().read(program.url, **job), jobs))
+
+
+def expected(pair: tuple, prompt: str, seed: int, count: int) -> str:
+    return text_of(pair, offline(pair, prompt, count, seed=seed, temperature=0.8, min_new_tokens=count))
+
+
+def jobs_of(count: int, tokens: int) -> list[dict]:
+    drawn = {"temperature": 0.8, "max_tokens": tokens, "min_tokens": tokens}
+    return [{"prompt": PROMPTS[number % 4], "seed": number, **drawn} for number in range(count)]
+
+
+def test_each_node_has_a_replica(program):
+    assert len(program.await_replicas(2)) == 2
+    assert len({worker.ppid() for worker in workers()}) == 2  # their nodes' own processes
+
+
+def test_chats_with_the_same_system_prompt_go_to_one_replica(program):
+    def replica(system: str, text: str) -> str:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        body = {"messages": messages, "max_tokens": 2}
+        return httpx.post(f"{program.url}/v1/chat/completions", json=body, timeout=60).headers["x-replica"]
+
+    assert len({replica("You keep a lighthouse.", f"Question {number}") for number in range(6)}) == 1
+    assert len({replica(f"You are number {number}.", "Hello") for number in range(12)}) == 2
+
+
+def test_a_hot_prompt_spills_over_to_the_other_replica(program):
+    long = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True}  # all of them are written at once
+    few, many = read_all(program, [long] * 2), read_all(program, [long] * 3 * FULL)
+    assert len({stream.replica for stream in few}) == 1
+    assert len({stream.replica for stream in many}) == 2
+
+
+def test_a_text_is_what_one_engine_writes(program, pair):
+    [stream] = read_all(program, jobs_of(1, 30))
+    assert stream.text == expected(pair, PROMPTS[0], 0, 30)
+
+
+def test_a_client_that_leaves_ends_its_text(program):
+    assert soon(lambda: program.running() == 0, 30)
+    body = {"prompt": PROMPTS[0], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+        assert soon(lambda: program.running() == 1, 30)
+    assert soon(lambda: program.running() == 0, 30)
+
+
+def test_a_user_error_is_the_replicas_own_answer(program):
+    answer = httpx.post(f"{program.url}/v1/completions", json={"prompt": "a", "suffix": "b"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
+
+
+@pytest.mark.parametrize("what", ["worker", "engine", "node"])
+def test_what_a_lost_replica_was_writing_goes_on_elsewhere_and_it_is_replaced(what, program, cluster, pair):
+    before = program.await_replicas(2)
+    jobs = jobs_of(8, 150)
+    streams = [Stream() for _ in jobs]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        done = [threads.submit(stream.read, program.url, **job) for stream, job in zip(streams, jobs, strict=True)]
+        assert all(stream.begun.wait(60) for stream in streams)
+        lose(what, cluster)
+        for future in done:
+            future.result()
+    assert [stream.error for stream in streams] == [None] * len(jobs)
+    assert [stream.finish for stream in streams] == ["length"] * len(jobs)
+    assert [stream.text for stream in streams] == [expected(pair, job["prompt"], job["seed"], 150) for job in jobs]
+    assert len(program.await_replicas(2) - before) == 1
+
+
+def lose(what: str, cluster) -> None:
+    """End a replica by force: its process, its engine's process, or its machine, in whose place another one comes."""
+    if what == "node":
+        cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+        cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+        return
+    worker = workers()[0]
+    victim = worker if what == "worker" else max(worker.children(), key=lambda child: child.memory_info().rss)
+    victim.kill()
+    psutil.wait_procs([victim], timeout=5)
+
+
+def test_sigterm_lets_running_texts_end(program, pair):
+    stream = Stream()
+    with ThreadPoolExecutor(2) as threads:
+        reading = threads.submit(stream.read, program.url, **jobs_of(1, 300)[0])
+        assert stream.begun.wait(60)
+        assert threads.submit(program.end).result() == 0
+        reading.result()
+    assert stream.text == expected(pair, PROMPTS[0], 0, 300)
+
+
+def test_replicas_are_added_while_there_are_more_requests_than_they_should_have(cluster):
+    options = ("--max-replicas", "2", "--target-ongoing-requests", "1", "--upscale-delay-s", "0.5")
+    program = RayProgram(cluster.address, *options, "--num-cpus", "1")
+    try:
+        assert len(program.replicas) == 1
+        with ThreadPoolExecutor(6) as threads:
+            reading = [threads.submit(Stream().read, program.url, **job) for job in jobs_of(6, 1500)]
+            assert len(program.await_replicas(2)) == 2
+            assert all(future.result().error is None for future in reading)
+    finally:
+        program.end()
