@@ -30,6 +30,7 @@ MAX_ONGOING_REQUESTS = 1 << 16
 # Options of what listens, which `serve run` and `serve deploy` start themselves.
 OF_RAYS_PROXY = frozenset({"port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"})
 ROUTER_CPUS = 0.1  # that Ray sets aside for a router
+LOGGING = {"enable_access_log": False}  # the log has a line of its own for each request
 EXTRA_DRAIN_SECONDS = 5.0  # that routers have beyond replicas, whose last parts they send
 
 
@@ -94,6 +95,7 @@ def build_application(
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=HEALTH_PERIOD_SECONDS,
         health_check_timeout_s=HEALTH_TIMEOUT_SECONDS,
+        logging_config=LOGGING,
         max_constructor_retry_count=LOAD_ATTEMPTS,
         request_router_config={
             "request_router_class": "redrafter.serve.replicas.prefix_router.PrefixRouter",
@@ -110,6 +112,7 @@ def build_application(
         graceful_shutdown_timeout_s=options.drain_timeout + EXTRA_DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=HEALTH_PERIOD_SECONDS,
+        logging_config=LOGGING,
     ).bind(engines, options, keys)
 
 

@@ -76,6 +76,6 @@ def test_an_application_that_does_not_listen_is_cancelled(monkeypatch):
         await anext(parts)
         await parts.aclose()
         await asyncio.sleep(0)
+        assert ended
 
     asyncio.run(leave())
-    assert ended

@@ -75,6 +75,12 @@ def test_a_chat_opens_once_and_goes_on_with_its_thoughts_and_its_content():
     ]
 
 
+def test_an_opening_that_comes_with_text_is_not_told_again():
+    sent = [event("a", delta(role="assistant", content="")), event("a", delta(content="Once"))]
+    [rest] = resumed(sent, [event("b", delta(role="assistant", content="Once upon"))])
+    assert rest["choices"] == [delta(content=" upon")]
+
+
 @pytest.mark.parametrize("had", [False, True], ids=["lacked", "had"])
 def test_the_usage_is_told_once(had):
     usage = event("a", usage={"total_tokens": 3})
