@@ -54,6 +54,7 @@ class FakeRay:
             ray,
             serve,
             _module("ray.exceptions", RayActorError=type("RayActorError", (Exception,), {})),
+            _module("ray.serve.exceptions", DeploymentUnavailableError=FakeUnavailableError),
             _module("ray.serve.request_router", RequestRouter=FakeRequestRouter, **router),
         )
         for module in modules:
@@ -73,6 +74,10 @@ class FakeRay:
         return {"redrafter": SimpleNamespace(status=status, message="", deployments=deployments)}
 
 
+class FakeUnavailableError(Exception):
+    """Ray's error where there are no replicas."""
+
+
 class FakeRequestRouter:
     """Ray's half of the choice of a replica; `told` holds what replicas have told of their queues."""
 
@@ -90,7 +95,7 @@ class FakeRequestRouter:
 class FakeHandle:
     """Ray's handle to replicas, of which each call is answered with the same parts."""
 
-    def __init__(self, parts: list[Any], metrics: list[Any]):
+    def __init__(self, parts: list[Any], metrics: list[Any] | Exception):
         self._parts, self._metrics, self.cancelled = parts, metrics, 0
 
     def options(self, **options: Any) -> "FakeHandle":
@@ -112,6 +117,8 @@ class FakeHandle:
         return self
 
     async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        if isinstance(self._metrics, Exception):
+            raise self._metrics
         return self._metrics
 
 

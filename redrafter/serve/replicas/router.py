@@ -29,6 +29,7 @@ WRITING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 MAX_RETRIES = 2  # of a request whose replica is lost: more, and a request that ends engines would end all of them
 HEALTH_SECONDS = 5.0  # in which some replica must answer
 SEED_BITS = 61
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Ask = Callable[[HttpCall], AsyncGenerator[AnswerPart, None]]
 
@@ -79,10 +80,10 @@ class _Router:
         """Answer a request."""
         if scope["type"] != "http":
             return
-        if scope["path"] == "/metrics" and scope["method"] == "GET":
-            text = await self._metrics()
-            return await Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")(scope, receive, send)
         try:
+            if scope["path"] == "/metrics" and scope["method"] == "GET":
+                text = await self._metrics()
+                return await Response(text, media_type=METRICS_TYPE)(scope, receive, send)
             body, document = await _read(scope, receive)
         except Refusal as refusal:
             return await error_answer(refusal)(scope, receive, send)

@@ -5,7 +5,7 @@ from typing import Any
 
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.log import start_logging
-from redrafter.serve.network.access import AccessPolicy
+from redrafter.serve.network.access import AccessPolicy, Refusal
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.replicas.call import AnswerPart, HttpCall, ReplicaLostError
 from redrafter.serve.replicas.merged_metrics import merge_metrics
@@ -33,12 +33,13 @@ class RouterReplica:
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application, as Ray Serve calls it once after the constructor."""
         from ray.exceptions import RayActorError
+        from ray.serve.exceptions import DeploymentUnavailableError
 
         options = self._options
         policy = AccessPolicy.of(
             self._keys, options.host, options.allowed_hosts, options.allowed_origins, options.open_metrics
         )
-        lost = (RayActorError, ReplicaLostError)
+        lost = (RayActorError, ReplicaLostError, DeploymentUnavailableError)
         return create_router(self._ask, self._metrics, lost, policy, options.max_body_size)
 
     async def _ask(self, call: HttpCall) -> AsyncGenerator[AnswerPart, None]:
@@ -50,6 +51,13 @@ class RouterReplica:
             parts.cancel()  # which does nothing after the end
 
     async def _metrics(self) -> bytes:
+        from ray.serve.exceptions import DeploymentUnavailableError
+
         answers = self._engines.broadcast("metrics")
-        told = await answers.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
+        try:
+            told = await answers.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
+        except DeploymentUnavailableError:  # there are no replicas now
+            told = []
+        except TimeoutError as error:
+            raise Refusal(503, f"a replica has not told its metrics within {METRICS_SECONDS:g} s") from error
         return merge_metrics([answer for answer in told if not isinstance(answer, BaseException)])

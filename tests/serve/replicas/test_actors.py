@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 
 from starlette.testclient import TestClient
 
-from helpers.fake_ray import FakeHandle, FakeRay
+from helpers.fake_ray import FakeHandle, FakeRay, FakeUnavailableError
 from helpers.processes import soon
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ReDrafterError
@@ -45,6 +45,16 @@ def test_a_router_asks_replicas_by_rays_handle():
 def test_a_router_leaves_out_the_metrics_of_a_replica_that_does_not_answer():
     told = [("a", b"# TYPE busy gauge\nbusy 3.0\n"), RuntimeError("lost")]
     assert 'busy{replica="a"} 3.0' in router_of(FakeHandle([], told)).get("/metrics").text
+
+
+def test_no_replicas_have_no_metrics():
+    answer = router_of(FakeHandle([], FakeUnavailableError())).get("/metrics")
+    assert (answer.status_code, answer.text) == (200, "")
+
+
+def test_metrics_that_do_not_come_in_time_are_no_metrics():
+    answer = router_of(FakeHandle([], TimeoutError())).get("/metrics")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable_error")
 
 
 def made(load: LoadOptions) -> EngineReplica:
