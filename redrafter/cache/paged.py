@@ -21,6 +21,7 @@ from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import as_bytes
+from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, chain
 
@@ -84,6 +85,7 @@ class KVCachePool:
         fraction: float,
         max_blocks: int,
         max_rows: int,
+        ranks: Ranks = ALONE,
     ) -> list["KVCachePool"]:
         """Allocate one pool for each model in the memory that is free now.
 
@@ -93,11 +95,12 @@ class KVCachePool:
             fraction: Part of the device's free memory to use, from 0 to 1.
             max_blocks: The most blocks that rows can need of the first model, block 0 not included.
             max_rows: The most rows that can have recurrent states at once; they take half of the memory at most.
+            ranks: The processes that have a pool each, of as many blocks.
 
         Raises:
             CacheFullError: There is no memory for a single block, or for the states of a single row.
         """
-        free = _free_memory(models[0][0].device)
+        free = ranks.minimum(_free_memory(models[0][0].device, ranks))
         memory = int(free * fraction)
         row_bytes = sum(state.num_bytes for shapes in models for state in states_of(shapes))
         rows = min(memory // (2 * row_bytes) - 1, max_rows) if row_bytes else max_rows
@@ -257,14 +260,14 @@ def stack_block_tables(block_tables: Sequence[BlockTable], device: torch.device,
     return to_device(rows, device)
 
 
-def _free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device."""
+def _free_memory(device: torch.device, ranks: Ranks) -> int:
+    """Return the bytes that are free on a device; ranks on a CPU share its memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     import psutil
 
-    return psutil.virtual_memory().available
+    return psutil.virtual_memory().available // ranks.size
 
 
 def _flatten_with_spare(x: Tensor) -> Tensor:

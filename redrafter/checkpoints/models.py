@@ -14,6 +14,7 @@ from transformers.utils.hub import cached_file
 
 from redrafter.checkpoints.load_keywords import check_no_load_keywords, check_reserved_keywords, unknown_keyword_error
 from redrafter.checkpoints.quantization import check_quantization, quantize_model
+from redrafter.checkpoints.splitting import check_loaded_size, check_splits, split_arguments, split_device
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import check_path, load_error, wrong_kind_error
 from redrafter.target.adapters import base_of
@@ -22,7 +23,7 @@ from redrafter.target.target import Target
 __all__ = ["bind", "find_model_file", "load_model"]
 
 # Keyword arguments of `load_model` itself; it hands all others to transformers.
-LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller", "quantization")
+LOAD_ARGUMENTS = ("dtype", "device", "trust_remote_code", "caller", "quantization", "tp_size")
 
 
 def bind(model: str | Path | PreTrainedModel | Target, **load: Any) -> Target:
@@ -55,6 +56,7 @@ def load_model(
     trust_remote_code: bool,
     caller: Callable[..., Any] | None = None,
     quantization: str | None = None,
+    tp_size: int = 1,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a causal LM from a hub id or a directory.
@@ -66,21 +68,28 @@ def load_model(
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
         quantization: "fp8" to quantise the weights of linear layers to FP8; None to leave them as they are.
+        tp_size: Processes that share the model, all of which call this; 1 for a whole model.
         kwargs: For `AutoModelForCausalLM.from_pretrained`, or for `AutoModelForImageTextToText.from_pretrained` for
             models that see images.
 
     Raises:
         ArgumentError: If transformers does not take one of `kwargs`, the model is loaded already and `kwargs` are
-            given, the device cannot be used, or there is no such quantisation.
+            given, the device cannot be used, there is no such quantisation, or the model cannot be shared by so many
+            processes.
         CheckpointError: If the model cannot be loaded, or lacks weights.
-        UnsupportedError: If the model cannot be quantised.
+        UnsupportedError: If the model cannot be quantised, or shared by processes.
     """
     check_quantization(quantization, name)
     if not isinstance(name, str | Path):
+        check_loaded_size(base_of(name), tp_size)
         check_no_load_keywords(kwargs)
         return base_of(name) if device is None else _move(base_of(name), device)
     check_path(str(name))
     check_reserved_keywords(kwargs)
+    if tp_size != 1:
+        split_device(device)
+        check_splits(str(name), tp_size, trust_remote_code, kwargs)
+        device, kwargs = None, kwargs | split_arguments(tp_size)
     try:
         loaded: Any = _auto_class(name, trust_remote_code, kwargs).from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **kwargs

@@ -131,7 +131,7 @@ def run_call(
     with queued(scheduler, rows), tqdm(total=len(rows), unit="text", disable=not progress) as bar:
         while not scheduler.idle:
             scheduler.read()
-            if time.time() >= deadline:
+            if deadline < float("inf") and scheduler.engine.target.ranks.from_first(time.time() >= deadline):
                 scheduler.settle()
                 return
             scheduler.step()

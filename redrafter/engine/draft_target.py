@@ -131,6 +131,7 @@ class DraftTarget(Engine):
         draft_tokenizer: Tokenizer | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
+        tp_size: int = 1,
         draft_device: str | torch.device | None = None,
         trust_remote_code: bool = False,
         quantization: str | None = None,
@@ -169,6 +170,7 @@ class DraftTarget(Engine):
             draft_tokenizer: The same for the draft model.
             dtype: As in `ReDrafter.from_pretrained`.
             device: As in `ReDrafter.from_pretrained`.
+            tp_size: As in `ReDrafter.from_pretrained`; each process has the whole draft model.
             draft_device: The draft model's device; None for the target's.
             trust_remote_code: As in `ReDrafter.from_pretrained`.
             quantization: As in `ReDrafter.from_pretrained`.
@@ -209,7 +211,7 @@ class DraftTarget(Engine):
         check_quantization(draft_quantization, draft_model, "draft_quantization")
         vocabulary = map_unlike_vocabularies(model, draft_model, tokenizer, draft_tokenizer, trust_remote_code)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
-        target = bind(model, device=device, quantization=quantization, **load, **model_kwargs)
+        target = bind(model, device=device, quantization=quantization, tp_size=tp_size, **load, **model_kwargs)
         if draft_device is None and isinstance(draft_model, str | Path):
             draft_device = target.device
         drafts_for_itself = base_of(draft_model) is target.model and draft_device is None

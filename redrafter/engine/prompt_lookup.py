@@ -35,6 +35,7 @@ class PromptLookup(Engine):
         draft_len: int = 4,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
+        tp_size: int = 1,
         trust_remote_code: bool = False,
         quantization: str | None = None,
         kv_cache_free_gpu_memory_fraction: float = EngineOptions.kv_cache_free_gpu_memory_fraction,
@@ -58,6 +59,7 @@ class PromptLookup(Engine):
             draft_len: Tokens drafted per step.
             dtype: As in `ReDrafter.from_pretrained`.
             device: As in `ReDrafter.from_pretrained`.
+            tp_size: As in `ReDrafter.from_pretrained`.
             trust_remote_code: As in `ReDrafter.from_pretrained`.
             quantization: As in `ReDrafter.from_pretrained`.
             kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
@@ -92,6 +94,10 @@ class PromptLookup(Engine):
         )
         proposer = PromptLookupProposer(ngram, draft_len)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
-        engine = cls(bind(model, device=device, quantization=quantization, **load, **model_kwargs), proposer, options)
+        engine = cls(
+            bind(model, device=device, quantization=quantization, tp_size=tp_size, **load, **model_kwargs),
+            proposer,
+            options,
+        )
         engine.load_adapters(adapters)
         return engine

@@ -100,6 +100,7 @@ class ReDrafter(Engine):
         tuning: str | Path | None = "auto",
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
+        tp_size: int = 1,
         trust_remote_code: bool = False,
         quantization: str | None = None,
         draft_quantization: str | None = None,
@@ -130,6 +131,8 @@ class ReDrafter(Engine):
                 it, where given, wins over all of it.
             dtype: The models' dtype; "auto" for the checkpoint's.
             device: Where the models go; None for where Hugging Face puts the target.
+            tp_size: Processes that share the target, each with a part of it and the whole drafter. All run the same
+                program, started with `torchrun --nproc-per-node tp_size`.
             trust_remote_code: Whether code that comes with the checkpoint may run.
             quantization: "fp8" to quantise the weights of the target's linear layers to FP8 when it is loaded, its
                 head apart; None to leave them as they are.
@@ -170,7 +173,9 @@ class ReDrafter(Engine):
         if isinstance(drafter, str | Path):
             check_drafter(drafter)
         load: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "caller": cls.from_pretrained}
-        target = Target(load_model(model, device=device, quantization=quantization, **load, **model_kwargs))
+        target = Target(
+            load_model(model, device=device, quantization=quantization, tp_size=tp_size, **load, **model_kwargs)
+        )
         drafter, defaults = load_drafter(model, drafter, target, model_kwargs.get("revision"), draft_quantization)
         shapes = find_tuning(tuning, target, drafter) if asked == TreeShape() else None
         engine = cls(target, drafter, asked.over(defaults.shape), options=options, tuning=shapes)

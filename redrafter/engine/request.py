@@ -126,7 +126,7 @@ def read_request(
         if most is not None:
             limit = limit.clamp(max=most)
     own_first = (torch.arange(width, device=seen.device) + (width - length)[:, None]) % width  # [B, P]
-    seeds = row_seeds(seed, rows) if config.do_sample else None
+    seeds = target.ranks.from_first(row_seeds(seed, rows)) if config.do_sample else None
     processors = LogitsProcessorList(
         processor.of_request(rows, eos) if isinstance(processor, GrammarProcessor) else processor
         for processor in processors

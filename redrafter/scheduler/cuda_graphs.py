@@ -44,8 +44,14 @@ def bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64
 
 
-def capture(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """Capture `run` in a CUDA graph, after a call that pays for what only first calls pay for."""
+def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = False) -> torch.cuda.CUDAGraph:
+    """Capture `run` in a CUDA graph, after a call that pays for what only first calls pay for.
+
+    Args:
+        run: What is captured.
+        pool: Memory that the graph shares with others; None for memory of its own.
+        watched: Whether another thread asks the device for events meanwhile, as NCCL's does that watches collectives.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -55,7 +61,7 @@ def capture(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph
     collecting = gc.isenabled()
     gc.disable()  # what it would free may be a graph, and freeing one ends the process while another is captured
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local" if watched else "global"):
             run()
     finally:
         if collecting:
@@ -256,6 +262,7 @@ class CUDAGraphRunner:
             fraction=memory_fraction,
             max_blocks=-(-tokens // BLOCK_SIZE) + rows,
             max_rows=max_rows,
+            ranks=target.ranks,
         )
         for model, store in zip(models, stores, strict=True):
             # It may be prepared, by another engine; and a model may draft for itself.
@@ -270,7 +277,7 @@ class CUDAGraphRunner:
             return
         try:
             pool = next((graph.pool() for graph in self._graphs), None)  # which ends with the last graph in it
-            step.graph = capture(step.run, pool)
+            step.graph = capture(step.run, pool, watched=self.target.ranks.size > 1)
             self._graphs.add(step.graph)
         except torch.OutOfMemoryError:
             raise

@@ -344,7 +344,8 @@ class Scheduler:
             if forward.first is not None:
                 self._report(forward.first)
             if forward.size:
-                self.prefiller.pace.measure(forward.size, forward.timer.seconds)
+                seconds = self.engine.target.ranks.from_first(forward.timer.seconds)  # or ranks would read other chunks
+                self.prefiller.pace.measure(forward.size, seconds)
         else:
             self._report(forward)
 

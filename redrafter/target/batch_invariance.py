@@ -10,6 +10,7 @@ from redrafter.cache.dense import LayerShape, states_of
 from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.parallel.ranks import Ranks
 from redrafter.target.aux_hidden import decoder_stack, watch_outputs
 from redrafter.target.float8_linear import has_float8_layers
 from redrafter.target.invariant_products import record_products
@@ -33,6 +34,7 @@ class InvariantTarget(Protocol):
     device: torch.device
     vocab_size: int
     context: int | None
+    ranks: Ranks
     varlen_forward: VarlenForward
 
     @property
@@ -53,6 +55,8 @@ class InvariantTarget(Protocol):
 
 def support_of(target: InvariantTarget) -> Support:
     """Return whether a model may be batch-invariant, as far as can be told without a forward in that mode."""
+    if target.ranks.size > 1:
+        return Support("it is split by tensor parallelism, and sums of ranks have an order of their own")
     if is_quantized(target.model.config):
         return Support("it is quantised, and its products are the quantiser's own; load it in bfloat16")
     if has_float8_layers(target.model):

@@ -19,6 +19,7 @@ from redrafter.cache.fill import fill_first_slots
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.cache.rounding import RoundingCache
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
+from redrafter.parallel.local_shards import use_local_shards
 from redrafter.target.adapter_slots import Adapter, AdapterSlots
 from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
@@ -33,7 +34,7 @@ from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.mode_checks import check_autocast
 from redrafter.target.padded_forward import PaddedForward
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
-from redrafter.target.quantization import warn_of_shared_scales
+from redrafter.target.quantization import is_quantized, warn_of_shared_scales
 from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
 from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.target.support import Support
@@ -48,6 +49,7 @@ _INVARIANT_ADAPTERS = (
     "batch_invariant=True computes one model for all rows, and adapters are products of each row's own: merge the "
     "adapter into the model with PEFT's merge_and_unload(), or leave out batch_invariant=True (--batch-invariant)"
 )
+_NOT_SPLIT = "which is not supported with tensor parallelism: run it in one process, without torchrun and tp_size"
 
 
 class Target:
@@ -74,6 +76,7 @@ class Target:
         prompt_reader: What reads prompts.
         image_arguments: Names of arguments of `generate` that give the model images; none where it takes none.
         image_inputs: These and the names of the types of tokens that it takes beside them.
+        ranks: The processes that compute the model together, each its own heads.
     """
 
     @name_model_in_errors
@@ -92,6 +95,9 @@ class Target:
         model = base_of(model)
         self.name = name or type(model).__name__
         check_supported(model, self.name)
+        self.ranks = use_local_shards(model)
+        if self.ranks.size > 1 and is_quantized(model.config):
+            raise UnsupportedError(f"{self.name} is quantised, {_NOT_SPLIT}")
         self.model: Any = model.eval()
         self.config = model.config.get_text_config(decoder=True)
         self.embedding: Any = model.get_input_embeddings()
@@ -120,6 +126,8 @@ class Target:
         ids = torch.arange(8, device=self.device) * 7919 % self.vocab_size
         self.dtype = self.embed(ids).dtype  # the model's own may be that of a quantised weight
         mixers = find_mixers(self.model, self.config, ids, self.name)
+        if mixers and self.ranks.size > 1:
+            raise UnsupportedError(f"{self.name} has layers with recurrent states, {_NOT_SPLIT}")
         if not mixers:
             check_states_found(self.model, self.config, self.name)
         probe = probe_attention(self.model, self.config, ids)
@@ -145,6 +153,9 @@ class Target:
         for forward in self._forwards:
             forward.rotate_by(self.rope, self.context)
         self.adapters = AdapterSlots(self.model, self.device, self.dtype, self._try_tokens)
+        if self.ranks.size > 1:  # a rank that takes another way than the others would wait for them for ever
+            ways = self.paged, self._varlen, [(shape.key_dim, shape.value_dim) for shape in self.shapes]
+            self.ranks.check_equal(ways, f"what {self.name} can be decoded on")
 
     @property
     def shapes(self) -> list[LayerShape]:
@@ -285,6 +296,8 @@ class Target:
         """
         if self.batch_invariant:
             raise UnsupportedError(_INVARIANT_ADAPTERS)
+        if self.ranks.size > 1:
+            raise UnsupportedError(f"{name} is an adapter, {_NOT_SPLIT}")
         if self.keeps_states:
             raise UnsupportedError(
                 f"{name} cannot be applied beside others: layers of {self.name} keep recurrent states, and are called "
@@ -429,6 +442,8 @@ class Target:
             return Support("its forward takes no images that were encoded before (mm_encoder_outputs)")
         if self.batch_invariant:
             return Support("it is batch-invariant, and images of a batch are encoded together")
+        if self.ranks.size > 1:
+            return Support(f"it reads images by a part of its own, {_NOT_SPLIT}")
         if any(shape.index_dim for shape in self._caches.shapes):
             return Support("its layers attend to tokens that an indexer chooses")
         if self.keeps_states:

@@ -1,0 +1,147 @@
+"""Replace what transformers does for tensor parallelism by layers of our own.
+
+transformers reads each rank's part of every weight, which saves memory and time, and wraps forwards of modules so that
+they speak of distributed tensors. What stays here are the parts, as plain tensors in plain layers: these can be fused,
+compiled and captured in a CUDA graph as those of a model in one process, and collectives are few and in known places.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redrafter.errors import UnsupportedError
+from redrafter.parallel.ranks import ALONE, Ranks
+from redrafter.parallel.split_layers import GatheredLinear, SummedLinear
+
+__all__ = ["use_local_shards"]
+
+# Styles of transformers' plans, by what becomes of a module that has them.
+_LOCAL = ("colwise", "packed_colwise")
+_SUMMED = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}  # and whether the input is whole
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+_WHOLE = ("embedding_rowwise", "embedding_colwise")
+_SUMMED_OUTPUT = ("moe_tp_experts", "all_reduce")
+_AS_IT_IS = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params")
+
+
+def use_local_shards(model: Any) -> Ranks:
+    """Let a model that transformers has split compute by layers of our own, and return its ranks.
+
+    Collective for a split model: call it on every rank. A model in one process is left as it is.
+
+    Args:
+        model: The causal LM.
+
+    Raises:
+        UnsupportedError: It is split in a way that is not known here.
+    """
+    for module in model.modules():
+        if isinstance(module, GatheredLinear | SummedLinear):
+            return module.ranks
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return ALONE
+    return _Replacement(model).run()
+
+
+class _Replacement:
+    """The replacement of a model's wrapped modules, by its plan.
+
+    Attributes:
+        ranks: The ranks.
+    """
+
+    def __init__(self, model: Any):
+        self.ranks = Ranks.of_world()
+        self._model, self._plan = model, dict(model.tp_plan)
+        self._tables: dict[int, nn.Parameter] = {}  # embedding tables, whole, by id of the parameter that was split
+
+    def run(self) -> Ranks:
+        """Replace all modules, and return the ranks."""
+        modules = [(name, module, self._plan.get(_any_layer(name))) for name, module in self._model.named_modules()]
+        for _, module, style in modules:
+            if style is not None:
+                vars(module).pop("forward", None)  # transformers' wrapper, which hides the class's own
+        tables = [module for _, module, style in modules if style in _WHOLE]
+        for module in tables:  # first: a head may share a table's weight
+            split, whole = module.weight, _parameter(_full(module.weight), module.weight)
+            self._tables[id(split)] = module.weight = whole
+        for name, module, style in modules:
+            self._localize(module)
+            if style is not None:
+                self._replace(name, module, style)
+        for name, parameter in self._model.named_parameters():
+            if hasattr(parameter, "to_local"):
+                raise UnsupportedError(
+                    f"{name} of {type(self._model).__name__} is split, and no rule of its plan says what computes with "
+                    "it: load the model by name with tp_size"
+                )
+        return self.ranks
+
+    def _localize(self, module: nn.Module) -> None:
+        """Make plain tensors of a module's own parameters: this rank's part of those that are split."""
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in self._tables:
+                setattr(module, name, self._tables[id(parameter)])
+            elif (local := _local(parameter)) is not parameter:
+                setattr(module, name, _parameter(local, parameter))
+
+    def _replace(self, name: str, module: Any, style: str) -> None:
+        """Replace a module, with the parts of its weights, by one that computes what its style says."""
+        if style in _SUMMED_OUTPUT:
+            module.register_forward_hook(_sum_output(self.ranks))
+        elif style == "moe_identity_expert":
+            module.register_forward_pre_hook(lambda _, args: (args[0] / self.ranks.size, *args[1:]))
+        elif style in _AS_IT_IS or style in _WHOLE:
+            return
+        elif type(module) is not nn.Linear or style not in (*_LOCAL, *_SUMMED, *_GATHERED):
+            raise UnsupportedError(
+                f"{type(self._model).__name__} splits {name}, a {type(module).__name__}, in the style {style!r}, which "
+                "is not supported here; load it in one process, without tp_size"
+            )
+        elif style in _LOCAL:
+            module.out_features = len(module.weight)
+        elif style in _GATHERED:
+            weight, bias = (self._own_rows(x, module.out_features) for x in (module.weight, module.bias))
+            self._model.set_submodule(name, GatheredLinear(module, weight, bias, self.ranks))
+        else:
+            part: Any = module.weight
+            layer = SummedLinear(module, part, module.bias, self.ranks, splits=_SUMMED[style])
+            self._model.set_submodule(name, layer)
+
+    def _own_rows(self, x: Any, rows: int) -> Any:
+        """Return this rank's rows of a parameter, which may be whole where it is also an embedding table."""
+        if x is None or len(x) != rows:
+            return x
+        count = -(-rows // self.ranks.size)
+        first = min(count * self.ranks.rank, rows)
+        return _parameter(x.detach()[first : first + count], x)
+
+
+def _sum_output(ranks: Ranks) -> Callable[..., Tensor]:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return ranks.sum(output)
+
+    return hook
+
+
+def _any_layer(name: str) -> str:
+    """Return the name of a module with a star for the number of its layer, as plans have it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _parameter(x: Tensor, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(x.detach(), requires_grad=like.requires_grad)
+
+
+def _local(parameter: Any) -> Tensor:
+    """Return this rank's part of a distributed tensor, any other tensor as it is."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def _full(parameter: Any) -> Tensor:
+    """Return the whole of a distributed tensor, any other tensor as it is. Collective."""
+    with torch.no_grad():
+        return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

@@ -1,0 +1,145 @@
+"""The processes that compute one model together, and what they tell each other."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from redrafter.errors import ArgumentError, MismatchError, first_line
+
+__all__ = ["ALONE", "Ranks", "join_ranks", "launched_processes", "leave_ranks", "process_rank"]
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=10)  # for which a rank waits for the others before it fails
+# Collectives as operators, which torch.compile traces and a CUDA graph holds.
+_OPS = torch.ops._c10d_functional  # noqa: SLF001 -- torch's public functions return another kind of tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The processes that compute one model together. All run the same program, so each calls what the others call.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        size: Number of processes; 1 for a model in one process, where every method returns what it is given.
+        group: The process group of tensors on the model's device; None in one process.
+        host_group: The process group of Python objects; None in one process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    host_group: Any = None
+
+    @classmethod
+    def of_world(cls) -> "Ranks":
+        """Return all processes of torch.distributed. Collective: call it on every rank."""
+        return cls(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, dist.new_group(backend="gloo"))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of every rank's `x`, of any shape, with the same bits on all of them."""
+        if self.size == 1:
+            return x
+        return _OPS.wait_tensor(_OPS.all_reduce(x.contiguous(), "sum", self.group.group_name))
+
+    def join_last(self, x: Tensor) -> Tensor:
+        """Return every rank's `x`, `[..., N]` each, side by side in the order of ranks, `[..., size * N]`."""
+        if self.size == 1:
+            return x
+        gathered = _OPS.all_gather_into_tensor(x.contiguous()[None], self.size, self.group.group_name)
+        parts = _OPS.wait_tensor(gathered)
+        return parts.movedim(0, -2).flatten(-2)  # [size, ..., N] to [..., size * N]
+
+    def from_first(self, value: T) -> T:
+        """Return what rank 0 has as `value`, which must be picklable."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host_group, device=torch.device("cpu"))
+        return values[0]
+
+    def minimum(self, number: int) -> int:
+        """Return the least of every rank's `number`."""
+        if self.size == 1:
+            return number
+        least = torch.tensor(number, dtype=torch.long)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.host_group)
+        return int(least)
+
+    def check_equal(self, value: object, what: str) -> None:
+        """Check that all ranks have the same `value`, which must be picklable.
+
+        Args:
+            value: What is compared.
+            what: What to call it in the message.
+
+        Raises:
+            MismatchError: They have not, so that they would take different steps.
+        """
+        if self.size == 1:
+            return
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise MismatchError(
+                    f"{what} of rank {rank} is {other!r}, and of rank 0 {values[0]!r}: start all ranks on equal "
+                    "machines, with equal files and arguments"
+                )
+
+
+ALONE = Ranks()
+
+
+def launched_processes() -> int:
+    """Return how many processes torchrun has started, of which this is one; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+
+
+def process_rank() -> int:
+    """Return this process's number among those that torchrun has started; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0")) if launched_processes() > 1 else 0
+
+
+def join_ranks(size: int) -> None:
+    """Open the lines between the processes that torchrun has started, unless they are open.
+
+    Args:
+        size: How many processes the program asks for.
+
+    Raises:
+        ArgumentError: There are others than that, or they cannot reach each other.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else launched_processes()
+    if world != size:
+        started = "one process runs" if world == 1 else f"{world} processes run"
+        raise ArgumentError(
+            f"tp_size={size} is for {size} processes, and {started}: "
+            f"start the program with torchrun --nproc-per-node {size}"
+        )
+    if dist.is_initialized():
+        return
+    local, on_gpu = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
+    if on_gpu and local >= torch.cuda.device_count():
+        raise ArgumentError(
+            f"{size} processes need a GPU each, and this machine has {torch.cuda.device_count()}: "
+            f"start as many as there are with torchrun --nproc-per-node {torch.cuda.device_count()}"
+        )
+    device = torch.device("cuda", local) if on_gpu else None
+    if on_gpu:
+        torch.cuda.set_device(local)
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device)
+    except (RuntimeError, ValueError) as error:
+        raise ArgumentError(f"the {size} processes cannot reach each other: {first_line(error)}") from error
+
+
+def leave_ranks() -> None:
+    """Close the lines between processes, if any are open."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

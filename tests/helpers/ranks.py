@@ -1,0 +1,106 @@
+"""Programs on several ranks: how tests start them, and what they decode."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helpers.command_line import byte_tokenizer
+from helpers.models import tiny_drafter, tiny_model, uneven_batch
+from redrafter import DraftTarget, Engine, PromptLookup, ReDrafter
+
+VOCAB = 260  # holds the byte tokenizer; transformers 5.17 splits no head whose size the ranks do not divide
+NEW = 20  # tokens of a text
+# Shapes of tiny models that 2 and 4 ranks can share.
+SHARED = {"vocab_size": VOCAB, "num_key_value_heads": 4}
+TESTS = Path(__file__).parents[1]
+
+
+def launch(ranks: int, *words: object, module: bool = False) -> list[str]:
+    """Return the command line that runs a program on so many ranks of this machine.
+
+    Args:
+        ranks: Number of ranks.
+        words: The program and its arguments.
+        module: Whether the program is a module's name.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*torchrun, *(["-m"] if module else []), *map(str, words)]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of ranks: they find the tests' helpers, and share two cores."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+
+
+def run_on_ranks(
+    ranks: int, *words: object, module: bool = False, seconds: float = 300, stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on ranks and wait for its end; the arguments are those of `launch`, and what stdin is."""
+    command = launch(ranks, *words, module=module)
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=seconds, input=stdin or "", check=False
+    )
+
+
+def make_models(folder: Path, *kinds: str) -> Path:
+    """Write tiny models of these architectures, a draft model and a drafter into a folder, and return the folder."""
+    models = {kind: tiny_model(kind, **SHARED) for kind in kinds}
+    models["draft"] = tiny_model("llama", **SHARED | {"num_hidden_layers": 1})
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    tiny_drafter(vocab_size=VOCAB).save_pretrained(folder / "drafter")
+    return folder
+
+
+def load_engine(folder: Path, kind: str, method: str, tp_size: int) -> Engine:
+    """Load a tiny model in double precision, with what drafts for it."""
+    load: dict[str, Any] = {"dtype": torch.float64, "tp_size": tp_size, "experts_implementation": "eager"}
+    ReDrafter.pauses = False
+    if method == "drafter":
+        return ReDrafter.from_pretrained(folder / kind, folder / "drafter", tuning=None, **load)
+    if method == "lookup":
+        return PromptLookup.from_pretrained(folder / kind, **load)
+    return DraftTarget.from_pretrained(folder / kind, folder / "draft", draft_len=3, **load)
+
+
+def decode(folder: Path, kind: str, method: str, tp_size: int) -> dict[str, list[list[int]]]:
+    """Decode an uneven batch in every mode, and return the texts by mode."""
+    engine, (ids, mask) = load_engine(folder, kind, method, tp_size), uneven_batch()
+    texts = {}
+    for cache in ("dense", "paged"):
+        if cache == "paged":
+            engine.target.allow_varlen()
+            if engine.draft_model is not None:
+                engine.draft_model.allow_varlen()
+        for sampled in (False, True):
+            for speculate in (True, False):
+                text = engine.generate(
+                    ids % VOCAB,
+                    mask,
+                    max_new_tokens=NEW,
+                    do_sample=sampled,
+                    seed=5,
+                    speculate=speculate,
+                    eos_token_id=None,
+                )
+                name = f"{cache} {'sampled' if sampled else 'greedy'} {'drafts' if speculate else 'plain'}"
+                texts[name] = text.tolist()
+    return texts
+
+
+def main() -> None:
+    """Decode on this rank what the arguments name, and write the texts into a file of its own."""
+    folder, out, *jobs = sys.argv[1:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    texts = {job: decode(Path(folder), *job.split(":"), size) for job in jobs}
+    Path(out, f"{rank}.json").write_text(json.dumps(texts))
+
+
+if __name__ == "__main__":
+    main()
