@@ -20,6 +20,7 @@ from redrafter.engine.prompt_lookup import PromptLookup
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER
+from redrafter.parallel.launched import launched_processes
 from redrafter.target.target import Target
 
 __all__ = [
@@ -98,7 +99,7 @@ def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tupl
 
     Raises:
         ArgumentError: When it cannot be parsed, there is no draft model, or another flag sets one of these fields.
-        UnsupportedError: When it names several devices for one model.
+        UnsupportedError: When it names several devices for one model in one process.
     """
     text = draft.draft_target_model_config
     if text is None:
@@ -117,11 +118,15 @@ def apply_draft_target_config(options: LoadOptions, draft: DraftOptions) -> tupl
 _SET_BY_CONFIG = ("draft_len", "draft_device", "acceptance")
 
 
-def parse_draft_target_config(text: str) -> tuple[int, str, str, bool]:
+def parse_draft_target_config(text: str) -> tuple[int, str | None, str | None, bool]:
     """Parse the value of `--draft-target-model-config`, a list such as "[4,[0],[1],False]".
 
+    Where torchrun has started several processes, the target is on as many devices, and each process has the whole draft
+    model, so that it may be listed on any of them.
+
     Returns:
-        Draft length, device of the draft model, device of the target, and whether to accept by rejection sampling.
+        Draft length, device of the draft model, device of the target, and whether to accept by rejection sampling. A
+        device is None where each process has one of its own.
     """
     expected = (
         '--draft-target-model-config must look like "[4,[0],[1],False]": draft length, devices of the draft model, '
@@ -136,12 +141,25 @@ def parse_draft_target_config(text: str) -> tuple[int, str, str, bool]:
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ArgumentError(f"{expected}devices of the target, acceptance by odds; got {text!r}") from None
-    for name, indices in zip(("draft model", "target"), devices, strict=True):
-        if len(indices) > 1:
-            raise UnsupportedError(
-                f"--draft-target-model-config puts the {name} on {len(indices)} devices, which needs tensor "
-                "parallelism: that does not exist here yet; give one device each"
+    processes = launched_processes()
+    drafts_on, target_on = devices
+    if processes > 1:
+        if target_on != list(range(processes)) or not set(drafts_on) <= set(target_on):
+            raise ArgumentError(
+                f"torchrun has started {processes} processes, which share the target: --draft-target-model-config must "
+                f"have its devices as {list(range(processes))}, and the draft model's among these; got {text!r}"
             )
+        return draft_len, None, None, rejection_sampling
+    if len(target_on) > 1:
+        raise UnsupportedError(
+            f"--draft-target-model-config puts the target on {len(target_on)} devices, which is tensor parallelism: "
+            f"start the command with torchrun --nproc-per-node {len(target_on)} -m redrafter, or give one device"
+        )
+    if len(drafts_on) > 1:
+        raise UnsupportedError(
+            f"--draft-target-model-config puts the draft model on {len(drafts_on)} devices and the target on one, but "
+            "a draft model is never split: give one device"
+        )
     return draft_len, f"cuda:{devices[0][0]}", f"cuda:{devices[1][0]}", rejection_sampling
 
 
@@ -163,7 +181,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
     """
     use = {item.name: getattr(options, item.name) for item in fields(EngineOptions) if hasattr(options, item.name)}
     load: dict[str, Any] = {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
-    load["device"] = options.device
+    load["device"], load["tp_size"] = options.device, launched_processes()
     load["quantization"] = options.quantization if isinstance(model, str) else None
     if method == PLAIN:
         engine = Engine(bind(model, **load), PlainProposer(), EngineOptions(**use))
@@ -194,7 +212,7 @@ def load_engine(method: str, model: str | Target, options: LoadOptions, draft: D
         num_beams=options.num_beams,
         draft_len_per_beam=options.draft_len_per_beam,
         node_budget=options.node_budget,
-        tuning=None if options.tuning == "none" else options.tuning,
+        tuning=None if options.tuning == "none" or launched_processes() > 1 else options.tuning,
         draft_quantization=options.draft_quantization,
         **load,
         **use,

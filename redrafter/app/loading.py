@@ -24,6 +24,7 @@ from redrafter.files.checkpoint_kind import check_path
 from redrafter.measure.run import Run, timed_run
 from redrafter.measure.stopwatch import Stopwatch
 from redrafter.measure.workload import padded
+from redrafter.parallel.launched import launched_processes
 
 NO_DRAFT_OPTIONS = DraftOptions()
 PENALTY_OPTIONS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
@@ -55,6 +56,9 @@ def check_options(options: LoadOptions, draft: DraftOptions) -> tuple[str, LoadO
         if name is not None:
             check_path(name)
     options, draft = apply_draft_target_config(options, draft)
+    if launched_processes() > 1:  # each has a device of its own
+        _check_shared(options, draft)
+        return options.model or boxed_model(), options, draft
     if options.device is None:
         options = replace(options, device="cuda" if torch.cuda.is_available() else "cpu")
     for flag, device in (("device", options.device), ("draft-device", draft.draft_device)):
@@ -200,6 +204,16 @@ class ChatEncoder:
             raise ArgumentError(f"the chat template refuses: {first_line(error)}") from error
         assert isinstance(text, str)
         return self._tokenizer(text, add_special_tokens=False).input_ids
+
+
+def _check_shared(options: LoadOptions, draft: DraftOptions) -> None:
+    """Raise `ArgumentError` for options that processes which share a model cannot have."""
+    for flag, value in (("device", options.device), ("draft-device", draft.draft_device)):
+        if value is not None:
+            raise ArgumentError(f"--{flag} {value}: torchrun gives each process a device of its own; leave it out")
+    if options.tuning not in ("auto", "none"):
+        raise ArgumentError(f"--tuning {options.tuning} was measured in one process; leave it out under torchrun")
+    limit_threads("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _check_device(flag: str, device: str | None) -> None:

@@ -97,6 +97,7 @@ class StandingBatch:
         """Hold the rows of `batch` where they are."""
         lengths = [len(sequence.tokens) - 1 for sequence in batch.rows]
         self.batch, self.device, self.longest, self.tokens = batch, device, max(lengths), sum(lengths)
+        self._ranks = batch.target.ranks
         self.captured = batch.prepare_step()
         self.state, self.cache, self.sampler = self.captured.state, self.captured.cache, self.captured.sampler
         self._length, self._hidden = self.state.length.clone(), self.state.hidden.clone()
@@ -112,7 +113,7 @@ class StandingBatch:
 
     def step_ms(self) -> float:
         """Return the median time of the step in milliseconds."""
-        ms = median_ms(self.step, self.device, before=self.restore)
+        ms = median_ms(self.step, self.device, before=self.restore, ranks=self._ranks)
         self.restore()
         return ms
 
@@ -120,8 +121,8 @@ class StandingBatch:
         """Return the median time of `part`, which must change no state, in milliseconds; captured where the step is."""
         run = part
         if self.captured.graph is not None:
-            run = capture(part).replay
-        return median_ms(run, self.device)
+            run = capture(part, watched=self._ranks.size > 1).replay
+        return median_ms(run, self.device, ranks=self._ranks)
 
     def propose(self, proposer: Proposer) -> Callable[[], Tree]:
         """Return a function that proposes a tree for the step; its noise is drawn here, outside of what is timed."""

@@ -25,6 +25,7 @@ from redrafter.measure.picture import check_picture_folder
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
 from redrafter.measure.workload import Workload
+from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.target.target import Target
 
 __all__ = ["run"]
@@ -33,9 +34,13 @@ __all__ = ["run"]
 def run(args: argparse.Namespace) -> int:
     """Run the command: check the options, load the pair, measure, print the report."""
     if hasattr(args, "url"):
+        if launched_processes() > 1:
+            raise ArgumentError("--url measures servers from one process: start it without torchrun")
         return bench_server.run(args)
     _refuse_server_options(args)
     options, load = read_options(BenchOptions, args), read_options(LoadOptions, args)
+    if launched_processes() > 1:
+        options = _shared(options)
     check_names(options.against)
     if options.pad_to is not None and options.pad_to not in SHAPES:
         raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
@@ -88,6 +93,16 @@ def run(args: argparse.Namespace) -> int:
         ),
     )
     return report.finish()
+
+
+def _shared(options: BenchOptions) -> BenchOptions:
+    """Return the options of one of several processes that share a model, of which rank 0 alone writes files."""
+    for name in ("pad_to", "against"):
+        if getattr(options, name):
+            raise ArgumentError(
+                f"{flag(name)} measures a model in one process: leave it out, or start it without torchrun"
+            )
+    return options if process_rank() == 0 else replace(options, json=None, plots=None)
 
 
 def _refuse_server_options(args: argparse.Namespace) -> None:

@@ -20,6 +20,8 @@ from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.divergence import first_difference
 from redrafter.measure.facts import versions
 from redrafter.measure.run import Run
+from redrafter.parallel.launched import launched_processes
+from redrafter.parallel.ranks import Ranks, join_ranks
 from redrafter.scheduler.stats import Stats
 
 __all__ = ["run"]
@@ -177,7 +179,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
                 'no prompt: give one, as in `redrafter generate "Once upon a time"`, or --file, or pipe it in'
             )
         else:
-            prompts = [sys.stdin.read().removesuffix("\n")]
+            prompts = [_read_stdin().removesuffix("\n")]
         "".join(prompts).encode()  # fails for arguments that are not UTF-8, which the shell passes on
     except OSError as error:
         raise ArgumentError(f"cannot read {args.file or 'stdin'}: {error.strerror}") from error
@@ -186,6 +188,15 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     if not prompts or "" in prompts:
         raise ArgumentError("the prompt is empty")
     return prompts
+
+
+def _read_stdin() -> str:
+    """Return all of stdin, which processes of torchrun share: rank 0 reads it and tells the others."""
+    if launched_processes() == 1:
+        return sys.stdin.read()
+    join_ranks(launched_processes())
+    ranks = Ranks.of_world()
+    return ranks.from_first(sys.stdin.read() if ranks.rank == 0 else "")
 
 
 def _heading(row: int, rows: int, prompt: str) -> str:

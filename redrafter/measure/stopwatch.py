@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from redrafter.parallel.ranks import ALONE, Ranks
+
 __all__ = ["Stopwatch", "median_ms"]
 
 WARM_UP_CALLS = 2  # calls of `median_ms` that are not timed
@@ -50,13 +52,16 @@ def _nothing() -> None:
     pass
 
 
-def median_ms(run: Callable[[], Any], device: torch.device, before: Callable[[], Any] = _nothing) -> float:
+def median_ms(
+    run: Callable[[], Any], device: torch.device, before: Callable[[], Any] = _nothing, ranks: Ranks = ALONE
+) -> float:
     """Return the median time of a call in milliseconds, measured by CUDA events on a GPU.
 
     Args:
         run: The call to time.
         device: The device that it works on.
         before: Called ahead of each timed call, outside of its time.
+        ranks: The processes that make the call together, all of them as often.
     """
     for _ in range(WARM_UP_CALLS):
         before()
@@ -64,7 +69,9 @@ def median_ms(run: Callable[[], Any], device: torch.device, before: Callable[[],
     if device.type == "cuda":
         return _median_ms_by_events(run, before)
     seconds: list[float] = []
-    while len(seconds) < MIN_TIMED_CALLS or (len(seconds) < MAX_TIMED_CALLS and sum(seconds) < MAX_CPU_SECONDS):
+    while len(seconds) < MIN_TIMED_CALLS or ranks.from_first(
+        len(seconds) < MAX_TIMED_CALLS and sum(seconds) < MAX_CPU_SECONDS
+    ):
         before()
         with Stopwatch(device) as watch:
             run()

@@ -1,5 +1,6 @@
 """The processes that compute one model together, and what they tell each other."""
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,8 +11,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from redrafter.errors import ArgumentError, MismatchError, first_line
+from redrafter.parallel.launched import launched_processes
 
-__all__ = ["ALONE", "Ranks", "join_ranks", "launched_processes", "leave_ranks", "process_rank"]
+__all__ = ["ALONE", "Ranks", "join_ranks"]
 
 T = TypeVar("T")
 
@@ -96,16 +98,6 @@ class Ranks:
 ALONE = Ranks()
 
 
-def launched_processes() -> int:
-    """Return how many processes torchrun has started, of which this is one; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
-
-
-def process_rank() -> int:
-    """Return this process's number among those that torchrun has started; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0")) if launched_processes() > 1 else 0
-
-
 def join_ranks(size: int) -> None:
     """Open the lines between the processes that torchrun has started, unless they are open.
 
@@ -137,9 +129,10 @@ def join_ranks(size: int) -> None:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device)
     except (RuntimeError, ValueError) as error:
         raise ArgumentError(f"the {size} processes cannot reach each other: {first_line(error)}") from error
+    atexit.register(_leave_ranks)
 
 
-def leave_ranks() -> None:
-    """Close the lines between processes, if any are open."""
-    if dist.is_available() and dist.is_initialized():
+def _leave_ranks() -> None:
+    """Close the lines between the processes, if nobody has."""
+    if dist.is_initialized():
         dist.destroy_process_group()

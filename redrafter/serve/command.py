@@ -16,6 +16,7 @@ from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.parser import Parser
 from redrafter.app.program import run_command
 from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.parallel.launched import process_rank
 from redrafter.serve.config import LIMIT_OPTIONS, ServeOptions, config_beside, read_config
 from redrafter.serve.engine_process.loading import LoadEngine
 from redrafter.serve.engine_process.start import EngineProcess
@@ -99,7 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(_shown(options) | asdict(load) | asdict(draft) | asdict(replicas), indent=2))
             return 0
         _check_dependencies()
-        return _serve_on_ray(options, load, draft, replicas) if replicas.ray else _serve(options, load, draft)
+        if replicas.ray:
+            return _serve_on_ray(options, load, draft, replicas)
+        if process_rank() > 0:
+            return _follow(LoadEngine(options, load, draft))
+        return _serve(options, load, draft)
 
     return run_command(run)
 
@@ -158,6 +163,13 @@ def _serve_on_ray(options: ServeOptions, load: LoadOptions, draft: DraftOptions,
         _LOG.error("%s", " ".join(str(error).split()))
         return 2
     return 0
+
+
+def _follow(request: LoadEngine) -> int:
+    """Run the part of the engine that another rank than 0 has: without a server, and told by rank 0 what to do."""
+    from redrafter.serve.engine_process.shared_worker import follow
+
+    return follow(request)
 
 
 def _shown(options: ServeOptions) -> dict[str, Any]:

@@ -499,13 +499,33 @@ def test_devices_are_a_list(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "whose"), [("[4,[0,1],[0],False]", "the draft model on 2"), ("[4,[0],[0,1,2],False]", "the target on 3")]
+    ("text", "said"),
+    [("[4,[0,1],[0],False]", "a draft model is never split"), ("[4,[0],[0,1,2],False]", "torchrun --nproc-per-node 3")],
 )
-def test_several_devices_for_one_model_are_not_there_yet(folder, capsys, text, whose):
+def test_one_process_has_no_model_on_several_devices(folder, capsys, text, said):
     names = ("--model", str(folder / "base"), "--draft-model", str(folder / "small"))
-    err = fails(capsys, "generate", *names, "--draft-target-model-config", text, "ja")
-    assert whose in err
-    assert "tensor parallelism" in err
+    assert said in fails(capsys, "generate", *names, "--draft-target-model-config", text, "ja")
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """Let commands believe that torchrun has started two processes."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+
+@pytest.mark.parametrize("text", ["[4,[0],[0,1],False]", "[4,[0,1],[0,1],False]"])
+def test_processes_share_the_target_and_have_a_draft_model_each(two_processes, text):
+    options, draft = apply_draft_target_config(
+        LoadOptions(), DraftOptions(draft_model="d", draft_target_model_config=text)
+    )
+    assert (options.device, draft.draft_device, draft.draft_len) == (None, None, 4)
+
+
+@pytest.mark.parametrize("text", ["[4,[0],[1],False]", "[4,[2],[0,1],False]", "[4,[0],[0,1,2],False]"])
+def test_processes_must_be_those_of_the_target(two_processes, text):
+    with pytest.raises(ArgumentError, match="must have its devices as"):
+        apply_draft_target_config(LoadOptions(), DraftOptions(draft_model="d", draft_target_model_config=text))
 
 
 @pytest.mark.parametrize("flag", ["--draft-len=3", "--device=cpu", "--draft-device=cpu", "--acceptance=match"])

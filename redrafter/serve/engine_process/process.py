@@ -16,7 +16,7 @@ from contextlib import suppress
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.program import run_command
-from redrafter.errors import ReDrafterError
+from redrafter.errors import ReDrafterError, UnsupportedError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.scheduler import Scheduler
@@ -25,6 +25,7 @@ from redrafter.serve.engine_process.engine import ServedEngine, load_pair
 from redrafter.serve.engine_process.grammars import Grammars
 from redrafter.serve.engine_process.loading import LoadEngine, LoadFailed
 from redrafter.serve.engine_process.messages import AdaptersChanged, Cancel, ChangeAdapters, Refused, Submit
+from redrafter.serve.engine_process.shared_worker import SharedWorker
 from redrafter.serve.engine_process.worker import Worker
 from redrafter.serve.log import start_logging
 
@@ -34,6 +35,10 @@ _LOG = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0  # for which a last message may take to be sent
 ORPHAN_SECONDS = 2.0  # after which the process is ended by force once its server is gone
+_NO_GRAMMARS = (
+    "this server's model is shared by several processes, which follow no grammars yet (response_format, tools and "
+    "guided_* fields): leave them out, or start the server without torchrun"
+)
 
 
 def main(descriptor: int) -> None:
@@ -104,7 +109,9 @@ class _EngineServer:
         self._done = asyncio.Event()
         self._line_ended = False
         self._loop = asyncio.get_running_loop()
-        self._worker = Worker(scheduler, channel.send, lambda: self._call(self._done.set))
+        self._shared = scheduler.engine.target.ranks.size > 1
+        lines = scheduler, channel.send, self._end
+        self._worker = SharedWorker(*lines, self._refuse) if self._shared else Worker(*lines)
         self._changing: set[asyncio.Task[None]] = set()
         self._compiling: dict[tuple[int, ...], asyncio.Task[None]] = {}  # by the numbers of a request's texts
 
@@ -117,13 +124,17 @@ class _EngineServer:
         self._channel.close(FLUSH_SECONDS)
         return 0 if self._line_ended else 1
 
+    def _end(self) -> None:
+        """Let `run` return, from another thread."""
+        self._call(self._done.set)
+
     def _receive(self) -> None:
         """Hand messages to the event loop, in a thread of their own."""
         with suppress(EOFError):
             while True:
                 self._call(self._handle, self._channel.receive())
         self._line_ended = True
-        self._call(self._done.set)
+        self._end()
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in the event loop, from another thread; do nothing if the loop has ended."""
@@ -139,6 +150,8 @@ class _EngineServer:
             task.add_done_callback(self._changing.discard)
         elif message.grammar is None:
             self._submit(message, None)
+        elif self._shared:
+            self._refuse(message, UnsupportedError(_NO_GRAMMARS))
         else:
             task = asyncio.ensure_future(self._compile(message, message.grammar))
             self._compiling[message.numbers] = task

@@ -130,11 +130,8 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                if self.scheduler.idle:
-                    self._work.wait()
-                    self._work.clear()
-                else:
+            while self._work_on():
+                if not self.scheduler.idle:
                     self.scheduler.read()
                     self._report()  # a first token does not wait for the step
                     self.scheduler.step()
@@ -146,6 +143,13 @@ class Worker:
             _LOG.exception("the engine failed: nothing is served any more")
         finally:  # no reader may wait for a thread that is gone
             self._on_end()
+
+    def _work_on(self) -> bool:
+        """Wait for work, and return whether to go on."""
+        if self.scheduler.idle and not self._stopping:
+            self._work.wait()
+            self._work.clear()
+        return not self._stopping
 
     def _report(self) -> None:
         """Send what was written since the last call."""

@@ -1,0 +1,15 @@
+"""What torchrun says to the processes that it has started. This module imports no torch."""
+
+import os
+
+__all__ = ["launched_processes", "process_rank"]
+
+
+def launched_processes() -> int:
+    """Return how many processes torchrun has started, of which this is one; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+
+
+def process_rank() -> int:
+    """Return this process's number among those that torchrun has started; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0")) if launched_processes() > 1 else 0
