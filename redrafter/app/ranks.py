@@ -18,7 +18,7 @@ __all__ = ["run_rank"]
 
 SHARED_COMMANDS = ("generate", "serve", "bench")  # those that torchrun may start in several processes
 # For which a process leaves it to rank 0 to say what is wrong. If it does, torchrun ends this process meanwhile.
-SILENT_SECONDS = 5.0
+SILENT_SECONDS = 15.0
 
 
 def run_rank(name: str, command: Callable[[], int]) -> int:

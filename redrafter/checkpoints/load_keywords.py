@@ -58,12 +58,14 @@ def check_reserved_keywords(keywords: Mapping[str, Any]) -> None:
     """Refuse keyword arguments of transformers that this library sets itself or has another name for.
 
     Raises:
-        ArgumentError: If `torch_dtype` or `output_loading_info` is given.
+        ArgumentError: If `torch_dtype`, `output_loading_info` or `drafter_tp_size` is given.
     """
     if "torch_dtype" in keywords:
         raise ArgumentError(f"from_pretrained() takes dtype={keywords['torch_dtype']!r} for torch_dtype")
     if "output_loading_info" in keywords:
         raise ArgumentError("from_pretrained() returns an engine alone: leave out output_loading_info")
+    if "drafter_tp_size" in keywords:
+        raise ArgumentError("what drafts is whole in every process that shares the target: leave out drafter_tp_size")
 
 
 def check_no_load_keywords(keywords: Mapping[str, Any]) -> None:

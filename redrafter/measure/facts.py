@@ -40,6 +40,7 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
         "temperature": work.temperature,
         "max_new_tokens": work.max_new_tokens,
         "prompt_tokens": {"prompts": len(lengths), "shortest": min(lengths), "longest": max(lengths)},
+        "processes": target.ranks.size,
         "captured_steps": target.varlen.ok,
         "why_not_captured": target.varlen.reason,
         "tuned": engine.tuning is not None,

@@ -11,6 +11,8 @@ import httpx
 import pytest
 import torch
 
+from helpers.ranks import launch
+
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
@@ -32,13 +34,14 @@ class Program:
     ready_word = "curl"  # in the line that says that it serves
     start_seconds, end_seconds = 60.0, 30.0
 
-    def __init__(self, *more: str):
-        words = [sys.executable, "-m", "redrafter", "serve", "--port", "0", *more]
+    def __init__(self, *more: str, ranks: int = 1):
+        words = ["redrafter", "serve", "--port", "0", *more]
+        words = [sys.executable, "-m", *words] if ranks == 1 else launch(ranks, *words, module=True)
         self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self._listening = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
-        assert self._listening.wait(self.start_seconds), self.log
+        assert self._listening.wait(self.start_seconds * ranks), self.log
         assert hasattr(self, "url"), self.log
         while not self.healthy:
             assert self.process.poll() is None, self.log  # it may refuse its model after it has begun to listen

@@ -1,0 +1,45 @@
+"""What a model that ranks share is not used for, each refused by name."""
+
+import pytest
+
+from helpers.models import tiny_model
+from redrafter import UnsupportedError
+from redrafter.parallel.ranks import Ranks
+from redrafter.target.target import Target
+
+
+@pytest.fixture
+def shared() -> Target:
+    """A target that believes that another rank has a part of it."""
+    target = Target(tiny_model("llama"))
+    target.ranks = Ranks(rank=0, size=2)
+    return target
+
+
+def test_adapters(shared):
+    with pytest.raises(UnsupportedError, match=r"poems is an adapter, .* tensor parallelism"):
+        shared.load_adapter("poems", None, 1, 8)
+
+
+def test_batch_invariance(shared):
+    with pytest.raises(UnsupportedError, match="tensor parallelism"):
+        shared.make_batch_invariant()
+
+
+def test_images(shared):
+    shared.image_arguments = frozenset({"pixel_values"})
+    assert "tensor parallelism" in shared.images.reason
+
+
+def test_recurrent_states(monkeypatch):
+    monkeypatch.setattr("redrafter.target.target.use_local_shards", lambda model: Ranks(rank=0, size=2))
+    with pytest.raises(UnsupportedError, match=r"recurrent states, .* tensor parallelism"):
+        Target(tiny_model("mamba", num_hidden_layers=1, state_size=4))
+
+
+def test_quantised_weights(monkeypatch):
+    monkeypatch.setattr("redrafter.target.target.use_local_shards", lambda model: Ranks(rank=0, size=2))
+    model = tiny_model("llama")
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(UnsupportedError, match=r"is quantised, .* tensor parallelism"):
+        Target(model)

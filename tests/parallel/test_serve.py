@@ -1,0 +1,74 @@
+"""A server whose model two ranks share, compared with one process."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from helpers.processes import soon
+from helpers.serving import Program, offline, text_of
+from redrafter import ReDrafter
+
+pytestmark = pytest.mark.slow
+NEW = 30
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[Program]:
+    program = Program(str(folder / "merged"), "--dtype", "float32", "--max-batch-size", "4", ranks=2)
+    yield program
+    program.end()
+
+
+@pytest.fixture(scope="module")
+def pair(folder) -> tuple:
+    return ReDrafter.from_pretrained(folder / "merged"), AutoTokenizer.from_pretrained(folder / "merged")
+
+
+def ask(server: Program, prompt: str, **fields: object) -> httpx.Response:
+    body = {"model": "merged", "prompt": prompt, "max_tokens": NEW} | fields
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_concurrent_requests_get_the_texts_of_one_process(server, pair, temperature):
+    prompts = [f"{number} € für" for number in range(10)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: ask(server, prompt, seed=7, temperature=temperature), prompts))
+    texts = [answer.json()["choices"][0]["text"] for answer in answers]
+    settings = {"do_sample": True, "seed": 7} if temperature else {"do_sample": False}
+    assert texts == [text_of(pair, offline(pair, prompt, NEW, **settings)) for prompt in prompts]
+
+
+def test_a_client_that_goes_stops_nothing(server):
+    with httpx.stream(
+        "POST",
+        f"{server.url}/v1/completions",
+        json={"model": "merged", "prompt": "ja", "max_tokens": 100, "stream": True},
+        timeout=60,
+    ) as answer:
+        next(answer.iter_lines())
+    server.wait_until_idle()
+    assert ask(server, "ja").status_code == 200
+
+
+def test_a_request_that_cannot_be_served_is_refused_alone(server):
+    assert ask(server, "ja" * 200).status_code == 400
+    assert ask(server, "ja").status_code == 200
+
+
+def test_grammars_are_refused_by_name(server):
+    answer = ask(server, "ja", structured_outputs={"choice": ["ja", "nein"]})
+    assert answer.status_code == 501
+    assert "follow no grammars" in answer.json()["error"]["message"]
+
+
+def test_it_ends_its_texts_when_torchrun_is_ended(folder):
+    program = Program(str(folder / "merged"), ranks=2)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, program, "ja", max_tokens=100)
+        assert soon(lambda: answer.done() or program.metrics()["vllm:num_requests_running"])
+        program.end()
+        assert answer.result().status_code == 200
