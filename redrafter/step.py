@@ -10,6 +10,7 @@ proposer fix all of them and nothing here reads a value on the host, so a step c
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.proposer import Proposer, State
+from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
@@ -102,7 +104,7 @@ def step(
     """
     # 1. Draft. The root of the tree is the pending token. The drafter sees the noise that the target will draw with.
     noise = sampler.noise(state.length + 1, proposer.depth + 1)  # [B, K+1, V]
-    tree = proposer.propose(state, sampler, noise, cache, draft_cache)  # [B, N]
+    tree = _of_first_rank(proposer.propose(state, sampler, noise, cache, draft_cache), target.ranks)  # [B, N]
 
     # 2. Verify. One forward computes the target's logits and hidden states at all nodes.
     chunk_ends: ChunkEnds | None = None
@@ -118,6 +120,7 @@ def step(
         drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
+    [drawn] = target.ranks.of_first(drawn)
 
     # 4. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
     #    Never accepted: drafts past a length where the target's rope changes, and those of rows that decode plainly.
@@ -207,7 +210,7 @@ def read_draft_prompts(
 
 
 def draw_first_tokens(
-    tokens: Tensor, prompt: Tensor, logits: Tensor, hidden: Tensor, window: int, sampler: Sampler
+    tokens: Tensor, prompt: Tensor, logits: Tensor, hidden: Tensor, window: int, sampler: Sampler, ranks: Ranks = ALONE
 ) -> tuple[State, StepOutput]:
     """Draw the first token of each row whose prompt has been read.
 
@@ -218,6 +221,7 @@ def draw_first_tokens(
         hidden: The target's hidden state at the last prompt token, `[B, F]`.
         window: Slots per row that attention reads (`KVCache.window`).
         sampler: How each row draws.
+        ranks: The processes that draw the same.
 
     Returns:
         The state before the first step, and the first tokens.
@@ -225,11 +229,21 @@ def draw_first_tokens(
     before = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
     tree = chain(before.pending)  # [B, 1], the last prompt token
     scores = sampler.scores(logits[:, None], _prefixes(before, tree, sampler, window))  # [B, 1, V]
-    drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
+    [drawn] = ranks.of_first(sampler.draw(scores, sampler.noise(prompt, 1), tree.depth))  # [B, 1]
     path = accept(tree, drawn, max_depth=0)
     return _advance(before, drawn, path, hidden[:, None]), StepOutput(
         drawn, path, 0, _drafted(tree), logits[:, None], scores
     )
+
+
+def _of_first_rank(tree: Tree, ranks: Ranks) -> Tree:
+    """Return the tree that rank 0 drafted. Every rank drafts, and where two drafts are alike may choose another one."""
+    if ranks.size == 1 or not tree.levels:
+        return tree
+    names = ("tokens", "parents", "depth", "slots", "draft_length", "counts", "ancestors")
+    own = {name: x for name in names if (x := getattr(tree, name)) is not None}
+    drafted: dict[str, Any] = dict(zip(own, ranks.of_first(*own.values()), strict=True))
+    return replace(tree, **drafted)
 
 
 def _commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None:

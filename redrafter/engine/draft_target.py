@@ -99,7 +99,7 @@ class DraftTarget(Engine):
                 length,
                 node_count(node_budget, num_beams, length, target.device),
                 sampled=self.rejection_sampling,
-                confidence=self._doubt if adaptive and not captured else None,
+                confidence=self._doubt if adaptive and not captured and target.ranks.size == 1 else None,
                 vocabulary=vocabulary,
             )
             for length in sorted(lengths)

@@ -41,7 +41,9 @@ class Ranks:
     @classmethod
     def of_world(cls) -> "Ranks":
         """Return all processes of torch.distributed. Collective: call it on every rank."""
-        return cls(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, dist.new_group(backend="gloo"))
+        return cls(
+            dist.get_rank(), dist.get_world_size(), dist.group.WORLD, dist.new_group(backend="gloo", timeout=TIMEOUT)
+        )
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of every rank's `x`, of any shape, with the same bits on all of them."""
@@ -56,6 +58,21 @@ class Ranks:
         gathered = _OPS.all_gather_into_tensor(x.contiguous()[None], self.size, self.group.group_name)
         parts = _OPS.wait_tensor(gathered)
         return parts.movedim(0, -2).flatten(-2)  # [size, ..., N] to [..., size * N]
+
+    def of_first(self, *tensors: Tensor) -> list[Tensor]:
+        """Return rank 0's tensors, which have the same shapes and dtypes on every rank, in one message."""
+        if self.size == 1:
+            return list(tensors)
+        # The widest dtype first, so that each tensor begins at a multiple of its width.
+        order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
+        packed = torch.cat([tensors[index].contiguous().view(-1).view(torch.uint8) for index in order])
+        packed = _OPS.wait_tensor(_OPS.broadcast(packed, 0, self.group.group_name))
+        parts = packed.split([tensors[index].nbytes for index in order])
+        received = {
+            index: part.view(tensors[index].dtype).view(tensors[index].shape)
+            for index, part in zip(order, parts, strict=True)
+        }
+        return [received[index] for index in range(len(tensors))]
 
     def from_first(self, value: T) -> T:
         """Return what rank 0 has as `value`, which must be picklable."""

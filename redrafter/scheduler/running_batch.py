@@ -162,7 +162,8 @@ class RunningBatch:
 
     def _draw_first_tokens(self, read: PrefilledRows) -> StepOutput:
         sampler, window = self.sampling.sampler_of(read.sequences), read.caches.target.window
-        return draw_first_tokens(read.tokens, read.lengths, read.logits, read.hidden, window, sampler)[1]
+        prompts = read.tokens, read.lengths, read.logits, read.hidden
+        return draw_first_tokens(*prompts, window, sampler, self.target.ranks)[1]
 
     def add(self, read: PrefilledRows, pending: Tensor) -> None:
         """Add rows for sequences whose committed tokens are in the cache.

@@ -64,6 +64,12 @@ def load_engine(folder: Path, kind: str, method: str, tp_size: int) -> Engine:
     ReDrafter.pauses = False
     if method == "drafter":
         return ReDrafter.from_pretrained(folder / kind, folder / "drafter", tuning=None, **load)
+    if method == "astray":  # every rank has a drafter of its own
+        drafter = tiny_drafter(vocab_size=VOCAB)
+        torch.manual_seed(int(os.environ.get("RANK", "0")))
+        for parameter in drafter.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        return ReDrafter.from_pretrained(folder / kind, drafter, tuning=None, **load)
     if method == "lookup":
         return PromptLookup.from_pretrained(folder / kind, **load)
     return DraftTarget.from_pretrained(folder / kind, folder / "draft", draft_len=3, **load)

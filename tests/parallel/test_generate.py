@@ -1,20 +1,28 @@
 """Texts of models that several ranks share, compared with those of one process, in double precision."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from helpers.ranks import decode, make_models, run_on_ranks
 
-JOBS = [
-    "llama:drafter",
-    "qwen3:drafter",
-    "gemma2:drafter",
-    "qwen3_moe:drafter",
-    "llama:draft model",
-    "llama:lookup",
-]
+# By number of ranks, what is decoded: an architecture and what drafts.
+JOBS = {
+    2: [
+        "llama:drafter",
+        "qwen3:drafter",
+        "gemma2:drafter",
+        "qwen3_moe:drafter",
+        "llama:draft model",
+        "llama:lookup",
+        "llama:astray",
+    ],
+    4: ["llama:drafter", "qwen3_moe:drafter", "llama:draft model"],
+}
+RUNS = [(ranks, job) for ranks, jobs in JOBS.items() for job in jobs]
 MODES = [
     f"{cache} {draws} {drafts}"
     for cache in ("dense", "paged")
@@ -27,33 +35,36 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    return make_models(tmp_path_factory.mktemp("models"), *{job.partition(":")[0] for job in JOBS})
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def texts(request, models, tmp_path_factory) -> list[dict]:
-    """The texts of every rank, by job and mode."""
-    ranks, out = request.param, tmp_path_factory.mktemp("texts")
-    jobs = JOBS if ranks == 2 else ["llama:drafter", "qwen3_moe:drafter", "llama:draft model"]
-    run = run_on_ranks(ranks, "helpers.ranks", models, out, *jobs, module=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return make_models(tmp_path_factory.mktemp("models"), *{job.partition(":")[0] for _, job in RUNS})
 
 
 @pytest.fixture(scope="module")
-def alone(models) -> dict:
-    """The texts of one process."""
-    return {job: decode(models, *job.split(":"), 1) for job in JOBS}
+def texts(models, tmp_path_factory) -> Callable[[int], list[dict]]:
+    """Return a function that gives the texts of every one of so many ranks, by job and mode."""
+
+    @cache
+    def run(ranks: int) -> list[dict]:
+        out = tmp_path_factory.mktemp("texts")
+        ended = run_on_ranks(ranks, "helpers.ranks", models, out, *JOBS[ranks], module=True)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(models) -> Callable[[str], dict]:
+    """Return a function that gives the texts of one process, by mode."""
+    return cache(lambda job: decode(models, *job.split(":"), 1))
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("job", JOBS)
-def test_ranks_write_what_one_process_writes(texts, alone, job, mode):
-    if job not in texts[0]:
-        pytest.skip("not run on so many ranks")
-    assert texts[0][job][mode] == alone[job][mode]
+@pytest.mark.parametrize(("ranks", "job"), RUNS)
+def test_ranks_write_what_one_process_writes(texts, alone, ranks, job, mode):
+    assert texts(ranks)[0][job][mode] == alone(job)[mode]
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_all_ranks_write_the_same(texts, job):
-    assert all(rank.get(job) == texts[0].get(job) for rank in texts)
+@pytest.mark.parametrize(("ranks", "job"), RUNS)
+def test_all_ranks_write_the_same(texts, ranks, job):
+    first, *others = (rank[job] for rank in texts(ranks))
+    assert all(other == first for other in others)
