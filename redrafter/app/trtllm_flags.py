@@ -110,6 +110,7 @@ _NO_ENGINE = "a Hugging Face model or a merged checkpoint: no engine is built"
 _NO_BEAM_SEARCH = "nothing: beam search cannot be drafted for exactly, and --num-beams is the drafter's"
 _NO_FILES = "--json, which prints texts and counts; generate(output_logits=True) in Python returns logits"
 _DRAFTING_FLAGS = "--drafter, --draft-model or --prompt-lookup: what drafts"
+_TORCHRUN = "torchrun --nproc-per-node N -m redrafter and the command: its processes share the model, without a flag"
 _EMBEDDING_LAYOUT = "each rank holds the whole embedding table"
 
 # Names have dashes between their words. Of a flag's meanings, a command takes the first that fits its options.
@@ -193,6 +194,8 @@ FLAGS: dict[str, tuple[FlagMeaning, ...]] = {
         Noted("long prompts are read in pieces; --no-chunked-context forbids it", "--no-chunked-context"),
     ),
     "--max-tokens-in-paged-kv-cache": (Refused("--kv-cache-free-gpu-memory-fraction X", RUNNING),),
+    "--tp-size": (Refused(_TORCHRUN, LOADING), Refused(_TORCHRUN, SERVING)),
+    "--tensor-parallel-size": (Refused(_TORCHRUN, LOADING), Refused(_TORCHRUN, SERVING)),
     "--use-py-session": (Noted("there is one session, in Python", RUNNING),),
     "--run-profiling": (Noted("speed is always printed; `redrafter bench` measures it", GENERATING),),
     "--log-level": (Noted("speed and tokens per step are always printed", GENERATING, word_count=1),),
