@@ -55,8 +55,9 @@ def _run_silently(command: Callable[[], int]) -> int:
     except Exception:
         time.sleep(SILENT_SECONDS)
         raise
-    if code:
+    if code == 2:
         time.sleep(SILENT_SECONDS)
+    if code:
         print_message(f"rank {process_rank()}", said.last)
     return code
 

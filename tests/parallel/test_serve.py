@@ -1,5 +1,7 @@
 """A server whose model two ranks share, compared with one process."""
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,7 +9,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from helpers.processes import soon
+from helpers.processes import children, soon
 from helpers.serving import Program, offline, text_of
 from redrafter import ReDrafter
 
@@ -61,7 +63,7 @@ def test_a_request_that_cannot_be_served_is_refused_alone(server):
 
 def test_grammars_are_refused_by_name(server):
     answer = ask(server, "ja", structured_outputs={"choice": ["ja", "nein"]})
-    assert answer.status_code == 501
+    assert answer.status_code == 400
     assert "follow no grammars" in answer.json()["error"]["message"]
 
 
@@ -72,3 +74,12 @@ def test_it_ends_its_texts_when_torchrun_is_ended(folder):
         assert soon(lambda: answer.done() or program.metrics()["vllm:num_requests_running"])
         program.end()
         assert answer.result().status_code == 200
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_server(folder, rank):
+    program = Program(str(folder / "merged"), ranks=2)
+    os.kill(sorted(children(program.process.pid))[rank], signal.SIGKILL)
+    assert program.process.wait(timeout=40) != 0
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{program.url}/health")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.program import run_command
-from redrafter.errors import ReDrafterError, UnsupportedError
+from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.scheduler import Scheduler
@@ -151,7 +151,7 @@ class _EngineServer:
         elif message.grammar is None:
             self._submit(message, None)
         elif self._shared:
-            self._refuse(message, UnsupportedError(_NO_GRAMMARS))
+            self._refuse(message, ArgumentError(_NO_GRAMMARS))
         else:
             task = asyncio.ensure_future(self._compile(message, message.grammar))
             self._compiling[message.numbers] = task
