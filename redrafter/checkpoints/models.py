@@ -88,7 +88,8 @@ def load_model(
     check_reserved_keywords(kwargs)
     if tp_size != 1:
         split_device(device)
-        check_splits(str(name), tp_size, trust_remote_code, kwargs)
+        quantized = quantization is not None or "quantization_config" in kwargs
+        check_splits(str(name), tp_size, trust_remote_code, kwargs, quantized=quantized)
         device, kwargs = None, kwargs | split_arguments(tp_size)
     try:
         loaded: Any = _auto_class(name, trust_remote_code, kwargs).from_pretrained(

@@ -27,7 +27,9 @@ def check_loaded_size(model: Any, tp_size: int) -> None:
         )
 
 
-def check_splits(name: str, tp_size: int, trust_remote_code: bool, kwargs: Mapping[str, Any]) -> None:
+def check_splits(
+    name: str, tp_size: int, trust_remote_code: bool, kwargs: Mapping[str, Any], *, quantized: bool = False
+) -> None:
     """Check that so many processes can share a model, and open the lines between them.
 
     Args:
@@ -35,6 +37,7 @@ def check_splits(name: str, tp_size: int, trust_remote_code: bool, kwargs: Mappi
         tp_size: Number of processes.
         trust_remote_code: Whether code in the checkpoint may run.
         kwargs: What else transformers is given.
+        quantized: Whether it is quantised while it is loaded.
 
     Raises:
         ArgumentError: There are other processes than that, or the model's heads cannot be shared by so many.
@@ -50,7 +53,7 @@ def check_splits(name: str, tp_size: int, trust_remote_code: bool, kwargs: Mappi
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub_options)
         except Exception as error:
             raise load_error("model", name, error) from error
-    _check_plan(config, tp_size, name, quantized="quantization_config" in kwargs)
+    _check_plan(config, tp_size, name, quantized=quantized)
     join_ranks(tp_size)
 
 

@@ -42,7 +42,7 @@ from redrafter.engine.request import Request, read_request
 from redrafter.engine.row_adapters import AdapterNames, row_adapters
 from redrafter.engine.row_seeds import Seed
 from redrafter.engine.streaming import ColumnStream, StepStreamer
-from redrafter.errors import ArgumentError, first_line
+from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.sampling.grammar_masks import check_grammars
 from redrafter.scheduler.cuda_graphs import MOST_ROWS, CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
@@ -84,6 +84,11 @@ class Engine:
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
         self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
+        if self.options.kv_host_cache_gib and target.ranks.size > 1:
+            raise UnsupportedError(
+                "kv_host_cache_gib (--kv-host-cache-gib) is not supported with tensor parallelism: leave it out, or "
+                "run in one process, without torchrun and tp_size"
+            )
         if self.options.batch_invariant:
             make_batch_invariant(target, proposer.model, compile=self.options.compile)
         use_kv_cache_dtype(target, proposer.model, self.options.kv_cache_dtype)

@@ -68,6 +68,11 @@ def test_a_quantised_model_is_refused(model):
         check_splits(str(model), 2, False, {"config": config})
 
 
+def test_a_model_is_not_quantised_in_parts(model):
+    with pytest.raises(UnsupportedError, match="quantised"):
+        PromptLookup.from_pretrained(model, tp_size=2, quantization="fp8")
+
+
 def test_a_loaded_model_cannot_be_split_any_more(llama):
     with pytest.raises(ArgumentError, match="loaded already, whole"):
         check_loaded_size(llama, 2)

@@ -3,7 +3,7 @@
 import pytest
 
 from helpers.models import tiny_model
-from redrafter import UnsupportedError
+from redrafter import PromptLookup, UnsupportedError
 from redrafter.parallel.ranks import Ranks
 from redrafter.target.target import Target
 
@@ -24,6 +24,11 @@ def test_adapters(shared):
 def test_batch_invariance(shared):
     with pytest.raises(UnsupportedError, match="tensor parallelism"):
         shared.make_batch_invariant()
+
+
+def test_prefixes_on_the_host(shared):
+    with pytest.raises(UnsupportedError, match=r"kv_host_cache_gib .* tensor parallelism"):
+        PromptLookup.from_pretrained(shared, kv_host_cache_gib=1)
 
 
 def test_images(shared):
