@@ -110,11 +110,11 @@ class ReDrafter(Engine):
         max_batch_size: int = EngineOptions.max_batch_size,
         compile: bool = EngineOptions.compile,
         batch_invariant: bool = EngineOptions.batch_invariant,
-        kv_cache_dtype: str = EngineOptions.kv_cache_dtype,
         adapters: Mapping[str, str | Path] | None = None,
         max_loras: int = EngineOptions.max_loras,
         max_lora_rank: int = EngineOptions.max_lora_rank,
         kv_host_cache_gib: float = EngineOptions.kv_host_cache_gib,
+        kv_cache_dtype: str = EngineOptions.kv_cache_dtype,
         **model_kwargs: Any,
     ) -> "ReDrafter":
         """Load a target and its drafter; both may be a hub id, a directory or a loaded object.
@@ -143,11 +143,11 @@ class ReDrafter(Engine):
             max_batch_size: See `EngineOptions`.
             compile: See `EngineOptions`.
             batch_invariant: See `EngineOptions`.
-            kv_cache_dtype: See `EngineOptions`.
             adapters: LoRA adapters to load: names, and the directories that PEFT's `save_pretrained` wrote.
             max_loras: See `EngineOptions`.
             max_lora_rank: See `EngineOptions`.
             kv_host_cache_gib: See `EngineOptions`.
+            kv_cache_dtype: See `EngineOptions`.
             model_kwargs: For `AutoModelForCausalLM`.
 
         Raises:

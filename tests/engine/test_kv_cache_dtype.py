@@ -194,7 +194,7 @@ def test_all_engines_take_it_as_an_argument():
 def test_a_bfloat16_cache_holds_half_as_many_tokens(monkeypatch, name, times):
     target = tiny_target(dtype=torch.bfloat16)
     block = KVCachePool.block_bytes(target.paged_shapes)
-    monkeypatch.setattr(paged_cache, "_free_memory", lambda device: 50 * block)
+    monkeypatch.setattr(paged_cache, "_free_memory", lambda *_: 50 * block)
     options = EngineOptions(kv_cache_dtype=name, kv_cache_free_gpu_memory_fraction=1.0)
     graphs = engine_of(target, options=options).make_graphs(rows=100)
     assert graphs.store.num_blocks == times * 50
