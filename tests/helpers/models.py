@@ -113,6 +113,15 @@ def uneven_batch(rows: int = 4, longest: int = 11, seed: int = 1) -> tuple[Tenso
     return ids * mask, mask
 
 
+def prompts_of(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Return left-padded prompts of these lengths and their mask."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    mask = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, -length:] = 1
+    return torch.randint(3, VOCAB, mask.shape, generator=generator) * mask, mask
+
+
 @dataclass
 class Scripted:
     """A proposer of `beams` x `depth` trees whose first beam follows a script.

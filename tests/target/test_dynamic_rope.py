@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
 
-from helpers.models import VOCAB, paged, scripted_engine, tiny_drafter, tiny_model, with_tree
+from helpers.models import paged, prompts_of, scripted_engine, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import launch_ahead, make_sequence, nothing_is_held, run, scheduler
 from redrafter import ArgumentError, Engine
 from redrafter.attention.tree_attention import tree_attention
@@ -28,15 +28,6 @@ def growing_model(family: str) -> PreTrainedModel:
     """Return a tiny model whose rope changes past `FIRST` tokens, and that never ends a text."""
     rope = deepcopy(FAMILIES[family])
     return tiny_model(family, rope_parameters=rope, max_position_embeddings=FIRST, eos_token_id=None)
-
-
-def prompts_of(lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Return left-padded prompts of these lengths and their mask."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    mask = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    for row, length in enumerate(lengths):
-        mask[row, -length:] = 1
-    return torch.randint(3, VOCAB, mask.shape, generator=generator) * mask, mask
 
 
 def alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, count: int = NEW) -> Tensor:

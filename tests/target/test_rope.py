@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Phi3ForCausalLM, PreTrainedModel
 
 from helpers.adapters import adapted
-from helpers.models import VOCAB, paged, scripted_engine, tiny_drafter, tiny_model, with_tree
+from helpers.models import paged, prompts_of, scripted_engine, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import launch_ahead, make_sequence, run, scheduler
 from redrafter import ArgumentError, Engine
 from redrafter.scheduler.sequence import SamplingParams
@@ -44,15 +44,6 @@ LENGTHS = {"short": [9, 30], "long": [90, 70], "crossing": [50, 62, AT, AT - 1],
 def switching_model(family: str) -> PreTrainedModel:
     """Return a tiny model whose rope switches at `AT` tokens, and that never ends a text."""
     return tiny_model(family, **deepcopy(LONGROPE), **FAMILIES.get(family, {}), eos_token_id=None)
-
-
-def prompts_of(lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Return left-padded prompts of these lengths and their mask."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    mask = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    for row, length in enumerate(lengths):
-        mask[row, -length:] = 1
-    return torch.randint(3, VOCAB, mask.shape, generator=generator) * mask, mask
 
 
 def alone(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
