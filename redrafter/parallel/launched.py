@@ -1,4 +1,4 @@
-"""What torchrun says to the processes that it has started. This module imports no torch."""
+"""Read from the environment which of torchrun's processes this one is. This module imports no torch."""
 
 import os
 

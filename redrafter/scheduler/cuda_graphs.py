@@ -31,9 +31,7 @@ from redrafter.tree.token_tree import chain
 __all__ = ["MOST_ROWS", "CUDAGraphRunner", "CapturedStep", "PendingReport", "bucket", "capture", "new_state", "prepare"]
 
 _LOG = logging.getLogger(__name__)
-MAX_TEXT_TOKENS = (
-    32768  # of the texts that the cache has room for in all rows; a longer one may have the room of others
-)
+MAX_TEXT_TOKENS = 32768  # of a text in each row for which the cache has room; a longer one takes that of others
 MOST_ROWS = 64  # rows of such texts that the paged cache has room for, where memory allows
 MAX_RECOMPILES = 64  # of one function, before torch.compile gives up on it
 EXTRA_SLOTS = 256  # of a row beyond its text: the tree, and what a last step overshoots

@@ -24,7 +24,7 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """How many images a request may have, and how large.
+    """The most images that a request may have, and the most bytes and pixels of them.
 
     Attributes:
         count: Images of a request.

@@ -42,7 +42,7 @@ class ChatTemplate:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template reads the content of a message as a list of parts, and of no text that is no part."""
+        """Whether the template reads content as a list of parts alone, and leaves out a plain text."""
         probe = "a text to look for"
         try:
             return probe not in self.render([{"role": "user", "content": probe}], None, add_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""What every request passes before its route: the log, access control, and limits of bodies."""
+"""Guards that every request passes before its route: the log, access control, and limits of bodies."""
 
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.applications import Starlette

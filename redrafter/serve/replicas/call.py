@@ -1,4 +1,4 @@
-"""What a router and a replica say to each other: a request, and the answer to it in parts."""
+"""The messages between a router and a replica: a request goes one way, its answer comes back in parts."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ class AnswerStart(NamedTuple):
 
 
 class AnswerPart(NamedTuple):
-    """What an answer has gained: in the first part its start, and bytes of the body."""
+    """A part of an answer: bytes of its body and, in the first part, its start."""
 
     start: AnswerStart | None
     body: bytes

@@ -11,7 +11,7 @@ __all__ = ["ReplicaOptions", "check_replicated"]
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How many replicas of a server Ray Serve runs, and on what."""
+    """Options of `redrafter serve --ray`: how many replicas run, and what each of them is given."""
 
     ray: bool = option(False, "serve replicas of the model on Ray Serve: pip install 'redrafter[serve,ray]'")
     ray_address: str | None = option(

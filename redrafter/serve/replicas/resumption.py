@@ -49,7 +49,7 @@ class SentStream:
 
 
 class _Resumption:
-    """What is left out of a stream because its client has it."""
+    """The part of a resumed stream that is left out, because the client has it."""
 
     def __init__(self, sent: bytes):
         self._left: dict[tuple[int, str], str] = {}  # text that is still to be left out, by choice and channel
