@@ -8,6 +8,8 @@ al. 2023). Rows may have unequal numbers of nodes: programs of tiles that a row 
 Chunks of prompts that are read beside the trees are rows of a second launch, in which every token sees all before it.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,33 +20,42 @@ from redrafter.kernels.cache_format import largest_number
 from redrafter.kernels.cache_tiles import from_cache, round_trip, to_cache
 from redrafter.kernels.launch import supports_dependent_launch
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
+from redrafter.kernels.widening import widening_assembly
 
 __all__ = ["tree_attention"]
 
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
-NUM_WARPS = 4  # never 8: Triton 3.6 then pipelines these loops into a race (wrong in 1 of 3 rows of a prompt)
-LONG_CONTEXT_TOKENS = 8192  # for longer rows, larger tiles are faster
+SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging splits costs more than a split saves
+LONG_CONTEXT_TOKENS = 8192  # for longer rows, splits are added and tiles suit the memory
 MAX_SPLIT_TOKENS = 8192  # of a row beside others; one program would take as long as all others together
 MIN_SPLIT_TOKENS = 512  # of a row where splits are made for longer ones
 MAX_PART_NUMBERS = 1 << 26  # float32 numbers that all splits find: 256 MiB
 LOG2E = tl.constexpr(1.4426950408889634)
+NODE_STAGES = tl.constexpr(1)  # a tree has few tiles; more would take shared memory from the committed tokens
+STORED = tl.constexpr(16)  # new tokens that a program stores at once
 
 
 @triton.jit
-def _scaled_scores(q, k, scale, SOFTCAP: tl.constexpr):
-    """Return the scores `[M, S]` divided by ln 2, so that `exp2` of them is `exp` of the scores."""
+def _scores(q, k, scale, SOFTCAP: tl.constexpr):
+    """Return the scores `[M, S]`, which become natural ones by `_unit`."""
     x = tl.dot(q, k, input_precision="ieee")
     if SOFTCAP > 0:
-        return SOFTCAP * (2 * tl.sigmoid(2 * scale / SOFTCAP * x) - 1) * LOG2E  # tanh
-    return x * (scale * LOG2E)
+        x = SOFTCAP * (2 * tl.sigmoid(2 * scale / SOFTCAP * x) - 1)  # tanh
+    return x
 
 
 @triton.jit
-def _update_softmax(scores, v, top, total, acc):
+def _unit(scale, SOFTCAP: tl.constexpr):
+    """Return what to multiply `_scores` by, so that `exp2` of them is `exp` of the natural scores."""
+    return LOG2E if SOFTCAP > 0 else scale * LOG2E
+
+
+@triton.jit
+def _update_softmax(scores, unit, v, top, total, acc):
     """Add one tile of keys to an online softmax."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    new_top = tl.maximum(top, tl.max(scores, 1) * unit)
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - anchor[:, None])
+    weights = tl.exp2(scores * unit - anchor[:, None])
     shrink = tl.exp2(top - anchor)
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
@@ -63,33 +74,68 @@ def _is_near(position, other, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _blocks_of_tile(TABLE, start, end, BLOCK_S: tl.constexpr, PAGE: tl.constexpr):
+    """Return the block of each token of a tile, 0 for those from `end` on.
+
+    The table is read block by block. Read as a tile, it would be copied asynchronously as keys and values are; copies
+    end in their order, so to wait for the last blocks would be to wait for all keys and values under way.
+    """
+    within = tl.arange(0, BLOCK_S) // PAGE
+    block = tl.zeros([BLOCK_S], tl.int32)
+    for i in tl.static_range(BLOCK_S // PAGE):
+        first = start + i * PAGE
+        block = tl.where(within == i, tl.load(TABLE + first // PAGE, first < end, 0), block)
+    return block
+
+
+@triton.jit
 def _attend_committed(
-    q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE, cache_k, cache_v, head, scale,
+    q, block, start, high, n, depth, unit, top, total, acc, KEYS, VALUES, cache_k, cache_v, scale,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, LARGEST: tl.constexpr,
-    MASKED: tl.constexpr,
+    WIDEN: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one tile of committed tokens; where all are seen, only the last tile of a split is masked."""
+    """Attend to one tile of committed tokens of one head; where all are seen, only the last tile is masked."""
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
     s = start + tl.arange(0, BLOCK_S)
+    slot = block * PAGE + s % PAGE
+    if WIDE:
+        slot = slot.to(tl.int64)
+    k_at, v_at = KEYS + (slot * cache_k + dk[:, None]), VALUES + (slot[:, None] * cache_v + dv)
     if MASKED:
         inside = s < high
-        page = tl.load(TABLE + s // PAGE, inside, 0).to(tl.int64)
-        slot = page * PAGE + s % PAGE
-        k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], inside & (dk[:, None] < DK), 0.0)
-        v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, inside[:, None] & (dv < DV), 0.0)
+        k = tl.load(k_at, inside & (dk[:, None] < DK), 0.0)
+        v = tl.load(v_at, inside[:, None] & (dv < DV), 0.0)
         visible = inside[None, :]
         if WINDOW > 0 or CHUNK > 0:
             visible = visible & _is_near(n + depth[:, None], s[None, :], WINDOW, CHUNK)
-        k = from_cache(k, q, LARGEST)
-        x = tl.where(visible, _scaled_scores(q, k, scale, SOFTCAP), float("-inf"))
+        x = _scores(q, from_cache(k, q, LARGEST, WIDEN), scale, SOFTCAP)
+        x = tl.where(visible, x, float("-inf"))
     else:
-        page = tl.load(TABLE + s // PAGE).to(tl.int64)
-        slot = page * PAGE + s % PAGE
-        k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], dk[:, None] < DK, 0.0)
-        v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, dv < DV, 0.0)
-        x = _scaled_scores(q, from_cache(k, q, LARGEST), scale, SOFTCAP)
-    return _update_softmax(x, from_cache(v, q, LARGEST), top, total, acc)
+        k = tl.load(k_at, dk[:, None] < DK, 0.0)
+        v = tl.load(v_at, dv < DV, 0.0)
+        x = _scores(q, from_cache(k, q, LARGEST, WIDEN), scale, SOFTCAP)
+    return _update_softmax(x, unit, from_cache(v, q, LARGEST, WIDEN), top, total, acc)
+
+
+@triton.jit
+def _store_new(
+    K, V, KEYS, VALUES, TABLE, behind, first, count, k_token, k_head, v_token, v_head, cache_k, cache_v, blocks, head,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Store a head's keys and values of a row's new tokens, `count` from token `behind` on, from slot `first` on."""
+    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    for start in range(0, count, STORED):
+        j = start + tl.arange(0, STORED)
+        token, at, own = behind + j, first + j, j < count
+        inside = own & (at // PAGE < blocks)
+        slot = tl.load(TABLE + at // PAGE, inside, 0).to(tl.int64) * PAGE + at % PAGE
+        k = tl.load(K + token[:, None] * k_token + head * k_head + dk, own[:, None] & (dk < DK), 0.0)
+        v = tl.load(V + token[:, None] * v_token + head * v_head + dv, own[:, None] & (dv < DV), 0.0)
+        k_at, v_at = KEYS + slot[:, None] * cache_k + dk, VALUES + slot[:, None] * cache_v + dv
+        tl.store(k_at, to_cache(k, KEYS, LARGEST), inside[:, None] & (dk < DK))
+        tl.store(v_at, to_cache(v, VALUES, LARGEST), inside[:, None] & (dv < DV))
 
 
 @triton.jit(do_not_specialize=["nodes", "cached", "blocks", "splits", "tiles", "least"])
@@ -100,14 +146,16 @@ def _attend_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CACHED: tl.constexpr, CHAIN: tl.constexpr, LARGEST: tl.constexpr, FOLLOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CACHED: tl.constexpr, CHAIN: tl.constexpr, LARGEST: tl.constexpr, WIDEN: tl.constexpr,
+    WIDE: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries to one split of the committed tokens, or to the tree.
 
     Without splits (`SPLIT` is false), the one program of a tile does both and writes the output. The new nodes of a row
     are tokens `START[row]` to `START[row + 1] - 1`. If they are a chain (`CHAIN`), each has all before it as ancestors,
     and neither `DEPTH` nor `ANCESTORS` is read; else these have entries for `nodes` new nodes of each row. A split has
-    `least` committed tokens, or what is left of the row.
+    `least` committed tokens, or what is left of the row. `WIDE` says that a layer's cache has too many numbers to count
+    them in 32 bits.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) // tiles
@@ -153,39 +201,52 @@ def _attend_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    unit = _unit(scale, SOFTCAP)
+    KEYS += head * DK
+    VALUES += head * DV
+    TABLE += row * blocks
 
+    # The blocks of a tile are read while the one before is attended to.
+    block = _blocks_of_tile(TABLE, low, high, BLOCK_S, PAGE)
     for start in range(low, whole, BLOCK_S):
+        next_block = _blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
         top, total, acc = _attend_committed(
-            q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
-            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, False,
+            q, block, start, high, n, depth, unit, top, total, acc, KEYS, VALUES, cache_k, cache_v, scale,
+            DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, WIDEN, WIDE, False,
         )  # fmt: skip
+        block = next_block
     for start in range(whole, high, BLOCK_S):
+        next_block = _blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
         top, total, acc = _attend_committed(
-            q, start, high, n, depth, top, total, acc, KEYS, VALUES, TABLE + row * blocks, cache_k, cache_v, head,
-            scale, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, True,
+            q, block, start, high, n, depth, unit, top, total, acc, KEYS, VALUES, cache_k, cache_v, scale,
+            DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, WIDEN, WIDE, True,
         )  # fmt: skip
+        block = next_block
 
     # The tree: first the nodes of earlier forwards, from the cache; then the new ones, which the first tile stores.
     if split == splits - 1:
+        if tile == 0:
+            _store_new(
+                K, V, KEYS, VALUES, TABLE, behind, n + cached, count, k_token, k_head, v_token, v_head,
+                cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
+            )  # fmt: skip
         if CACHED:
-            for start in range(0, cached, BLOCK_S):
+            for start in tl.range(0, cached, BLOCK_S, num_stages=1):
                 j = start + tl.arange(0, BLOCK_S)
                 at = n + j
                 held = (j < cached) & (at // PAGE < blocks)
-                slot = tl.load(TABLE + row * blocks + at // PAGE, held, 0).to(tl.int64) * PAGE + at % PAGE
-                k = tl.load(KEYS + slot * cache_k + head * DK + dk[:, None], held & (dk[:, None] < DK), 0.0)
-                v = tl.load(VALUES + slot[:, None] * cache_v + head * DV + dv, held[:, None] & (dv < DV), 0.0)
-                k, v = from_cache(k, q, LARGEST), from_cache(v, q, LARGEST)
+                slot = tl.load(TABLE + at // PAGE, held, 0).to(tl.int64) * PAGE + at % PAGE
+                k = tl.load(KEYS + slot * cache_k + dk[:, None], held & (dk[:, None] < DK), 0.0)
+                v = tl.load(VALUES + slot[:, None] * cache_v + dv, held[:, None] & (dv < DV), 0.0)
+                k, v = from_cache(k, q, LARGEST, WIDEN), from_cache(v, q, LARGEST, WIDEN)
                 visible = tl.load(ANCESTORS + index[:, None] * all_nodes + j, live[:, None] & held, 0) != 0
                 if WINDOW > 0 or CHUNK > 0:
                     above = tl.load(DEPTH + row * all_nodes + j, held, 0).to(tl.int32)
                     visible = visible & _is_near(n + depth[:, None], n + above[None, :], WINDOW, CHUNK)
-                x = tl.where(visible, _scaled_scores(q, k, scale, SOFTCAP), float("-inf"))
-                top, total, acc = _update_softmax(x, v, top, total, acc)
-        end = count
-        if CHAIN and tile > 0:
-            end = tl.minimum(count, ((tile + 1) * BLOCK_M - 1) // GROUP + 1)  # no token sees those behind it
-        for start in range(0, end, BLOCK_S):
+                x = tl.where(visible, _scores(q, k, scale, SOFTCAP), float("-inf"))
+                top, total, acc = _update_softmax(x, unit, v, top, total, acc)
+        end = tl.minimum(count, ((tile + 1) * BLOCK_M - 1) // GROUP + 1)  # no node sees those behind it
+        for start in tl.range(0, end, BLOCK_S, num_stages=NODE_STAGES):
             j = start + tl.arange(0, BLOCK_S)
             held = j < count
             other = behind + j
@@ -193,7 +254,6 @@ def _attend_kernel(
             v = tl.load(V + other[:, None] * v_token + head * v_head + dv, held[:, None] & (dv < DV), 0.0)
             # As every later forward will read them, or a token's text would depend on what was read beside it.
             k, v = round_trip(k, KEYS, q, LARGEST), round_trip(v, VALUES, q, LARGEST)
-            x = _scaled_scores(q, k, scale, SOFTCAP)
             if CHAIN:
                 visible = live[:, None] & _is_near(n + node[:, None], n + j[None, :], WINDOW, CHUNK)
             else:
@@ -201,15 +261,8 @@ def _attend_kernel(
                 if WINDOW > 0 or CHUNK > 0:
                     level = tl.load(DEPTH + row * all_nodes + cached + j, held, 0).to(tl.int32)
                     visible = visible & _is_near(n + depth[:, None], n + level[None, :], WINDOW, CHUNK)
-            top, total, acc = _update_softmax(tl.where(visible, x, float("-inf")), v, top, total, acc)
-            if tile == 0:
-                at = n + cached + j
-                inside = held & (at // PAGE < blocks)
-                slot = tl.load(TABLE + row * blocks + at // PAGE, inside, 0).to(tl.int64) * PAGE + at % PAGE
-                k_at = KEYS + slot * cache_k + head * DK + dk[:, None]
-                tl.store(k_at, to_cache(k, KEYS, LARGEST), inside & (dk[:, None] < DK))
-                v_at = VALUES + slot[:, None] * cache_v + head * DV + dv
-                tl.store(v_at, to_cache(v, VALUES, LARGEST), inside[:, None] & (dv < DV))
+            x = tl.where(visible, _scores(q, k, scale, SOFTCAP), float("-inf"))
+            top, total, acc = _update_softmax(x, unit, v, top, total, acc)
 
     if SPLIT:
         index = out * splits + split
@@ -262,35 +315,53 @@ def _merge_splits_kernel(
     tl.store(OUT + out * DV + dv, result.to(OUT.dtype.element_ty), dv < DV)
 
 
-def _choose_tiling(groups: int, queries: int, blocks: int, small: bool) -> tuple[int, int, int, int]:
+class _Tiling(NamedTuple):
+    """Describes how the attention of some rows is cut into programs.
+
+    Attributes:
+        queries: Queries per tile.
+        keys: Keys per tile.
+        splits: Splits of a row, the last of which is the tree.
+        stages: Tiles of keys and values under way at once.
+        warps: Warps of a program.
+        least: Tokens that a split has at least.
+    """
+
+    queries: int
+    keys: int
+    splits: int
+    stages: int
+    warps: int = 4
+    least: int = 0
+
+
+def _choose_tiling(groups: int, queries: int, blocks: int, small: bool, fp8: bool) -> _Tiling:
     """Choose the tiling by size, as measured on an H200 (docs/gpu.md has the table).
 
     Args:
         groups: Rows times key heads.
         queries: Queries per group: nodes times the query heads that share a key head.
         blocks: Width of the table of blocks, which bounds a row's length.
-        small: Whether keys are in half precision and at most 128 wide.
-
-    Returns:
-        Queries per tile, keys per tile, splits, and pipeline stages.
+        small: Whether queries are in half precision and at most 128 wide.
+        fp8: Whether the cache is of FP8.
     """
-    block_m = max(triton.next_power_of_2(queries), 16)
-    long = blocks * BLOCK_SIZE > LONG_CONTEXT_TOKENS
+    most, widest = blocks * BLOCK_SIZE, max(triton.next_power_of_2(queries), 16)
+    programs = TARGET_PROGRAMS if most > SHORT_CONTEXT_TOKENS else TARGET_PROGRAMS // 2
+    tile, keys, stages, warps = min(widest, 64), 64, 3, 4
     if not small:
-        block_m, block_s, stages = min(block_m, 32), 32, 1
-    elif block_m <= 16:
-        block_s, stages = 128 if long else 32, 2
-    elif block_m <= 32:
-        block_s, stages = 64, 3
-    elif long or groups * triton.cdiv(queries, 64) > TARGET_PROGRAMS // 2:
-        block_m, block_s, stages = 64, 64, 3
-    else:
-        block_m, block_s, stages = 64, 32, 2
-    return block_m, block_s, max(TARGET_PROGRAMS // (groups * triton.cdiv(queries, block_m)), 1), stages
+        tile, keys, stages = min(widest, 32), 32, 1
+    elif fp8 and most > LONG_CONTEXT_TOKENS and widest <= 16:
+        warps, programs = 2, 2 * programs
+    elif fp8 and most > LONG_CONTEXT_TOKENS and widest > 64:
+        tile, keys = 128, 32  # what is widened serves more queries
+    elif most <= SHORT_CONTEXT_TOKENS and widest <= 16:
+        keys = 32
+    splits = max(programs // (groups * triton.cdiv(queries, tile)), 1)
+    return _Tiling(tile, keys, splits, stages, warps)
 
 
-def _for_long_rows(tiling: tuple[int, int, int, int], blocks: int, numbers: int) -> tuple[int, int, int, int, int]:
-    """Return a tiling whose splits suit the longest row that there may be, and how many tokens a split has at least.
+def _for_long_rows(tiling: _Tiling, blocks: int, numbers: int) -> _Tiling:
+    """Return a tiling whose splits suit the longest row that there may be.
 
     The splits of `_choose_tiling` keep a device busy where all rows are equally long. A row that is much longer than
     those beside it would be left to a few programs.
@@ -300,11 +371,10 @@ def _for_long_rows(tiling: tuple[int, int, int, int], blocks: int, numbers: int)
         blocks: Width of the table of blocks, which bounds a row's length.
         numbers: Numbers that one split finds, of all tokens and query heads.
     """
-    *sizes, splits, stages = tiling
     wanted = min(1 + triton.cdiv(blocks * BLOCK_SIZE, MAX_SPLIT_TOKENS), MAX_PART_NUMBERS // numbers)
-    if blocks * BLOCK_SIZE <= LONG_CONTEXT_TOKENS or wanted <= max(splits, 2):
-        return (*tiling, 0)
-    return sizes[0], sizes[1], wanted, stages, MIN_SPLIT_TOKENS
+    if blocks * BLOCK_SIZE <= LONG_CONTEXT_TOKENS or wanted <= max(tiling.splits, 2):
+        return tiling
+    return tiling._replace(splits=wanted, least=MIN_SPLIT_TOKENS)
 
 
 def tree_attention(
@@ -334,14 +404,14 @@ def tree_attention(
     all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
     nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)
     heads, group = value.shape[1], query.shape[1] // value.shape[1]
-    half = query.element_size() == 2 and query.shape[2] <= 128
+    kind = query.element_size() == 2 and query.shape[2] <= 128, keys.element_size() == 1
     out = query.new_empty(*query.shape[:2], value.shape[2])
     tensors = query, key, value, keys[key_layer], values[value_layer], sinks, out
     # Of a ragged tree, most rows have fewer nodes than the largest one, and tiles are made for those.
     mean = max(triton.cdiv(len(query) - chunks * TOKENS_PER_CHUNK, rows), 1)
-    numbers, tiling = out.numel(), (*_choose_tiling(rows * heads, min(mean, nodes) * group, blocks, half), 0)
+    numbers, tiling = out.numel(), _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, *kind)
     if rows > 1:
-        tiling = _for_long_rows(tiling[:4], blocks, numbers)
+        tiling = _for_long_rows(tiling, blocks, numbers)
     _attend(
         *tensors,
         length,
@@ -361,13 +431,13 @@ def tree_attention(
     if chunks:  # the padding is one more
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE
         blocks = (chunk_table.shape[0] - 1) // (chunks + 1)
-        block_m, block_s, _, stages = _choose_tiling(heads, most * group, blocks, half)
-        tiling = _for_long_rows((block_m, block_s, 1, stages), blocks, numbers)
+        tiling = _choose_tiling(heads, most * group, blocks, *kind)._replace(splits=1)
+        tiling = _for_long_rows(tiling, blocks, numbers)
         _attend(
             *tensors, chunk_lengths, chunk_starts, depth, ancestors, chunk_table, chunks + 1, most, 0, tiling, scale,
             window, softcap, chunk_size, chain=True,
         )  # fmt: skip
-    elif len(query) > rows * nodes and tiling[2] == 1:
+    elif len(query) > rows * nodes and tiling.splits == 1:
         out[rows * nodes :].zero_()
     return out
 
@@ -388,7 +458,7 @@ def _attend(
     rows: int,
     nodes: int,
     cached: int,
-    tiling: tuple[int, int, int, int, int],
+    tiling: _Tiling,
     scale: float,
     window: int,
     softcap: float,
@@ -413,8 +483,8 @@ def _attend(
         rows: Number of rows.
         nodes: Most new nodes of a row.
         cached: Nodes of each row that are in the cache already.
-        tiling: As `_for_long_rows` returns it.
-        scale: Factor of the scores.
+        tiling: How to cut them into programs.
+        scale: Factor of the scores, positive.
         window: Positions that a node looks back, 0 for all.
         softcap: Bound of the scores, 0 for none.
         chunk_size: Positions of a chunk, of which a node sees its own alone; 0 for one chunk.
@@ -424,8 +494,8 @@ def _attend(
     heads, dv = value.shape[1:]
     group = query_heads // heads
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "a head's vector is contiguous"
-    block_m, block_s, splits, stages, least = tiling
-    tiles, blocks = triton.cdiv(nodes * group, block_m), (table.shape[0] - 1) // rows
+    splits = tiling.splits
+    tiles, blocks = triton.cdiv(nodes * group, tiling.queries), (table.shape[0] - 1) // rows
     part = out if splits == 1 else query.new_empty(tokens, query_heads, splits, dv, dtype=torch.float32)
     tops = out if splits == 1 else query.new_empty(tokens, query_heads, splits, 2, dtype=torch.float32)
     block_dk, block_dv = (max(triton.next_power_of_2(d), 16) for d in (dk, dv))
@@ -434,11 +504,14 @@ def _attend(
         query, key, value, keys, values, length, starts, depth, ancestors, table, sinks, out, part, tops,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), values.stride(0),
-        scale, nodes, cached, blocks, splits, tiles, least,
-        HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=block_m, BLOCK_S=block_s,
+        scale, nodes, cached, blocks, splits, tiles, tiling.least,
+        HEADS=heads, GROUP=group, DK=dk, DV=dv, BLOCK_DK=block_dk, BLOCK_DV=block_dv, BLOCK_M=tiling.queries,
+        BLOCK_S=tiling.keys,
         PAGE=BLOCK_SIZE, WINDOW=window, CHUNK=chunk_size, SOFTCAP=softcap, SPLIT=splits > 1,
         HAS_SINKS=sinks is not None, CACHED=cached > 0, CHAIN=chain, LARGEST=largest_number(keys.dtype),
-        FOLLOW=follow, launch_pdl=follow, num_warps=NUM_WARPS, num_stages=stages,
+        WIDEN=widening_assembly(keys.dtype, query.dtype, query.device),
+        WIDE=max(keys.numel(), values.numel()) >= 1 << 31,
+        FOLLOW=follow, launch_pdl=follow, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     if splits > 1:
         _merge_splits_kernel[(tokens * query_heads,)](

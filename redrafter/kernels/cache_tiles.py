@@ -1,7 +1,7 @@
 """Tiles of keys and values between a kernel and a cache, whose numbers may be FP8; `cache_format` is the reference.
 
-`LARGEST` is what `cache_format.largest_number` says of the cache. On a GPU the conversions are instructions of the
-device. FP8 is e4m3 or e5m2; both are exact in float16 and bfloat16, so reading rounds nothing.
+`LARGEST` is what `cache_format.largest_number` says of the cache. FP8 is e4m3 or e5m2; both are exact in float16 and
+bfloat16, so reading rounds nothing.
 """
 
 import triton
@@ -19,9 +19,12 @@ def to_cache(x, STORE, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def from_cache(x, q, LARGEST: tl.constexpr):
-    """Return a tile of a cache in the dtype of the queries."""
-    if LARGEST > 0:
+def from_cache(x, q, LARGEST: tl.constexpr, WIDEN: tl.constexpr):
+    """Return a tile of a cache in the dtype of the queries, by what `widening_assembly` returns where it does."""
+    if WIDEN is not None:
+        narrow = x.to(tl.uint8, bitcast=True)
+        x = tl.inline_asm_elementwise(WIDEN, "=r,=r,r", [narrow], q.dtype, is_pure=True, pack=4)
+    elif LARGEST > 0:
         x = x.to(q.dtype)
     return x
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redrafter.kernels.launch import supports_dependent_launch
+from redrafter.kernels.widening import widening_assembly
 
 __all__ = ["MAX_FLOAT8_TOKENS", "Float8Tiling", "float8_product", "widen_float8"]
 
@@ -43,30 +44,6 @@ class Float8Tiling(NamedTuple):
     stages: int
     warps: int
     splits: int | None = None
-
-
-# Four numbers of FP8 in one register become two registers of two numbers: each byte is widened with copies of its sign,
-# shifted to where the wider number has exponent and mantissa, and freed of the copies between them and the sign. A
-# product with a power of two makes up for the other bias of its exponent.
-_WIDEN = """
-{
-    .reg .b32 low, high, factor, zero;
-    mov.b32 factor, FACTOR;
-    mov.b32 zero, 0x80008000;
-    prmt.b32 low, $2, $2, 0x9180;
-    prmt.b32 high, $2, $2, 0xB3A2;
-    shl.b32 low, low, SHIFT;
-    shl.b32 high, high, SHIFT;
-    and.b32 low, low, MASK;
-    and.b32 high, high, MASK;
-    fma.rn.KIND $0, low, factor, zero;
-    fma.rn.KIND $1, high, factor, zero;
-}
-"""
-_CONSTANTS = {
-    torch.bfloat16: {"KIND": "bf16x2", "SHIFT": "4", "MASK": "0x87f087f0", "FACTOR": "0x7b807b80"},
-    torch.float16: {"KIND": "f16x2", "SHIFT": "7", "MASK": "0xbf80bf80", "FACTOR": "0x5c005c00"},
-}
 
 
 @triton.jit
@@ -201,7 +178,7 @@ def float8_product(
     parts = out
     if splits > 1:
         parts = x.new_empty(blocks * tiles * splits * tiling.features * tiling.tokens, dtype=torch.float32)
-    assembly, follow = _assembly(x.dtype, x.device), supports_dependent_launch(x.device)
+    assembly, follow = widening_assembly(weight.dtype, x.dtype, x.device), supports_dependent_launch(x.device)
     _float8_product_kernel[(blocks, tiles, splits)](
         x.contiguous(), weight.view(torch.uint8), scale, bias, out, parts, _finished_counts(x.device),
         tokens, features, inner, weight.stride(0), splits,
@@ -228,17 +205,9 @@ def widen_float8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     columns = min(triton.next_power_of_2(inner), 2048)
     _widen_float8_kernel[(features, triton.cdiv(inner, columns))](
         weight.view(torch.uint8), scale, out, inner, weight.stride(0),
-        COLUMNS=columns, ASSEMBLY=_assembly(dtype, weight.device),
+        COLUMNS=columns, ASSEMBLY=widening_assembly(weight.dtype, dtype, weight.device),
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _assembly(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return the assembly that widens four numbers to a dtype; None for what has no NVIDIA assembly."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None
-    return functools.reduce(lambda code, name: code.replace(*name), _CONSTANTS[dtype].items(), _WIDEN)
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from redrafter.kernels.cache_format import largest_number
 from redrafter.kernels.cache_tiles import from_cache, to_cache
 from redrafter.kernels.launch import supports_dependent_launch
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
+from redrafter.kernels.widening import widening_assembly
 
 __all__ = ["ordered_attention"]
 
@@ -180,7 +181,7 @@ def _attend_committed_kernel(
     scale, nodes, cached, blocks, parts, tiles, programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FOLDED: tl.constexpr, LARGEST: tl.constexpr, FOLLOW: tl.constexpr,
+    FOLDED: tl.constexpr, LARGEST: tl.constexpr, WIDEN: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Store the new keys and values of a tile of queries, and attend with it to splits of its row's committed tokens.
 
@@ -228,7 +229,7 @@ def _attend_committed_kernel(
             v_at = _cached(VALUES, TABLE + row * blocks, s, s >= 0, blocks, cache_v, head, DV, PAGE)
             k = tl.load(k_at[None, :] + dk[:, None], dk[:, None] < DK, 0.0)
             v = tl.load(v_at[:, None] + dv, dv < DV, 0.0)
-            k, v = from_cache(k, q, LARGEST), from_cache(v, q, LARGEST)
+            k, v = from_cache(k, q, LARGEST, WIDEN), from_cache(v, q, LARGEST, WIDEN)
             visible = live[:, None] & (s >= 0)[None, :]
             if WINDOW > 0:
                 visible = visible & (position[:, None] - s[None, :] < WINDOW)
@@ -246,7 +247,7 @@ def _attend_nodes_kernel(
     q_token, q_head, cache_k, cache_v, scale, tokens, nodes, cached, blocks, parts,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FOLDED: tl.constexpr, LARGEST: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FOLDED: tl.constexpr, LARGEST: tl.constexpr, WIDEN: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Attend with one new node to the positions from its row's last tile of committed tokens on, and fold all splits.
@@ -308,7 +309,7 @@ def _attend_nodes_kernel(
         v_at = _cached(VALUES, TABLE + row * blocks, slot, seen, blocks, cache_v, head, DV, PAGE)
         k = tl.load(k_at[None, :] + dk[:, None], seen[None, :] & (dk[:, None] < DK), 0.0)
         v = tl.load(v_at[:, None] + dv, seen[:, None] & (dv < DV), 0.0)
-        k, v = from_cache(k, q, LARGEST), from_cache(v, q, LARGEST)
+        k, v = from_cache(k, q, LARGEST, WIDEN), from_cache(v, q, LARGEST, WIDEN)
         visible = live[:, None] & seen[None, :]
         if WINDOW > 0:
             visible = visible & (position - s < WINDOW)[None, :]
@@ -332,7 +333,7 @@ def _attend_chain_kernel(
     Q, KEYS, VALUES, LENGTH, START, TABLE, SINKS, OUT, q_token, q_head, cache_k, cache_v, scale, blocks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, LARGEST: tl.constexpr, FOLLOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LARGEST: tl.constexpr, WIDEN: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of the queries of a row whose new tokens are a chain, and are in the cache."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -362,7 +363,7 @@ def _attend_chain_kernel(
             v_at = _cached(VALUES, TABLE + row * blocks, s, s < end, blocks, cache_v, head, DV, PAGE)
             k = tl.load(k_at[None, :] + dk[:, None], (s < end)[None, :] & (dk[:, None] < DK), 0.0)
             v = tl.load(v_at[:, None] + dv, (s < end)[:, None] & (dv < DV), 0.0)
-            k, v = from_cache(k, q, LARGEST), from_cache(v, q, LARGEST)
+            k, v = from_cache(k, q, LARGEST, WIDEN), from_cache(v, q, LARGEST, WIDEN)
             visible = live[:, None] & (s[None, :] <= position[:, None])
             if WINDOW > 0:
                 visible = visible & (position[:, None] - s[None, :] < WINDOW)
@@ -426,7 +427,10 @@ def ordered_attention(
         DK=dk, DV=dv, BLOCK_DK=max(triton.next_power_of_2(dk), 16), BLOCK_DV=max(triton.next_power_of_2(dv), 16),
         PAGE=BLOCK_SIZE, LARGEST=largest_number(keys.dtype), FOLLOW=follow, launch_pdl=follow, num_warps=4,
     )  # fmt: skip
-    how = sizes | dict(HEADS=heads, GROUP=group, WINDOW=window, SOFTCAP=softcap, num_stages=2, enable_fp_fusion=False)
+    how = sizes | dict(
+        HEADS=heads, GROUP=group, WINDOW=window, SOFTCAP=softcap, num_stages=2, enable_fp_fusion=False,
+        WIDEN=widening_assembly(keys.dtype, query.dtype, query.device),
+    )  # fmt: skip
     of_query, of_cache = (query.stride(0), query.stride(1)), (keys.stride(0), values.stride(0))
     of_new = key.stride(0), key.stride(1), value.stride(0), value.stride(1)
 

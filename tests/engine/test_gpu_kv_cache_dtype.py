@@ -35,7 +35,7 @@ def write(engine, **arguments):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
 def test_no_bit_changes_where_batches_are_invariant(architecture, name, setting):
-    engine = on_gpu(architecture, torch.bfloat16, kv_cache_dtype=name, batch_invariant=True)
+    engine = on_gpu(architecture, torch.bfloat16, kv_cache_dtype=name, batch_invariant=True, compile=False)
     plain, drafted = (write(engine, speculate=speculate, **SETTINGS[setting]) for speculate in (False, True))
     assert torch.equal(drafted[0], plain[0])
     assert torch.equal(drafted[1], plain[1])

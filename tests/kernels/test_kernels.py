@@ -139,6 +139,19 @@ def test_prompts_in_half_precision_come_out_right_and_twice_the_same(width):
         assert torch.equal(kernel(*arguments, 0.1, 0, 0.0, None), first)
 
 
+@pytest.mark.skipif(not CUDA or torch.cuda.mem_get_info()[0] < 12 << 30, reason="needs a GPU with 12 GiB free")
+def test_a_layer_may_have_more_numbers_than_32_bits_count():
+    arguments = problem([300, 20], 26, heads=8, group=4, dk=128, dv=128, dtype=torch.bfloat16)
+    expected = kernel(*arguments, 0.1, 0, 0.0, None)
+    slots = (1 << 31) // (8 * 128)
+    for pool in (3, 5):
+        held = arguments[pool][arguments[pool + 1]]
+        arguments[pool : pool + 2] = held.new_zeros(1, slots + len(held), 8, 128), 0
+        arguments[pool][0, slots:] = held
+    arguments[11] = arguments[11] + slots // BLOCK_SIZE
+    assert torch.equal(kernel(*arguments, 0.1, 0, 0.0, None), expected)
+
+
 def test_padding_comes_out_as_zero():
     arguments = problem([5], 3, padding=2)
     assert kernel(*arguments, 0.3, 0, 0.0, None)[3:].eq(0).all()
