@@ -1,5 +1,6 @@
 """Reading prompts into a cache, in forwards of a bounded number of tokens."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -17,7 +18,8 @@ from redrafter.tree.token_tree import chain
 __all__ = ["PromptReader", "ShowLogits"]
 
 MAX_FORWARD_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
-MAX_CHUNK_TOKENS = 512  # of a row, in a forward that needs a mask; bounds the mask, not the result
+MAX_CHUNK_TOKENS = 512  # of a row, in a forward whose masks have all tokens of the cache
+MAX_MASK_NUMBERS = 1 << 24  # of all rows, in a forward whose masks have its own tokens alone
 MAX_SHOWN_LOGITS = 1 << 25  # numbers of one forward whose logits are all shown: 128 MiB in float32
 
 ShowLogits: TypeAlias = Callable[[int, int, Tensor], object]
@@ -135,7 +137,11 @@ class PromptReader:
         ragged = counts is not None and isinstance(cache, PagedCache)
         counts = [width] * rows if counts is None else counts
         fits = ragged and sum(counts) <= max_tokens
-        chunk = MAX_CHUNK_TOKENS if fits else max(min(MAX_CHUNK_TOKENS, max_tokens // rows), 1)
+        chunk = MAX_CHUNK_TOKENS
+        if isinstance(cache, PagedCache):
+            chunk = max(chunk, math.isqrt(MAX_MASK_NUMBERS // rows))
+        if not fits:
+            chunk = max(min(chunk, max_tokens // rows), 1)
         logits = hidden = None
         for offset in range(0, max(counts), chunk):
             sizes = [min(max(count - offset, 0), chunk) for count in counts]

@@ -104,12 +104,16 @@ def test_what_the_cache_holds_of_a_prompt_is_read_on_from(on_pages):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("max_tokens", [8192, 12])
 @pytest.mark.parametrize("start", [[0, 0, 0], [21, 12, 1]])
-def test_prompts_of_unequal_length_are_read_in_chains_without_padding(architecture, max_tokens, start, monkeypatch):
+@pytest.mark.parametrize(("mask_numbers", "chunk"), [(0, 16), (3 * 24 * 24, 24)])
+def test_prompts_of_unequal_length_are_read_in_chains_without_padding(
+    architecture, max_tokens, start, mask_numbers, chunk, monkeypatch
+):
     target, starts = a_target(architecture), torch.tensor(start)
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(3))
     expected = read(target, prompts, a_cache(target, False))
     monkeypatch.setattr(target.prompt_reader, "reads_without_masks", lambda cache: False)  # as on a GPU
     monkeypatch.setattr("redrafter.target.prompt_reader.MAX_CHUNK_TOKENS", 16)
+    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_MASK_NUMBERS", mask_numbers)
     cache, tokens, shown = a_cache(target, True), [], [[], [], []]
 
     with torch.inference_mode():
@@ -121,6 +125,7 @@ def test_prompts_of_unequal_length_are_read_in_chains_without_padding(architectu
         last = target.prefill(prompts, LENGTHS, cache, **how)
         hook.remove()
         assert sum(tokens) < sum(counts) + TOKEN_MULTIPLE * len(tokens)
+        assert len(tokens) == -(-max(counts) // min(chunk, max_tokens // 3 if sum(counts) > max_tokens else chunk))
         last += target.verify(chain(torch.tensor([[7], [8], [9]])), LENGTHS, cache)
         target.prefill(prompts, LENGTHS, cache, **how, show=lambda row, first, logits: shown[row].append(logits))
     assert_all_close(last, expected)

@@ -93,6 +93,7 @@ def test_the_frequencies_of_these_tests_make_a_difference():
 def test_prompts_that_are_read_in_parts_have_the_frequencies_of_the_whole(monkeypatch, most, masked):
     monkeypatch.setattr("redrafter.target.prompt_reader.MAX_FORWARD_TOKENS", most)
     monkeypatch.setattr("redrafter.target.prompt_reader.MAX_CHUNK_TOKENS", most)
+    monkeypatch.setattr("redrafter.target.prompt_reader.MAX_MASK_NUMBERS", 0)
     model = growing_model("llama")
     engine = paged(with_tree(model, tiny_drafter(), 4, 3))
     if masked:
