@@ -16,7 +16,8 @@ from helpers.attention import DEVICE
 from helpers.models import assert_close_by_scale
 from redrafter.kernels import float8_product, widen_float8
 from redrafter.kernels.float8 import Float8Tiling
-from redrafter.kernels.float8_linear import float8_linear
+from redrafter.kernels.float8_inputs import round_inputs
+from redrafter.kernels.float8_linear import float8_linear, rounded_float8_linear
 
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot multiply bfloat16
 ROWS = [1, 2, 7, 26, 64, 200]
@@ -87,6 +88,34 @@ def test_the_operator_takes_inputs_of_any_shape(shape, biased, dtype):
         assert_close_by_scale(found.float(), full(x, weight, scale, bias), CLOSE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("inner", "features"), [(96, 80), (100, 70), (96, 70), (4096, 512)])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 32, 33, 100, 300])
+def test_inputs_that_are_rounded_are_multiplied_as_such(tokens, inner, features, biased, dtype):
+    """The number of tokens, the dtype and the sizes choose among four products, which are one but for rounding."""
+    x, (weight, scale) = random(1, tokens, inner, dtype=dtype), quantized(features, inner)
+    scale = 2.0 ** scale.log2().round()
+    bias = random(features, dtype=dtype, seed=3) if biased else None
+    found = rounded_float8_linear(x, weight, scale, bias)
+    assert found.dtype == dtype
+    assert found.shape == (1, tokens, features)
+    if found.numel():
+        rounded = round_inputs(x).values.double()
+        expected = linear(rounded, weight.double() * scale.double()[:, None], None if bias is None else bias.double())
+        assert_close_by_scale(found.double(), expected, CLOSE[dtype])
+
+
+def test_rounded_inputs_of_a_part_of_a_weight_are_multiplied():
+    weight, scale = quantized(64, 160)
+    weight = weight[:, 32:96]
+    x = random(40, 64, dtype=torch.bfloat16)
+    found = rounded_float8_linear(x, weight, scale, None)
+    assert_close_by_scale(found.float(), full(round_inputs(x).values, weight, scale), CLOSE[torch.bfloat16])
+
+
 def test_the_operator_is_traced_as_one():
     x, (weight, scale) = random(3, 100), quantized(70, 100)
     torch.library.opcheck(float8_linear, (x, weight, scale, None), test_utils="test_faketensor")
+    narrow, narrow_scale = x.to(torch.float8_e4m3fn), torch.ones(3, 1, device=DEVICE)
+    torch.library.opcheck(float8_linear, (x, weight, scale, None, narrow, narrow_scale), test_utils="test_faketensor")
