@@ -58,11 +58,12 @@ class LoadOptions:
     trust_remote_code: bool = option(False, "run the modelling code that comes with the model")
     quantization: str | None = option(
         None,
-        "fp8: quantise the weights of the model's linear layers, its head apart, when it is loaded, to 8 bits",
-        choices=("fp8",),
+        "fp8: quantise the weights of the model's linear layers, its head apart, when it is loaded, to 8 bits; "
+        "fp8_dynamic: round the inputs of these layers to 8 bits too, for many rows",
+        choices=("fp8", "fp8_dynamic"),
     )
     draft_quantization: str | None = option(
-        None, "fp8: the same as --quantization, for the drafter or the draft model", choices=("fp8",)
+        None, "the same as --quantization, for the drafter or the draft model", choices=("fp8", "fp8_dynamic")
     )
     kv_cache_free_gpu_memory_fraction: float = option(
         EngineOptions.kv_cache_free_gpu_memory_fraction,

@@ -40,7 +40,8 @@ def load_drafter(
         drafter: Directory, hub id or loaded drafter; None for the one inside the merged checkpoint.
         target: The target to draft for.
         revision: Revision of the merged checkpoint on the hub.
-        quantization: "fp8" to quantise the weights of its linear layers to FP8; None to leave them as they are.
+        quantization: "fp8" to quantise the weights of its linear layers to FP8, "fp8_dynamic" to round their inputs
+            too; None to leave them as they are.
 
     Returns:
         The drafter in evaluation mode, and the merged checkpoint's defaults, which are empty for a separate drafter.
@@ -71,7 +72,7 @@ def load_drafter(
     module: Any = drafter
     module = module.to(target.device, target.dtype).eval()
     if quantization is not None:
-        quantize_drafter(module)
+        quantize_drafter(module, quantization)
     return module, defaults
 
 

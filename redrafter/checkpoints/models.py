@@ -67,7 +67,8 @@ def load_model(
         device: Device to move the model to; None leaves it where it is.
         trust_remote_code: Whether code in the checkpoint may run.
         caller: The `from_pretrained` whose argument an unknown keyword may be a misspelling of.
-        quantization: "fp8" to quantise the weights of linear layers to FP8; None to leave them as they are.
+        quantization: "fp8" to quantise the weights of linear layers to FP8, "fp8_dynamic" to round their inputs too;
+            None to leave them as they are.
         tp_size: Processes that share the model, all of which call this; 1 for a whole model.
         kwargs: For `AutoModelForCausalLM.from_pretrained`, or for `AutoModelForImageTextToText.from_pretrained` for
             models that see images.
@@ -103,7 +104,7 @@ def load_model(
             raise wrong_kind
         raise CheckpointError(f"{name} is not whole: missing {', '.join(sorted(info['missing_keys'])[:5])}")
     if quantization is not None:
-        _quantize(model, str(name), device)
+        _quantize(model, str(name), device, quantization)
     return model if device is None else _move(model, device)
 
 
@@ -143,9 +144,9 @@ def _auto_class(name: str | Path, trust_remote_code: bool, kwargs: dict[str, Any
     return AutoModelForImageTextToText
 
 
-def _quantize(model: Any, name: str, device: Any) -> None:
+def _quantize(model: Any, name: str, device: Any, quantization: str) -> None:
     with _device_errors(device):
-        quantize_model(model, name, device)
+        quantize_model(model, name, device, quantization=quantization)
 
 
 def _move(model: Any, device: Any) -> Any:

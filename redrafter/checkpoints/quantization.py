@@ -16,7 +16,7 @@ from redrafter.target.quantization import is_quantized
 
 __all__ = ["QUANTIZATIONS", "check_quantization", "quantize_drafter", "quantize_model"]
 
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "fp8_dynamic")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,25 +34,29 @@ def check_quantization(quantization: str | None, model: object, argument: str = 
     if quantization is None:
         return
     if quantization not in QUANTIZATIONS:
-        raise ArgumentError(f"{argument} must be {' or '.join(map(repr, QUANTIZATIONS))} or None, got {quantization!r}")
+        raise ArgumentError(f"{argument} must be {', '.join(map(repr, QUANTIZATIONS))} or None, got {quantization!r}")
     if model is not None and not isinstance(model, str | Path):
         raise ArgumentError(f"{argument}: for a model that is loaded by name; this one is loaded, leave it out")
 
 
-def quantize_model(model: Any, name: str, device: torch.device | str | None = None) -> None:
+def quantize_model(
+    model: Any, name: str, device: torch.device | str | None = None, *, quantization: str = "fp8"
+) -> None:
     """Replace the linear layers of a model, its head apart, by FP8 ones.
 
     Args:
         model: A Hugging Face model.
         name: What to call it in messages.
         device: Where each weight is moved first, so that the others need no memory there; None for where it is.
+        quantization: One of `QUANTIZATIONS`.
 
     Raises:
         ArgumentError: It has another dtype than FP8 weights are multiplied in.
         UnsupportedError: It is quantised already, is not whole in memory, or has no linear layers.
     """
+    argument = f"quantization={quantization!r} (--quantization {quantization})"
     if is_quantized(model.config):
-        raise UnsupportedError(f"{name} is quantised already: leave out quantization='fp8' (--quantization fp8)")
+        raise UnsupportedError(f"{name} is quantised already: leave out {argument}")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     dtype = embedding.weight.dtype
     on_gpu = torch.device(embedding.weight.device if device is None else device).type == "cuda"
@@ -64,15 +68,13 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise UnsupportedError(
             f"{name} is moved to its device layer by layer, and is not in memory to be quantised: leave out "
-            "device_map, or quantization='fp8' (--quantization fp8)"
+            f"device_map, or {argument}"
         )
     held = {id(x) for module in (embedding, head) if module is not None for x in module.parameters()}
     count = sum(x.numel() for x in model.parameters() if id(x) not in held)
-    quantized = quantize_linears(model, keep=(head,), device=device)
+    quantized = quantize_linears(model, keep=(head,), device=device, rounds_inputs=_rounds_inputs(quantization))
     if not quantized:
-        raise UnsupportedError(
-            f"{name} has no linear layers to quantise: leave out quantization='fp8' (--quantization fp8)"
-        )
+        raise UnsupportedError(f"{name} has no linear layers to quantise: leave out {argument}")
     if 2 * quantized < count:
         warnings.warn(
             f"only {quantized / count:.0%} of the weights of {name}, embedding and head apart, are in linear layers "
@@ -81,10 +83,18 @@ def quantize_model(model: Any, name: str, device: torch.device | str | None = No
         )
 
 
-def quantize_drafter(drafter: Drafter) -> None:
+def quantize_drafter(drafter: Drafter, quantization: str = "fp8") -> None:
     """Replace the linear layers of a drafter by FP8 ones; what it drafts changes no token of a text.
 
     What attends to the text stays as it is: it is small.
+
+    Args:
+        drafter: The drafter.
+        quantization: One of `QUANTIZATIONS`.
     """
     kept: nn.Module | None = drafter.context if isinstance(drafter, RecurrentDrafter) else None
-    quantize_linears(drafter, keep=(kept,))
+    quantize_linears(drafter, keep=(kept,), rounds_inputs=_rounds_inputs(quantization))
+
+
+def _rounds_inputs(quantization: str) -> bool:
+    return quantization == "fp8_dynamic"

@@ -135,7 +135,7 @@ class ReDrafter(Engine):
                 program, started with `torchrun --nproc-per-node tp_size`.
             trust_remote_code: Whether code that comes with the checkpoint may run.
             quantization: "fp8" to quantise the weights of the target's linear layers to FP8 when it is loaded, its
-                head apart; None to leave them as they are.
+                head apart; "fp8_dynamic" to round the inputs of these layers too; None to leave them as they are.
             draft_quantization: The same for the drafter, its head included.
             kv_cache_free_gpu_memory_fraction: See `EngineOptions`.
             max_input_len: See `EngineOptions`.

@@ -25,7 +25,7 @@ from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
 from redrafter.files.home import home
 from redrafter.scheduler.cuda_graphs import bucket
-from redrafter.target.float8_linear import has_float8_layers
+from redrafter.target.float8_linear import float8_scheme
 from redrafter.target.target import Target
 
 __all__ = [
@@ -249,4 +249,4 @@ def _digest(values: list[Any]) -> str:
 
 
 def _dtype_name(target: Target) -> str:
-    return dtype_name(target.dtype) + ("-fp8" if has_float8_layers(target.model) else "")
+    return "-".join(filter(None, (dtype_name(target.dtype), float8_scheme(target.model))))

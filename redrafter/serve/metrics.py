@@ -128,6 +128,12 @@ class Metrics:
             "1 where the weights of linear layers were quantised to FP8 when the model was loaded",
             self._engine.facts.fp8_weights,
         )
+        yield self._family(
+            GaugeMetricFamily,
+            "redrafter:fp8_activations",
+            "1 where the inputs of linear layers are rounded to FP8 too, each token by itself",
+            self._engine.facts.fp8_activations,
+        )
         config = GaugeMetricFamily(
             "vllm:cache_config_info",
             "How keys and values are stored",

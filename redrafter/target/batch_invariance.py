@@ -12,7 +12,7 @@ from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.parallel.ranks import Ranks
 from redrafter.target.aux_hidden import decoder_stack, watch_outputs
-from redrafter.target.float8_linear import has_float8_layers
+from redrafter.target.float8_linear import float8_scheme
 from redrafter.target.invariant_products import record_products
 from redrafter.target.quantization import is_quantized
 from redrafter.target.support import Support
@@ -59,10 +59,10 @@ def support_of(target: InvariantTarget) -> Support:
         return Support("it is split by tensor parallelism, and sums of ranks have an order of their own")
     if is_quantized(target.model.config):
         return Support("it is quantised, and its products are the quantiser's own; load it in bfloat16")
-    if has_float8_layers(target.model):
+    if scheme := float8_scheme(target.model):
         return Support(
             "its weights are FP8, whose products sum in an order that suits the number of tokens; leave out "
-            "quantization='fp8' (--quantization fp8)"
+            f"quantization={scheme!r} (--quantization {scheme})"
         )
     for name, module in target.model.named_modules():
         if isinstance(module, nn.Linear) and type(module.weight) is not nn.Parameter:

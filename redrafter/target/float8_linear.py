@@ -1,7 +1,7 @@
 """Linear layers with weights of FP8 (e4m3): half the bytes of bfloat16, where reading weights takes most of the time.
 
-Weights alone are rounded. What a layer reads and writes keeps its dtype, so a token is computed as it would be without
-the tokens beside it.
+What a layer writes keeps its dtype. What it reads does so too, or is rounded to FP8 with a scale for each token. Either
+way a token is computed as it would be without the tokens beside it.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redrafter.kernels.float8_linear import float8_linear
+from redrafter.kernels.float8_linear import float8_linear, rounded_float8_linear
 
-__all__ = ["Float8Linear", "has_float8_layers", "quantize_linears"]
+__all__ = ["Float8Linear", "float8_scheme", "has_float8_layers", "quantize_linears"]
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -23,27 +23,31 @@ class Float8Linear(nn.Linear):
     Attributes:
         weight: The weight divided by its scales, `[F, D]` float8_e4m3fn.
         weight_scale: What each row of it is multiplied by, `[F]` float32.
+        rounds_inputs: Whether inputs are rounded to FP8 too, each token by itself.
     """
 
     weight_scale: Tensor
 
-    def __init__(self, layer: nn.Linear, device: torch.device | str | None = None):
+    def __init__(self, layer: nn.Linear, device: torch.device | str | None = None, *, rounds_inputs: bool = False):
         """Quantise a layer.
 
         Args:
             layer: The layer; its bias is shared.
             device: Where to quantise its weight, which stays there; None for where it is.
+            rounds_inputs: Whether to round its inputs.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight, scale = _quantize(layer.weight.detach().to(device))
         self.weight, self.bias = nn.Parameter(weight, requires_grad=False), layer.bias
         self.register_buffer("weight_scale", scale)
+        self.rounds_inputs = rounds_inputs
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `[..., D]`."""
-        return float8_linear(x, self.weight, self.weight_scale, self.bias)
+        multiply = rounded_float8_linear if self.rounds_inputs else float8_linear
+        return multiply(x, self.weight, self.weight_scale, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Apply a function that moves or casts tensors: a cast changes the bias alone."""
@@ -55,7 +59,11 @@ class Float8Linear(nn.Linear):
 
 
 def quantize_linears(
-    model: nn.Module, *, keep: tuple[nn.Module | None, ...] = (), device: torch.device | str | None = None
+    model: nn.Module,
+    *,
+    keep: tuple[nn.Module | None, ...] = (),
+    device: torch.device | str | None = None,
+    rounds_inputs: bool = False,
 ) -> int:
     """Replace the linear layers of a model by FP8 ones, in place and for good.
 
@@ -63,6 +71,7 @@ def quantize_linears(
         model: The model.
         keep: Modules that stay as they are, with all that is in them.
         device: Where each weight is moved before it is quantised; None for where it is.
+        rounds_inputs: Whether their inputs are rounded to FP8 too.
 
     Returns:
         How many weights were quantised.
@@ -74,14 +83,26 @@ def quantize_linears(
             for name, child in parent._modules.items():
                 if type(child) is nn.Linear and id(child) not in kept:
                     if id(child) not in replaced:
-                        replaced[id(child)] = Float8Linear(child, device)
+                        replaced[id(child)] = Float8Linear(child, device, rounds_inputs=rounds_inputs)
                     parent._modules[name] = replaced[id(child)]
     return sum(layer.weight.numel() for layer in replaced.values())
 
 
 def has_float8_layers(model: nn.Module) -> bool:
     """Tell whether any layer of a model is a `Float8Linear`."""
-    return any(isinstance(module, Float8Linear) for module in model.modules())
+    return float8_scheme(model) is not None
+
+
+def float8_scheme(model: nn.Module) -> str | None:
+    """Return how the linear layers of a model were quantised.
+
+    Returns:
+        "fp8" where weights alone are FP8, "fp8_dynamic" where inputs are rounded too, None where no layer is quantised.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    if not layers:
+        return None
+    return "fp8_dynamic" if any(layer.rounds_inputs for layer in layers) else "fp8"
 
 
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

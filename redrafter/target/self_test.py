@@ -16,6 +16,7 @@ from redrafter.cache.dense import LayerShape, states_of
 from redrafter.cache.paged import KVCache
 from redrafter.errors import CheckpointError, UnsupportedError
 from redrafter.target.aux_hidden import decoder_stack
+from redrafter.target.float8_linear import float8_scheme
 from redrafter.target.float32 import in_float32
 from redrafter.target.quantization import is_quantized
 from redrafter.target.self_test_trials import (
@@ -68,7 +69,7 @@ class SelfTest:
         self._far_layers = max([MIN_FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
         self._native_tolerance = max(_tolerance(target), _RECURRENT if decoded else _EXACT)
         self._wide_tolerance = _RECURRENT_WIDENED if decoded else _WIDENED
-        self._test_in_float32 = target.dtype in _HALF and not is_quantized(target.model.config)
+        self._test_in_float32 = target.dtype in _HALF and not _may_round_inputs(target)
 
     def run(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
         """Run every trial on caches of one kind.
@@ -146,9 +147,14 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def _tolerance(target: TargetUnderTest) -> _Tolerance:
     """Return the tolerance of a model in the dtype that it computes in, which may not be that of its logits."""
-    if is_quantized(target.model.config):
+    if _may_round_inputs(target):
         return _QUANTIZED
     return _NARROW if target.dtype in _HALF else _EXACT
+
+
+def _may_round_inputs(target: TargetUnderTest) -> bool:
+    """Tell whether a model's layers may round their inputs, so that the least difference between them may grow."""
+    return is_quantized(target.model.config) or float8_scheme(target.model) == "fp8_dynamic"
 
 
 def _unless_it_fails(make: Callable[[], Trial]) -> Trial | None:

@@ -5,14 +5,16 @@ import pytest
 from redrafter.app.loading import Pair
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ArgumentError
-from redrafter.target.float8_linear import has_float8_layers
+from redrafter.target.float8_linear import float8_scheme
 
 
-@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"draft_quantization": "fp8"}], ids=str)
-def test_the_model_or_what_drafts_is_quantised(options):
+@pytest.mark.parametrize("option", ["quantization", "draft_quantization"])
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_dynamic"])
+def test_the_model_or_what_drafts_is_quantised(option, scheme):
+    options = {option: scheme}
     engine = Pair.load(LoadOptions(device="cpu", **options)).engine
-    assert has_float8_layers(engine.model) == ("quantization" in options)
-    assert has_float8_layers(engine.drafter) == ("draft_quantization" in options)
+    assert float8_scheme(engine.model) == options.get("quantization")
+    assert float8_scheme(engine.drafter) == options.get("draft_quantization")
 
 
 def test_a_lookup_has_nothing_to_quantise():

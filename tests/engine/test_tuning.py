@@ -6,10 +6,11 @@ import types
 import pytest
 import torch
 
-from helpers.models import CONTEXT, VOCAB, tiny_drafter, uneven_batch
+from helpers.models import CONTEXT, VOCAB, tiny_drafter, tiny_model, uneven_batch
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
+from redrafter.checkpoints.quantization import quantize_model
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.draft_gain import STEP_COSTS
 from redrafter.drafting.proposer import PlainProposer
@@ -156,6 +157,13 @@ def test_a_drafter_trained_anew_has_a_tuning_of_its_own(target):
     assert before == drafter_fingerprint(tiny_drafter())
     drafter.lm_head.weight.data *= 1.2
     assert drafter_fingerprint(drafter) != before
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_dynamic"])
+def test_each_way_to_quantise_has_tunings_of_its_own(scheme):
+    model = tiny_model("llama")
+    quantize_model(model, "llama", quantization=scheme)
+    assert f"-float32-{scheme}-" in tuning_path(Target(model), tiny_drafter()).name
 
 
 def test_drafters_that_read_more_or_less_of_the_text_have_tunings_of_their_own():

@@ -1,4 +1,4 @@
-"""FP8 weights: a quantised model decodes with drafts as without, and as `model.generate` does."""
+"""FP8 weights, and inputs: a quantised model decodes with drafts as without, and as `model.generate` does."""
 
 from pathlib import Path
 from typing import Any
@@ -6,27 +6,32 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+import redrafter.attention.mask
 from helpers.eagle import random_head
 from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, PromptLookup, ReDrafter, UnsupportedError, boxed_pair
+from redrafter.attention.mask import visible_slots
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.engine.options import EngineOptions
+from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.target.batch_invariance import support_of
-from redrafter.target.float8_linear import Float8Linear, has_float8_layers, quantize_linears
+from redrafter.target.float8_linear import Float8Linear, float8_scheme, has_float8_layers, quantize_linears
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
 from redrafter.target.target import Target
 
 NEW = 20
 ARCHITECTURES = ["llama", "gemma2", "qwen3"]
+SCHEMES = ["fp8", "fp8_dynamic"]
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
 
 
-def quantized(architecture: str = "llama", **changes: object) -> Any:
+def quantized(architecture: str = "llama", scheme: str = "fp8", **changes: object) -> Any:
     """Return a tiny model with FP8 weights, which ends at no token."""
     model = tiny_model(architecture, **changes)
-    quantize_model(model, architecture)
+    quantize_model(model, architecture, quantization=scheme)
     model.generation_config.eos_token_id = None
     return model
 
@@ -56,14 +61,16 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_drafted_texts_are_those_of_plain_decoding(architecture):
-    check(with_tree(quantized(architecture), tiny_drafter(), 3, 4))
+def test_drafted_texts_are_those_of_plain_decoding(architecture, scheme):
+    check(with_tree(quantized(architecture, scheme), tiny_drafter(), 3, 4))
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_layers_that_read_the_same_tensor_are_one_product(architecture):
-    model = quantized(architecture)
+def test_layers_that_read_the_same_tensor_are_one_product(architecture, scheme):
+    model = quantized(architecture, scheme)
     before = own_text(model)
     engine = paged(with_tree(model, tiny_drafter(), 3, 4))
     ids, mask = uneven_batch()
@@ -71,9 +78,10 @@ def test_layers_that_read_the_same_tensor_are_one_product(architecture):
     assert engine.target.varlen_forward.linears_fused
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_merged_product_is_that_of_each_layer(biased):
-    model = quantized("llama", attention_bias=biased)
+def test_a_merged_product_is_that_of_each_layer(biased, scheme):
+    model = quantized("llama", scheme, attention_bias=biased)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.data.normal_()
@@ -105,6 +113,22 @@ def test_weights_are_rounded_by_a_sixteenth_at_most(dtype):
     assert found.weight.dtype == torch.float8_e4m3fn
     x = torch.randn(3, 300).to(dtype)
     torch.testing.assert_close(found(x), nn.functional.linear(x, wide.to(dtype), layer.bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(300,), (2, 3, 300), (0, 300)])
+def test_inputs_are_rounded_where_they_shall_be(shape, dtype):
+    layer = nn.Linear(300, 40).to(dtype)
+    weights_alone, found = Float8Linear(layer), Float8Linear(layer, rounds_inputs=True)
+    x = torch.randn(shape).to(dtype)
+    assert torch.equal(found(x), weights_alone(round_inputs(x).values))
+    assert not x.numel() or not torch.equal(found(x), weights_alone(x))
+
+
+def test_other_tokens_of_a_forward_do_not_change_how_one_is_rounded():
+    layer = Float8Linear(nn.Linear(16, 16, bias=False), rounds_inputs=True)
+    x = torch.randn(1, 16)
+    torch.testing.assert_close(layer(torch.cat([x, 1e4 * torch.randn(9, 16)]))[:1], layer(x))
 
 
 def test_the_largest_weights_of_a_row_are_not_cut():
@@ -144,20 +168,23 @@ def test_a_layer_that_stands_in_two_places_stays_one():
     assert model[0][0] is model[1][0]
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_model_is_bound_and_decodes(dtype):
+def test_a_half_precision_model_is_bound_and_decodes(dtype, scheme):
     model = tiny_model("llama").to(dtype)
-    quantize_model(model, "llama")
+    quantize_model(model, "llama", quantization=scheme)
     engine = with_tree(model, tiny_drafter().to(dtype), 3, 4)
     assert engine.target.dtype == dtype
     assert engine.generate(uneven_batch()[0], max_new_tokens=NEW, do_sample=False, eos_token_id=[]).shape[1] == 31
 
 
-def test_an_engine_quantises_base_and_drafter_as_it_loads(checkpoint):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_engine_quantises_base_and_drafter_as_it_loads(checkpoint, scheme):
     engine = ReDrafter.from_pretrained(
-        checkpoint / "base", checkpoint / "drafter", quantization="fp8", draft_quantization="fp8"
+        checkpoint / "base", checkpoint / "drafter", quantization=scheme, draft_quantization=scheme
     )
-    assert has_float8_layers(engine.model)
+    assert float8_scheme(engine.model) == scheme
+    assert float8_scheme(engine.drafter) == scheme
     assert isinstance(engine.drafter.lm_head, Float8Linear)
     check(engine)
 
@@ -166,17 +193,19 @@ FORMS = [{}, {"rnn": False}, {"recurrence": "gated", "target_layers": (0, 1), "h
 
 
 @pytest.mark.parametrize("form", [*FORMS, {"recurrence": "trtllm"}, {"num_draft_layers": 0}], ids=str)
-def test_an_fp8_drafter_changes_no_token(form):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_fp8_drafter_changes_no_token(form, scheme):
     drafter = tiny_drafter(**form)
-    quantize_drafter(drafter)
+    quantize_drafter(drafter, scheme)
     assert has_float8_layers(drafter)
     drafter.join_recurrence()  # as on a GPU
     check(with_tree(quantized(), drafter, 3, 4))
 
 
-def test_an_fp8_drafter_drafts_about_what_it_did():
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_fp8_drafter_drafts_about_what_it_did(scheme):
     whole, fp8 = tiny_drafter(recurrence="gated"), tiny_drafter(recurrence="gated")
-    quantize_drafter(fp8)
+    quantize_drafter(fp8, scheme)
     embedding, hidden = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
     with torch.no_grad():
         first, second = (drafter.step(embedding, None, drafter.begin(hidden))[0] for drafter in (whole, fp8))
@@ -184,17 +213,19 @@ def test_an_fp8_drafter_drafts_about_what_it_did():
     assert float((first - second).std() / first.std()) < 0.1
 
 
-def test_an_fp8_eagle_head_changes_no_token():
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_fp8_eagle_head_changes_no_token(scheme):
     model = quantized()
     head = random_head()
-    quantize_drafter(head)
+    quantize_drafter(head, scheme)
     check(with_tree(model, head, 3, 4))
 
 
-def test_an_fp8_draft_model_changes_no_token(checkpoint):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_fp8_draft_model_changes_no_token(checkpoint, scheme):
     same = {"tokenizer": boxed_pair(), "draft_tokenizer": boxed_pair()}
-    engine = DraftTarget.from_pretrained(checkpoint / "base", checkpoint / "base", draft_quantization="fp8", **same)
-    assert has_float8_layers(engine.draft_model.model)
+    engine = DraftTarget.from_pretrained(checkpoint / "base", checkpoint / "base", draft_quantization=scheme, **same)
+    assert float8_scheme(engine.draft_model.model) == scheme
     assert not has_float8_layers(engine.model)
     check(engine)
 
@@ -207,9 +238,9 @@ def test_prompt_lookup_takes_an_fp8_base(checkpoint):
 
 @pytest.mark.parametrize("argument", ["quantization", "draft_quantization"])
 def test_unknown_quantisations_are_refused_before_anything_is_loaded(checkpoint, argument):
-    with pytest.raises(ArgumentError, match=f"{argument} must be 'fp8' or None, got 'int4'"):
+    with pytest.raises(ArgumentError, match=f"{argument} must be 'fp8', 'fp8_dynamic' or None, got 'int4'"):
         ReDrafter.from_pretrained("nowhere", checkpoint / "drafter", **{argument: "int4"})
-    with pytest.raises(ArgumentError, match=f"{argument} must be 'fp8' or None, got 'int4'"):
+    with pytest.raises(ArgumentError, match=f"{argument} must be 'fp8', 'fp8_dynamic' or None, got 'int4'"):
         DraftTarget.from_pretrained("nowhere", "nowhere", **{argument: "int4"})
 
 
@@ -223,16 +254,18 @@ def test_what_is_loaded_is_not_quantised(checkpoint):
         ReDrafter.from_pretrained(checkpoint / "base", tiny_drafter(), draft_quantization="fp8")
 
 
-def test_a_model_that_is_quantised_already_is_refused():
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_model_that_is_quantised_already_is_refused(scheme):
     model = tiny_model("llama")
     model.config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(UnsupportedError, match="mine is quantised already: leave out quantization='fp8'"):
-        quantize_model(model, "mine")
+    with pytest.raises(UnsupportedError, match=f"mine is quantised already: leave out quantization='{scheme}'"):
+        quantize_model(model, "mine", quantization=scheme)
 
 
-def test_a_model_without_linear_layers_is_refused():
-    with pytest.raises(UnsupportedError, match="mine has no linear layers to quantise"):
-        quantize_model(tiny_model("gpt2"), "mine")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_model_without_linear_layers_is_refused(scheme):
+    with pytest.raises(UnsupportedError, match=rf"mine has no linear layers .* \(--quantization {scheme}\)"):
+        quantize_model(tiny_model("gpt2"), "mine", quantization=scheme)
 
 
 def test_a_dtype_that_is_not_multiplied_with_fp8_is_refused():
@@ -247,13 +280,27 @@ def test_a_model_that_is_not_in_memory_is_refused():
         quantize_model(model, "mine")
 
 
+def test_a_deep_model_whose_inputs_are_rounded_is_bound_unless_its_tree_sees_too_much(monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(boxed_pair(), dtype=torch.float32)
+    quantize_model(model, "boxed", quantization="fp8_dynamic")
+    Target(model)
+
+    def all_visible(length, depth, ancestors, *more):
+        return visible_slots(length, depth, torch.ones_like(ancestors), *more)
+
+    monkeypatch.setattr(redrafter.attention.mask, "visible_slots", all_visible)
+    with pytest.raises(UnsupportedError, match="other logits"):
+        Target(model)
+
+
 def test_experts_that_stay_as_they_are_are_told():
     with pytest.warns(UserWarning, match=r"only \d+% of the weights of mine"):
         quantize_model(tiny_model("qwen3_moe"), "mine")
 
 
-def test_batch_invariance_is_refused_by_name():
-    model = quantized()
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_batch_invariance_is_refused_by_name(scheme):
+    model = quantized(scheme=scheme)
     assert "its weights are FP8" in str(support_of(Target(model)).reason)
-    with pytest.raises(UnsupportedError, match=r"leave out quantization='fp8' \(--quantization fp8\)"):
+    with pytest.raises(UnsupportedError, match=rf"leave out quantization='{scheme}' \(--quantization {scheme}\)"):
         ReDrafter(Target(model), tiny_drafter(), options=EngineOptions(batch_invariant=True))

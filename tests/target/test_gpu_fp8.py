@@ -62,19 +62,22 @@ def plain(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["captured", "compiled"])
-def test_a_base_that_is_quantised_at_loading_writes_its_best_tokens(plain, compile):
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_dynamic"])
+@pytest.mark.parametrize("copies", [1, 24])
+def test_a_base_that_is_quantised_at_loading_writes_its_best_tokens(plain, copies, scheme, compile):
+    """Few tokens and many are multiplied in different ways."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*slower", UserWarning)  # a step that cannot be captured says so
         engine = ReDrafter.from_pretrained(
             plain / "base",
             plain / "drafter",
-            quantization="fp8",
-            draft_quantization="fp8",
+            quantization=scheme,
+            draft_quantization=scheme,
             compile=compile,
             **HALF,
         )
         engine.model.generation_config.eos_token_id = None
-        ids, mask = (each.cuda() for each in uneven_batch())
+        ids, mask = (each.repeat(copies, 1).cuda() for each in uneven_batch())
         assert largest_gap(engine, ids, mask) < 0.5
         sampled = engine.generate(ids, mask, max_new_tokens=NEW, do_sample=True, top_k=0, seed=3)
     assert sampled.shape == (len(ids), ids.shape[1] + NEW)

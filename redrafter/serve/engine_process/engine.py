@@ -17,11 +17,12 @@ from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.loading import EngineFacts, LoadEngine
 from redrafter.serve.engine_process.warm_up import warm_up
 from redrafter.serve.lora_modules import parse_lora_modules
-from redrafter.target.float8_linear import has_float8_layers
+from redrafter.target.float8_linear import float8_scheme
 
 __all__ = ["ServedEngine", "load_pair"]
 
 _LOG = logging.getLogger(__name__)
+_FLOAT8 = {None: "", "fp8": ", FP8 weights", "fp8_dynamic": ", FP8 weights and activations"}  # in the log
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class ServedEngine:
         min_rows = MOST_ROWS if engine.target.device.type == "cuda" else 1  # a GPU has memory for prefixes too
         graphs = engine.make_graphs(max(limits.max_batch_size, min_rows))
         scheduler = Scheduler(engine, graphs, limits, options.speculate)
+        scheme = float8_scheme(engine.model)
         facts = EngineFacts(
             pair.name,
             _describe(pair, scheduler, options),
@@ -74,7 +76,8 @@ class ServedEngine:
             engine.target.batch_invariant,
             adapters,
             engine.target.image_inputs if engine.target.images_on_paged.ok else frozenset(),
-            has_float8_layers(engine.model),
+            scheme is not None,
+            scheme == "fp8_dynamic",
             engine.options.kv_cache_dtype,
         )
         return cls(pair, scheduler, facts)
@@ -108,7 +111,7 @@ def _describe(pair: Pair, scheduler: Scheduler, options: ServeOptions) -> tuple[
     drafts = "no drafts"
     if proposer is not None and pair.method != PLAIN:
         drafts = f"{pair.method}, {draft_shape(proposer) or 'no drafts at one row'}"
-    weights = ", FP8 weights" if has_float8_layers(target.model) else ""
+    weights = _FLOAT8[float8_scheme(target.model)]
     invariant = ", batch-invariant" if target.batch_invariant else ""
     host = scheduler.graphs.host
     on_host = "" if host is None else f", and {(host.num_blocks - 1) * 16:,} more on the host"

@@ -44,6 +44,7 @@ class EngineFacts:
         adapters: Directories of the LoRA adapters that are loaded, by name.
         image_inputs: Names of what the model takes of images beside ids and mask; none where it takes no images.
         fp8_weights: Whether the weights of linear layers were quantised to FP8 when the model was loaded.
+        fp8_activations: Whether the inputs of these layers are rounded to FP8 too.
         kv_cache_dtype: Format of stored keys and values; see `EngineOptions`.
     """
 
@@ -59,6 +60,7 @@ class EngineFacts:
     adapters: Mapping[str, str] = field(default_factory=dict)
     image_inputs: frozenset[str] = frozenset()
     fp8_weights: bool = False
+    fp8_activations: bool = False
     kv_cache_dtype: str = "auto"
 
 
