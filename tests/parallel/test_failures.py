@@ -68,9 +68,10 @@ def test_a_quantised_model_is_refused(model):
         check_splits(str(model), 2, False, {"config": config})
 
 
-def test_a_model_is_not_quantised_in_parts(model):
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_dynamic"])
+def test_a_model_is_not_quantised_in_parts(model, scheme):
     with pytest.raises(UnsupportedError, match="quantised"):
-        PromptLookup.from_pretrained(model, tp_size=2, quantization="fp8")
+        PromptLookup.from_pretrained(model, tp_size=2, quantization=scheme)
 
 
 def test_a_loaded_model_cannot_be_split_any_more(llama):
