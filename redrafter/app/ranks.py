@@ -58,7 +58,7 @@ def _run_silently(command: Callable[[], int]) -> int:
     if code == 2:
         time.sleep(SILENT_SECONDS)
     if code:
-        print_message(f"rank {process_rank()}", said.last)
+        print_message(f"rank {process_rank()}", said.last.removeprefix("redrafter: "))
     return code
 
 

@@ -2,10 +2,13 @@
 
 import atexit
 import os
-from dataclasses import dataclass
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -31,19 +34,21 @@ class Ranks:
         size: Number of processes; 1 for a model in one process, where every method returns what it is given.
         group: The process group of tensors on the model's device; None in one process.
         host_group: The process group of Python objects; None in one process.
+        peers: The processes of the other ranks on this machine, by rank.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
     host_group: Any = None
+    peers: Mapping[int, psutil.Process] = field(default_factory=dict)
 
     @classmethod
     def of_world(cls) -> "Ranks":
         """Return all processes of torch.distributed. Collective: call it on every rank."""
-        return cls(
-            dist.get_rank(), dist.get_world_size(), dist.group.WORLD, dist.new_group(backend="gloo", timeout=TIMEOUT)
-        )
+        rank, size = dist.get_rank(), dist.get_world_size()
+        host_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        return cls(rank, size, dist.group.WORLD, host_group, _find_peers(rank, size, host_group))
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of every rank's `x`, of any shape, with the same bits on all of them."""
@@ -111,8 +116,32 @@ class Ranks:
                     "machines, with equal files and arguments"
                 )
 
+    def ended(self) -> list[int]:
+        """Return the other ranks whose processes on this machine have ended."""
+        return [rank for rank, process in self.peers.items() if _has_ended(process)]
+
 
 ALONE = Ranks()
+
+
+def _find_peers(rank: int, size: int, group: Any) -> dict[int, psutil.Process]:
+    """Return the processes of the other ranks on this machine, by rank. Collective."""
+    processes: list[Any] = [None] * size
+    machine = platform.node()
+    dist.all_gather_object(processes, (machine, os.getpid()), group=group)
+    return {
+        other: psutil.Process(pid)
+        for other, (node, pid) in enumerate(processes)
+        if other != rank and node == machine and psutil.pid_exists(pid)
+    }
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Return whether a process has ended, also while nobody has asked how."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def join_ranks(size: int) -> None:

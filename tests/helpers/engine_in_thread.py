@@ -19,13 +19,22 @@ OPENAI_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "
 
 
 class EngineThread:
-    """Serves a scheduler, as `EngineProcess` does in another process."""
+    """Serves a scheduler, as `EngineProcess` does in another process.
+
+    Attributes:
+        exit_code: What the process would exit with, once it has ended.
+    """
+
+    exit_code: int | None = None
 
     def __init__(self, scheduler: Scheduler, tokenizer: Any):
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
-        self._thread = threading.Thread(target=serve, args=(Channel(theirs), scheduler, tokenizer), daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(Channel(theirs), scheduler, tokenizer), daemon=True)
         self._thread.start()
+
+    def _serve(self, *served: Any) -> None:
+        self.exit_code = serve(*served)
 
     def end(self) -> None:
         self._thread.join(timeout=20)

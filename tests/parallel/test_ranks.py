@@ -1,10 +1,14 @@
 """What ranks tell each other, with messages that the test stands in for."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
+from helpers.processes import soon
 from redrafter import MismatchError
 from redrafter.parallel import ranks as module
 from redrafter.parallel.ranks import Ranks
@@ -47,3 +51,15 @@ def test_ranks_that_differ_are_refused(other_says):
     other_says("dense")
     with pytest.raises(MismatchError, match=r"the cache of rank 1 is 'dense', and of rank 0 'paged'"):
         TWO.check_equal("paged", "the cache")
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_peer_that_has_ended_is_named(reaped):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ranks = Ranks(rank=0, size=2, peers={1: psutil.Process(process.pid)})
+    assert ranks.ended() == []
+    process.kill()
+    if reaped:
+        process.wait()
+    assert soon(lambda: ranks.ended() == [1])
+    process.communicate()

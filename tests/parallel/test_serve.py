@@ -76,6 +76,20 @@ def test_it_ends_its_texts_when_torchrun_is_ended(folder):
         assert answer.result().status_code == 200
 
 
+def test_clients_hear_which_rank_has_ended(folder):
+    program = Program(str(folder / "merged"), ranks=2)
+    body = {"model": "merged", "prompt": "ja", "max_tokens": 140, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        os.kill(max(children(program.process.pid)), signal.SIGKILL)
+        *_, last = lines
+    program.process.wait(timeout=40)
+    assert "the process of rank 1 has ended (torchrun reports how)" in last
+    assert any("error: the process of rank 1 has ended" in line for line in program.log)
+    assert not any("Traceback" in line for line in program.log if line.startswith("  "))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_server(folder, rank):
     program = Program(str(folder / "merged"), ranks=2)

@@ -1,6 +1,7 @@
 """Between an engine and whoever listens to it, at the two ends of a line in one process."""
 
 import asyncio
+import re
 import threading
 import time
 from contextlib import aclosing
@@ -9,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from helpers.engine_in_thread import client_of
+from helpers.engine_in_thread import EngineThread, client_of
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.processes import soon
 from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
@@ -23,6 +24,7 @@ from redrafter.serve import delta_stream
 from redrafter.serve.delta_stream import SlowConsumerError, Stopped
 from redrafter.serve.engine_process import process
 from redrafter.serve.engine_process import worker as worker_module
+from redrafter.serve.engine_process.messages import Submit
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -212,15 +214,29 @@ def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
     client = client_of(served)
     monkeypatch.setattr(served, "step", lambda: 1 / 0)
     client.start(told.append)
+    reason = "the engine failed (ZeroDivisionError): nothing is served any more"
 
     async def listen() -> None:
-        with pytest.raises(Stopped, match="the engine has ended"):
+        with pytest.raises(Stopped, match=re.escape(reason)):
             async for _ in client.deltas([[5, 6, 7]], 80, GREEDY, lambda: None):
                 pass
 
     asyncio.run(listen())
     assert not client.alive
-    assert soon(lambda: told == ["the engine has ended"])
+    assert soon(lambda: told == [reason])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_engine_says_by_its_exit_code_whether_it_failed(engine, monkeypatch, failing):
+    served = scheduler(engine)
+    if failing:
+        monkeypatch.setattr(served, "read", lambda: 1 / 0)
+    thread = EngineThread(served, None)
+    thread.channel.send(Submit((0,), ([5, 6, 7],), 8, GREEDY, None, "", None))
+    thread.channel.receive()  # what it wrote, or why it failed
+    thread.channel.close()
+    thread.end()
+    assert thread.exit_code == failing
 
 
 @pytest.mark.parametrize(

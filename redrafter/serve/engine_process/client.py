@@ -20,6 +20,7 @@ from redrafter.serve.engine_process.messages import (
     AdaptersChanged,
     Cancel,
     ChangeAdapters,
+    EngineFailed,
     EngineLoad,
     Refused,
     Submit,
@@ -71,6 +72,7 @@ class EngineClient:
         self._streams: set[DeltaStream] = set()  # those that somebody receives from
         self._changes: dict[int, Change] = {}  # of adapters, that the engine has not answered
         self._draining = self._stopping = False
+        self._failure: str | None = None  # as the engine has told it
         self._thread = threading.Thread(target=self._run, name="redrafter-receiver", daemon=True)
 
     def start(self, on_failure: Callable[[str], object] = lambda reason: None) -> None:
@@ -206,11 +208,15 @@ class EngineClient:
             _LOG.exception("the line to the engine failed: nothing is served any more")
         self._draining = True
         if not self._stopping:
-            reason = self._handle.describe_end()
+            ended = self._handle.describe_end()
+            reason = f"{self._failure or ended}: nothing is served any more"
             self._fail_all(Stopped(reason))
             self._on_failure(reason)
 
-    def _handle_message(self, message: Written | Refused | AdaptersChanged) -> None:
+    def _handle_message(self, message: Written | Refused | AdaptersChanged | EngineFailed) -> None:
+        if isinstance(message, EngineFailed):
+            self._failure = message.reason
+            return
         if isinstance(message, AdaptersChanged):
             self._changed(message)
             return

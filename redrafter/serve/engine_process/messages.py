@@ -12,6 +12,7 @@ __all__ = [
     "AdaptersChanged",
     "Cancel",
     "ChangeAdapters",
+    "EngineFailed",
     "EngineLoad",
     "PromptFacts",
     "Refused",
@@ -97,6 +98,17 @@ class Refused:
 
     numbers: tuple[int, ...]
     error: Exception
+
+
+@dataclass(frozen=True)
+class EngineFailed:
+    """The last message of an engine that cannot go on.
+
+    Attributes:
+        reason: Why, in a few words that clients may read.
+    """
+
+    reason: str
 
 
 @dataclass(frozen=True)

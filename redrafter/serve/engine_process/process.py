@@ -24,7 +24,14 @@ from redrafter.serve.engine_process.channel import Channel
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
 from redrafter.serve.engine_process.grammars import Grammars
 from redrafter.serve.engine_process.loading import LoadEngine, LoadFailed
-from redrafter.serve.engine_process.messages import AdaptersChanged, Cancel, ChangeAdapters, Refused, Submit
+from redrafter.serve.engine_process.messages import (
+    AdaptersChanged,
+    Cancel,
+    ChangeAdapters,
+    EngineFailed,
+    Refused,
+    Submit,
+)
 from redrafter.serve.engine_process.shared_worker import SharedWorker
 from redrafter.serve.engine_process.worker import Worker
 from redrafter.serve.log import start_logging
@@ -107,7 +114,6 @@ class _EngineServer:
     def __init__(self, channel: Channel, scheduler: Scheduler, tokenizer: PreTrainedTokenizerBase):
         self._channel, self._grammars = channel, Grammars(tokenizer)
         self._done = asyncio.Event()
-        self._line_ended = False
         self._loop = asyncio.get_running_loop()
         self._shared = scheduler.engine.target.ranks.size > 1
         lines = scheduler, channel.send, self._end
@@ -121,8 +127,10 @@ class _EngineServer:
         self._worker.start()
         await self._done.wait()
         await asyncio.to_thread(self._worker.stop)
+        if (failure := self._worker.failure) is not None:
+            self._channel.send(EngineFailed(failure))
         self._channel.close(FLUSH_SECONDS)
-        return 0 if self._line_ended else 1
+        return 0 if failure is None else 1
 
     def _end(self) -> None:
         """Let `run` return, from another thread."""
@@ -133,7 +141,6 @@ class _EngineServer:
         with suppress(EOFError):
             while True:
                 self._call(self._handle, self._channel.receive())
-        self._line_ended = True
         self._end()
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:

@@ -1,9 +1,12 @@
 """The worker of an engine that several ranks share: all run the same rounds, on the requests that rank 0 hears."""
 
+import logging
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from redrafter.errors import first_line
 from redrafter.grammar.grammar import Grammar
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.serve.engine_process.engine import ServedEngine, load_pair
@@ -13,7 +16,10 @@ from redrafter.serve.engine_process.worker import Worker
 
 __all__ = ["SharedWorker", "follow"]
 
+_LOG = logging.getLogger(__name__)
+
 IDLE_SECONDS = 5.0  # after which idle ranks hear that there is nothing to do, long before they would give up
+ENDED_SECONDS = 0.2  # after which a process whose connections are closed is known to have ended
 
 
 class SharedWorker(Worker):
@@ -55,9 +61,9 @@ class SharedWorker(Worker):
         self._work.set()
 
     def run_here(self) -> bool:
-        """Run the rounds in this thread until rank 0 ends them; return whether it did, and nothing failed."""
+        """Run the rounds in this thread until rank 0 ends them; return whether nothing failed."""
         self._run()
-        return self._stopping
+        return self.failure is None
 
     def _work_on(self) -> bool:
         """Hear what has come, and apply it. Return False when the rounds shall end. Collective."""
@@ -80,6 +86,16 @@ class SharedWorker(Worker):
     def _fail(self, error: Exception, count: int) -> None:
         """End the rounds: after a failure, this rank may have taken other steps than the others."""
         raise error
+
+    def _explain(self, error: Exception) -> str:
+        """Name the ranks whose end made a message to them fail, if there are any."""
+        if isinstance(error, RuntimeError):  # torch has no other type for the errors of gloo's messages
+            time.sleep(ENDED_SECONDS)
+        if not (ended := self._ranks.ended()):
+            return super()._explain(error)
+        reason = f"the process of rank {', '.join(map(str, ended))} has ended (torchrun reports how)"
+        _LOG.error("%s: %s", reason, first_line(error))
+        return reason
 
 
 def follow(request: LoadEngine) -> int:

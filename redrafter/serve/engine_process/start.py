@@ -51,7 +51,7 @@ class EngineProcess:
         try:
             answer: EngineFacts | LoadFailed = self.channel.receive()
         except EOFError:
-            raise EngineEndedError(self.describe_end()) from None
+            raise EngineEndedError(f"{self.describe_end()}: nothing is served") from None
         if isinstance(answer, LoadFailed):
             raise answer.error
         return answer
@@ -75,9 +75,9 @@ class EngineProcess:
         try:
             code = self._process.wait(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
-            return "the engine has failed, and its process does not end: nothing is served any more"
+            return "the engine has failed, and its process does not end"
         if code < 0:
             name = signal.Signals(-code).name
             hint = ", as the system ends one that takes too much memory" if -code == signal.SIGKILL else ""
-            return f"the engine's process was ended by {name}{hint}: nothing is served any more"
-        return f"the engine's process ended with code {code}: nothing is served any more"
+            return f"the engine's process was ended by {name}{hint}"
+        return f"the engine's process ended with code {code}"

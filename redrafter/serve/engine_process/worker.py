@@ -23,7 +23,12 @@ STOP_SECONDS = 10.0  # seconds for which `stop` waits for the current round
 
 
 class Worker:
-    """Runs the rounds of a scheduler in a thread of its own, as long as there is work."""
+    """Runs the rounds of a scheduler in a thread of its own, as long as there is work.
+
+    Attributes:
+        scheduler: The scheduler.
+        failure: Why the rounds have failed, in a few words; None if they have not.
+    """
 
     def __init__(self, scheduler: Scheduler, send: Callable[[Written], object], on_end: Callable[[], object]):
         """Make a worker that has not started.
@@ -34,6 +39,7 @@ class Worker:
             on_end: Called in the engine's thread when that ends, whether it was stopped or has failed.
         """
         self.scheduler, self._send, self._on_end = scheduler, send, on_end
+        self.failure: str | None = None
         self._work = threading.Event()
         self._sequences: dict[int, TokenSequence] = {}  # those that have not ended, by number
         self._deltas: list[tuple[int, SequenceDelta]] = []  # not sent yet
@@ -139,10 +145,15 @@ class Worker:
             while not self.scheduler.idle:
                 self.scheduler.cancel_all()
                 self.scheduler.read()
-        except Exception:
-            _LOG.exception("the engine failed: nothing is served any more")
+        except Exception as error:
+            self.failure = self._explain(error)
         finally:  # no reader may wait for a thread that is gone
             self._on_end()
+
+    def _explain(self, error: Exception) -> str:
+        """Log why a round failed, and return it in a few words."""
+        _LOG.error("the engine failed: nothing is served any more", exc_info=error)
+        return f"the engine failed ({type(error).__name__})"
 
     def _work_on(self) -> bool:
         """Wait for work, and return whether to go on."""
