@@ -62,30 +62,34 @@ class SequenceBlocks:
             CacheFullError: Too few blocks are free; the sequence is unchanged.
         """
         # It is tried in every round, and looking for the prefix of a long text takes milliseconds.
-        managers = [x for x in (self._graphs.blocks, self._graphs.draft_blocks) if x is not None]
-        wanted = (sequence, slots, *((manager, manager.freed) for manager in managers))
-        if self._refused is not None and self._refused[0] == wanted:
+        if self._refused is not None and self._refused[0] == self._attempt(sequence, slots):
             raise CacheFullError(self._refused[1])
-        try:
-            self._allocate(sequence, slots)
-        except CacheFullError as error:
-            self._refused = wanted, str(error)
-            raise
+        with self._handing_out():
+            try:
+                self._allocate(sequence, slots)
+            except CacheFullError as error:
+                # As things are now: blocks that this attempt has taken and given back are no reason for another one.
+                self._refused = self._attempt(sequence, slots), str(error)
+                raise
+
+    def _attempt(self, sequence: TokenSequence, slots: int) -> tuple[object, ...]:
+        """Return what decides whether an allocation fails: it fails again as long as this stays equal."""
+        managers = [x for x in (self._graphs.blocks, self._graphs.draft_blocks) if x is not None]
+        return sequence, slots, *((manager, manager.freed) for manager in managers)
 
     def _allocate(self, sequence: TokenSequence, slots: int) -> None:
         tokens = sequence.tokens[: sequence.prefill_length]
         # What is found in the cache has no logits, and past a change of rope it would be other keys.
         reuse = self._reuse and not sequence.needs_scores and self._is_steady(sequence)
-        with self._handing_out():
-            sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, self._salt(sequence))
-            if sequence.draft_text is not None:
-                try:
-                    sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)
-                except CacheFullError:
-                    self._graphs.blocks.release(sequence.block_table)
-                    sequence.block_table = None
-                    raise
-                sequence.draft_prefilled = sequence.draft_block_table.reused
+        sequence.block_table = self._graphs.blocks.admit(tokens, slots, reuse, self._salt(sequence))
+        if sequence.draft_text is not None:
+            try:
+                sequence.draft_block_table = self._admit_draft_text(sequence, slots, reuse)
+            except CacheFullError:
+                self._graphs.blocks.release(sequence.block_table)
+                sequence.block_table = None
+                raise
+            sequence.draft_prefilled = sequence.draft_block_table.reused
         if sequence.needs_scores:
             sequence.prompt_scores.clear()  # it may have been preempted halfway
         sequence.prefilled = sequence.block_table.reused

@@ -67,6 +67,25 @@ def test_a_draft_text_that_never_fits_ends_with_an_error(engine):
     assert served.graphs.blocks.num_holds == served.graphs.draft_blocks.num_holds == 0
 
 
+def test_room_for_a_draft_text_is_looked_for_once_while_none_is_freed(engine, monkeypatch):
+    served = scheduler(engine, blocks=40)
+    running, waiting = (make_sequence(list(range(3, 3 + count)), 60, KINDS["greedy"]) for count in (9, 60))
+    served.submit(running)
+    while running.row is None:
+        served.round()
+    blocks = served.graphs.draft_blocks
+    admit, attempts = blocks.admit, []
+    others = admit([3], (blocks.num_free_blocks - 1) * BLOCK_SIZE)
+    monkeypatch.setattr(blocks, "admit", lambda *given: (attempts.append(given), admit(*given))[1])
+    served.submit(waiting)
+    for _ in range(3):
+        served.round()
+    assert len(attempts) == 1
+    blocks.release(others)
+    run(served, [])
+    check(engine, served, [running, waiting])
+
+
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_each_row_keeps_its_own_draft_text(kind):
     """Of the target under other ids every draft is kept, as long as its cache holds what it has read of that row."""
