@@ -43,8 +43,8 @@ _LOG = logging.getLogger(__name__)
 FLUSH_SECONDS = 5.0  # for which a last message may take to be sent
 ORPHAN_SECONDS = 2.0  # after which the process is ended by force once its server is gone
 _NO_GRAMMARS = (
-    "this server's model is shared by several processes, which follow no grammars yet (response_format, tools and "
-    "guided_* fields): leave them out, or start the server without torchrun"
+    "this server's model is shared by several processes, which follow no grammars yet (response_format, "
+    "structured_outputs, a tool_choice that forces a call): leave them out, or start the server without torchrun"
 )
 
 
