@@ -6,7 +6,6 @@ last program of a tile to finish adds up the parts, in an order that does not de
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -14,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from redrafter.kernels.launch import supports_dependent_launch
+from redrafter.kernels.tiling import Tiling
 from redrafter.kernels.widening import widening_assembly
 
-__all__ = ["MAX_FEW_TOKENS", "MAX_FLOAT8_TOKENS", "Float8Tiling", "float8_product", "widen_float8"]
+__all__ = ["MAX_FEW_TOKENS", "MAX_FLOAT8_TOKENS", "float8_product", "widen_float8"]
 
 MAX_FEW_TOKENS = 32  # for more tokens, products whose inputs are FP8 too take less time
 MAX_FLOAT8_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
@@ -25,26 +25,6 @@ PROGRAMS_AT_ONCE = 264  # two on each multiprocessor of a large GPU
 MIN_STEPS = 4  # of the loop over input features that a program makes
 PART_COST = 0.03  # what a further part of every tile costs, as a share of the product's time
 MAX_SPLIT_TILES = 4096  # tiles whose input features may be split
-
-
-class Float8Tiling(NamedTuple):
-    """Describes how a product is cut into programs.
-
-    Attributes:
-        tokens: Tokens per program.
-        features: Output features per program.
-        step: Input features that are loaded at once.
-        stages: Loads under way at once.
-        warps: Warps of a program.
-        splits: Parts of the input features; None for as many as keep a large GPU busy.
-    """
-
-    tokens: int
-    features: int
-    step: int
-    stages: int
-    warps: int
-    splits: int | None = None
 
 
 @triton.jit
@@ -133,16 +113,16 @@ def _widen_float8_kernel(
     tl.store(OUT + row * inner + k, wide.to(OUT.dtype.element_ty), k < inner)
 
 
-def _choose_tiling(tokens: int, features: int) -> Float8Tiling:
+def _choose_tiling(tokens: int, features: int) -> Tiling:
     """Choose the tiling by the numbers of tokens and output features, as measured on an H200 at an 8B model's sizes."""
     many = features > MANY_FEATURES
     if tokens <= 16:
-        return Float8Tiling(16, 128, 256, 3, 4) if many else Float8Tiling(16, 64, 256, 4, 4)
+        return Tiling(16, 128, 256, 3, 4) if many else Tiling(16, 64, 256, 4, 4)
     if tokens <= 32:
-        return Float8Tiling(32, 128, 128, 4, 4)
+        return Tiling(32, 128, 128, 4, 4)
     if tokens <= 64:
-        return Float8Tiling(64, 128, 128, 4, 8) if many else Float8Tiling(64, 64, 128, 4, 4)
-    return Float8Tiling(256, 128, 64, 3, 8) if many and tokens > 128 else Float8Tiling(128, 64, 128, 3, 4)
+        return Tiling(64, 128, 128, 4, 8) if many else Tiling(64, 64, 128, 4, 4)
+    return Tiling(256, 128, 64, 3, 8) if many and tokens > 128 else Tiling(128, 64, 128, 3, 4)
 
 
 def _choose_splits(tiles: int, steps: int) -> int:
@@ -157,7 +137,7 @@ def _choose_splits(tiles: int, steps: int) -> int:
 
 
 def float8_product(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, tiling: Float8Tiling | None = None
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, tiling: Tiling | None = None
 ) -> Tensor:
     """Return `x @ (weight * scale).T + bias`, `[T, F]`.
 

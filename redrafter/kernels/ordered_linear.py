@@ -4,34 +4,15 @@ Every output is one sum over the input features, in ascending order, in a float3
 differ by the number of tokens, so that a product is about as fast as torch's; the order of a sum does not.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from redrafter.kernels.launch import supports_dependent_launch
+from redrafter.kernels.tiling import Tiling
 
-__all__ = ["Tiling", "ordered_expert_linear", "ordered_linear"]
-
-
-class Tiling(NamedTuple):
-    """Describes how a product is cut into programs.
-
-    Attributes:
-        tokens: Tokens per program.
-        features: Output features per program.
-        step: Input features that are loaded at once.
-        stages: Loads under way at once.
-        warps: Warps of a program.
-    """
-
-    tokens: int
-    features: int
-    step: int
-    stages: int
-    warps: int
+__all__ = ["ordered_expert_linear", "ordered_linear"]
 
 
 EXPERTS = Tiling(16, 64, 128, 4, 4)  # for the few tokens that each expert has

@@ -15,9 +15,9 @@ from torch.nn.functional import linear
 from helpers.attention import DEVICE
 from helpers.models import assert_close_by_scale
 from redrafter.kernels import float8_product, widen_float8
-from redrafter.kernels.float8 import Float8Tiling
 from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.kernels.float8_linear import float8_linear, rounded_float8_linear
+from redrafter.kernels.tiling import Tiling
 
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot multiply bfloat16
 ROWS = [1, 2, 7, 26, 64, 200]
@@ -50,7 +50,7 @@ def test_a_product_equals_that_of_the_full_weight(rows, inner, features, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("tiling", [Float8Tiling(16, 64, 128, 3, 4, 4), Float8Tiling(64, 128, 64, 3, 8, 2)])
+@pytest.mark.parametrize("tiling", [Tiling(16, 64, 128, 3, 4, 4), Tiling(64, 128, 64, 3, 8, 2)])
 def test_parts_of_the_input_features_add_up(tiling, dtype):
     x, (weight, scale) = random(26, 1100, dtype=dtype), quantized(70, 1100)
     bias = random(70, dtype=dtype, seed=3)
