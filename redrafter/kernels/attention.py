@@ -25,8 +25,8 @@ from redrafter.kernels.widening import widening_assembly
 __all__ = ["tree_attention"]
 
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
-SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging splits costs more than a split saves
-LONG_CONTEXT_TOKENS = 8192  # for longer rows, splits are added and tiles suit the memory
+SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging many splits costs more than it saves
+LONG_CONTEXT_TOKENS = 8192  # for longer rows, splits are added
 MAX_SPLIT_TOKENS = 8192  # of a row beside others; one program would take as long as all others together
 MIN_SPLIT_TOKENS = 512  # of a row where splits are made for longer ones
 MAX_PART_NUMBERS = 1 << 26  # float32 numbers that all splits find: 256 MiB
@@ -345,17 +345,19 @@ def _choose_tiling(groups: int, queries: int, blocks: int, small: bool, fp8: boo
         small: Whether queries are in half precision and at most 128 wide.
         fp8: Whether the cache is of FP8.
     """
-    most, widest = blocks * BLOCK_SIZE, max(triton.next_power_of_2(queries), 16)
-    programs = TARGET_PROGRAMS if most > SHORT_CONTEXT_TOKENS else TARGET_PROGRAMS // 2
+    widest, programs = max(triton.next_power_of_2(queries), 16), TARGET_PROGRAMS
+    short, long = blocks * BLOCK_SIZE <= SHORT_CONTEXT_TOKENS, blocks * BLOCK_SIZE > LONG_CONTEXT_TOKENS
     tile, keys, stages, warps = min(widest, 64), 64, 3, 4
     if not small:
         tile, keys, stages = min(widest, 32), 32, 1
-    elif fp8 and most > LONG_CONTEXT_TOKENS and widest <= 16:
-        warps, programs = 2, 2 * programs
-    elif fp8 and most > LONG_CONTEXT_TOKENS and widest > 64:
-        tile, keys = 128, 32  # what is widened serves more queries
-    elif most <= SHORT_CONTEXT_TOKENS and widest <= 16:
+    elif widest == 128 and (2 * groups > TARGET_PROGRAMS or (fp8 and long)):
+        tile, keys = 128, 32  # what is read, and widened, serves more queries
+    elif widest >= 64 and short:
+        programs //= 2
+    elif widest == 16 and short:
         keys = 32
+    elif widest == 16 and fp8 and long:
+        warps, programs = 2, 2 * programs
     splits = max(programs // (groups * triton.cdiv(queries, tile)), 1)
     return _Tiling(tile, keys, splits, stages, warps)
 
@@ -514,8 +516,10 @@ def _attend(
         FOLLOW=follow, launch_pdl=follow, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     if splits > 1:
+        block_splits = triton.next_power_of_2(splits)
+        warps = min(max(block_splits * block_dv // 4096, 1 if block_dv <= 64 else 2), 16)  # what fits in registers
         _merge_splits_kernel[(tokens * query_heads,)](
             part, tops, sinks, out, starts, starts[rows:], splits,
-            QUERY_HEADS=query_heads, DV=dv, BLOCK_DV=block_dv, BLOCK_SPLITS=triton.next_power_of_2(splits),
-            HAS_SINKS=sinks is not None, FOLLOW=follow, launch_pdl=follow, num_warps=1 if block_dv <= 64 else 2,
+            QUERY_HEADS=query_heads, DV=dv, BLOCK_DV=block_dv, BLOCK_SPLITS=block_splits,
+            HAS_SINKS=sinks is not None, FOLLOW=follow, launch_pdl=follow, num_warps=warps,
         )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Compiles Triton kernels for a Hopper GPU where there is none, and prints what they need, as JSON.
+
+A kernel is launched on tensors of the CPU; the launch compiles it as on a GPU and runs nothing. This is a program of
+its own since Triton's interpreter, which other tests use, cannot be left again.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from helpers.attention import problem
+from redrafter import kernels
+from redrafter.kernels.widening import widening_assembly
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Driver:
+    """Stands for the driver of a GPU that only kernels are compiled for."""
+
+    def get_current_target(self):
+        return HOPPER
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def attend(lengths: list[int], nodes: int, dtype: torch.dtype = torch.bfloat16, **how: Any) -> Callable[[], object]:
+    arguments = problem(lengths, nodes, heads=2, group=4, dk=128, dv=128, dtype=torch.bfloat16, **how)
+    window = 33 if how.get("causal") else 0
+    return lambda: kernels.tree_attention(*arguments, 0.1, window, 0.0, None)
+
+
+def attend_in_order(lengths: list[int], nodes: int, **how: Any) -> Callable[[], object]:
+    arguments = problem(lengths, nodes, heads=2, group=4, dk=128, dv=128, dtype=torch.bfloat16, **how)
+    return lambda: kernels.ordered_attention(*arguments, 0.1, 0, 0.0, None)
+
+
+def multiply(tokens: int, features: int) -> Callable[[], object]:
+    x, weight = torch.zeros(tokens, 512, dtype=torch.bfloat16), torch.zeros(features, 512).to(torch.float8_e4m3fn)
+    return lambda: kernels.float8_product(x, weight, torch.ones(features), None)
+
+
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PROGRAMS = {
+    "attention of one node": attend([40], 1),
+    "attention of a tree": attend([40], 26),
+    "attention of many trees": attend([40] * 80, 26),
+    "attention of chains within a window": attend([40, 3], 7, causal=True),
+    "attention of a tree over an FP8 cache": attend([40], 26, kv_dtype=FP8),
+    "attention of one node over an FP8 cache": attend([40], 1, kv_dtype=E5M2),
+    "attention beside chunks": attend([40], 6, chunks=[(10, 30)], room=4),
+    "attention in order": attend_in_order([40], 26),
+    "attention in order over an FP8 cache": attend_in_order([40], 26, kv_dtype=FP8),
+    "FP8 product of few tokens": multiply(5, 6144),
+    "FP8 product of many tokens": multiply(200, 12288),
+}
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Return the bytes of registers that a kernel keeps in memory, for lack of room."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        out = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", out)[1])
+
+
+def main() -> None:
+    """Compile what each program launches."""
+    driver.set_active(Driver())
+    run, launched = JITFunction.run, []
+    JITFunction.run = lambda self, *args, grid, warmup=False, **how: launched.append(
+        [self.__name__, stack_bytes(run(self, *args, grid=grid, warmup=True, **how).asm["cubin"])]
+    )
+    torch.version.cuda = "13.0"
+    gpu = torch.device("cuda")
+    for name in ("attention", "ordered_attention", "float8"):
+        module = import_module(f"redrafter.kernels.{name}")
+        module.supports_dependent_launch = lambda device: True
+        module.widening_assembly = lambda narrow, wide, device: widening_assembly(narrow, wide, gpu)
+    found = {}
+    for name, program in PROGRAMS.items():
+        launched.clear()
+        try:
+            program()
+            found[name] = list(launched)
+        except Exception as error:
+            found[name] = str(error)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

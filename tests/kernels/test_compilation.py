@@ -1,0 +1,50 @@
+"""Triton kernels compile for a GPU, also where there is none: the interpreter takes what the compiler refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parents[1]
+MOST_STACK = 256  # bytes of registers in memory that cost less than a smaller tile would
+NAMES = [
+    "attention of one node",
+    "attention of a tree",
+    "attention of many trees",
+    "attention of chains within a window",
+    "attention of a tree over an FP8 cache",
+    "attention of one node over an FP8 cache",
+    "attention beside chunks",
+    "attention in order",
+    "attention in order over an FP8 cache",
+    "FP8 product of few tokens",
+    "FP8 product of many tokens",
+]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Return what each program launches, or the message with which it does not compile."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "CUDA_VISIBLE_DEVICES": ""}
+    out = subprocess.run(
+        [sys.executable, "-m", "helpers.compiled_kernels"], env=env, capture_output=True, text=True, timeout=600
+    )
+    assert out.returncode == 0, out.stderr[-2000:]
+    return json.loads(out.stdout)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_compile_for_a_gpu(compiled, name):
+    assert isinstance(compiled[name], list), compiled[name]
+    assert compiled[name]
+    assert all(stack <= MOST_STACK for _, stack in compiled[name]), compiled[name]
+
+
+def test_all_programs_are_named_here(compiled):
+    assert list(compiled) == NAMES
