@@ -1,6 +1,6 @@
 """Inputs of FP8 products: each token rounded to FP8 (e4m3) with a scale of its own.
 
-These are plain operators, which torch.compile fuses into the norm or the activation that writes the inputs.
+This is the reference of the kernels in `float8_rounding`, which count with the same numbers.
 """
 
 from typing import NamedTuple
@@ -8,20 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["RoundedInputs", "round_inputs"]
+__all__ = ["RoundedInputs", "largest_input", "round_inputs"]
 
-# Powers of two are handled as the bits of their exponents; products with them are exact. `_DOUBLE`, added to the bits
-# of a float32, doubles it, and the bits of `2.0**n` are `(_BIAS + n) * _DOUBLE`.
-_DOUBLE = 1 << 23
-_EXPONENT = 0xFF * _DOUBLE
-_BIAS = 127
-_BELOW_NEXT = 0x1FFFFF  # added to 1.75 (of 448, the largest number of FP8), the last one that does not carry
-_LEAST_EXPONENT = -6  # of a normal number of FP8
-_LARGEST_EXPONENT = 8
-_MANTISSA = 3
-
-_LEAST_SCALE = -117  # at which the least number of FP8, 2.0**-9, has an inverse in float32
-_LARGEST = {torch.float16: 1.875 * 2.0**15}  # with a mantissa of three bits, where it is not float32's
+# Powers of two are handled as the bits of their exponents; products with them are exact. `DOUBLE`, added to the bits
+# of a float32, doubles it, and the bits of `2.0**n` are `ONE + n * DOUBLE`.
+DOUBLE = 1 << 23
+ONE = 127 * DOUBLE
+EXPONENT = 0xFF * DOUBLE
+BELOW_NEXT = 0x1FFFFF  # added to 1.75 (of 448, the largest number of FP8), the last one that does not carry
+LEAST_NORMAL = 6 * DOUBLE  # by which the least normal number of FP8, 2.0**-6, is below 1
+LARGEST_POWER = 8 * DOUBLE  # by which the largest power of two of FP8, 2.0**8, is above 1
+MANTISSA = 3 * DOUBLE  # by which the distance of numbers of FP8 is below their power of two
+LEAST_SCALE = ONE - 117 * DOUBLE  # at which the least number of FP8, 2.0**-9, has an inverse in float32
 
 
 class RoundedInputs(NamedTuple):
@@ -29,12 +27,10 @@ class RoundedInputs(NamedTuple):
 
     Attributes:
         values: The rounded numbers, in the dtype that the inputs had, `[..., D]`.
-        narrow: The same divided by the scales, `[..., D]` float8_e4m3fn; None where no product of FP8 reads it.
-        scale: The scale of each token, a power of two, `[..., 1]` float32.
+        scale: The scale of each token, a power of two, `[..., 1]` float32; a value divided by it is a number of FP8.
     """
 
     values: Tensor
-    narrow: Tensor | None
     scale: Tensor
 
 
@@ -44,24 +40,17 @@ def round_inputs(x: Tensor) -> RoundedInputs:
     Args:
         x: Inputs, `[..., D]` float32, bfloat16 or float16.
     """
-    largest = _LARGEST.get(x.dtype, 1.875 * 2.0**127)
+    largest = largest_input(x.dtype)
     wide = x.float().clamp(-largest, largest)
     bits = wide.abs().amax(dim=-1, keepdim=True).view(torch.int32)
-    scale = ((bits + _BELOW_NEXT) & _EXPONENT) - _LARGEST_EXPONENT * _DOUBLE
-    scale = scale.clamp(min=(_BIAS + _LEAST_SCALE) * _DOUBLE)
-    power = (wide.view(torch.int32) & _EXPONENT).maximum(scale + _LEAST_EXPONENT * _DOUBLE)
-    unit = power - _MANTISSA * _DOUBLE  # distance of the numbers of FP8 about each input
-    values = (wide * _inverse(unit)).round() * unit.view(torch.float32)
-    narrow = (values * _inverse(scale)).to(torch.float8_e4m3fn) if _multiplies_float8(x.device) else None
-    return RoundedInputs(values.to(x.dtype), narrow, scale.view(torch.float32))
+    scale = (((bits + BELOW_NEXT) & EXPONENT) - LARGEST_POWER).clamp(min=LEAST_SCALE)
+    power = (wide.view(torch.int32) & EXPONENT).maximum(scale - LEAST_NORMAL)
+    unit = power - MANTISSA  # distance of the numbers of FP8 about each input
+    inverse = 2 * ONE - unit
+    values = (wide * inverse.view(torch.float32)).round() * unit.view(torch.float32)
+    return RoundedInputs(values.to(x.dtype), scale.view(torch.float32))
 
 
-def _inverse(bits: Tensor) -> Tensor:
-    """Return the inverses of powers of two, whose bits these are."""
-    return (2 * _BIAS * _DOUBLE - bits).view(torch.float32)
-
-
-@torch.compiler.assume_constant_result
-def _multiplies_float8(device: torch.device) -> bool:
-    """Return whether `torch._scaled_mm` multiplies FP8 with scales of rows on a device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 9), (9, 0))
+def largest_input(dtype: torch.dtype) -> float:
+    """Return the largest number of a dtype whose mantissa has three bits, to which larger inputs are cut."""
+    return 1.875 * 2.0 ** (15 if dtype == torch.float16 else 127)

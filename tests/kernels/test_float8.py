@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from helpers.attention import DEVICE
 from helpers.models import assert_close_by_scale
-from redrafter.kernels import float8_product, widen_float8
+from redrafter.kernels import MAX_ROUNDED_WIDTH, float8_product, widen_float8
 from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.kernels.float8_linear import float8_linear, rounded_float8_linear
 from redrafter.kernels.tiling import Tiling
@@ -114,8 +114,15 @@ def test_rounded_inputs_of_a_part_of_a_weight_are_multiplied():
     assert_close_by_scale(found.float(), full(round_inputs(x).values, weight, scale), CLOSE[torch.bfloat16])
 
 
-def test_the_operator_is_traced_as_one():
-    x, (weight, scale) = random(3, 100), quantized(70, 100)
-    torch.library.opcheck(float8_linear, (x, weight, scale, None), test_utils="test_faketensor")
-    narrow, narrow_scale = x.to(torch.float8_e4m3fn), torch.ones(3, 1, device=DEVICE)
-    torch.library.opcheck(float8_linear, (x, weight, scale, None, narrow, narrow_scale), test_utils="test_faketensor")
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_rounded_inputs_that_are_wider_than_a_program_takes_are_multiplied(tokens):
+    inner = MAX_ROUNDED_WIDTH + 16
+    x, (weight, scale) = random(tokens, inner, dtype=torch.bfloat16), quantized(16, inner)
+    found = rounded_float8_linear(x, weight, scale, None)
+    assert_close_by_scale(found.float(), full(round_inputs(x).values, weight, scale), CLOSE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("operator", [float8_linear, rounded_float8_linear])
+def test_an_operator_is_traced_as_one(operator):
+    x, (weight, scale) = random(2, 3, 100), quantized(70, 100)
+    torch.library.opcheck(operator, (x, weight, scale, None), test_utils="test_faketensor")

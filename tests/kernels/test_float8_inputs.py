@@ -20,7 +20,7 @@ def random(*shape, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_are_those_of_fp8_times_a_scale(dtype):
     x = random(500, 96, dtype=dtype)
-    values, _, scale = round_inputs(x)
+    values, scale = round_inputs(x)
     assert values.dtype == dtype
     assert torch.equal(values.float(), (x.float() / scale).to(torch.float8_e4m3fn).float() * scale)
 
@@ -59,7 +59,7 @@ def test_what_is_rounded_stays_as_it_is(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 8), (0, 8), (8,)])
 def test_zeros_stay_zeros(shape, dtype):
-    values, _, scale = round_inputs(torch.zeros(shape, dtype=dtype, device=DEVICE))
+    values, scale = round_inputs(torch.zeros(shape, dtype=dtype, device=DEVICE))
     assert not values.any()
     assert values.shape == shape
     assert scale.shape == (*shape[:-1], 1)
@@ -69,7 +69,7 @@ def test_zeros_stay_zeros(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_numbers_of_a_dtype_stay_finite(dtype):
     x = torch.full((2, 8), torch.finfo(dtype).max, dtype=dtype, device=DEVICE)
-    values, _, scale = round_inputs(torch.cat([x, -x], dim=1))
+    values, scale = round_inputs(torch.cat([x, -x], dim=1))
     assert torch.equal(values, torch.cat([x, -x], dim=1).sign() * values.abs().max())
     torch.testing.assert_close(values[:, :8], x, rtol=0.0625, atol=0.0)
     assert bool((values.float().abs() / scale <= LARGEST).all())
@@ -87,23 +87,3 @@ def test_what_is_not_a_number_stays_so(dtype):
     values = round_inputs(x).values
     assert bool(values[0, 0].isnan())
     assert torch.equal(values[1], x[1])
-
-
-def test_nothing_is_narrowed_where_nothing_multiplies_fp8():
-    assert round_inputs(torch.randn(3, 8)).narrow is None
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_narrow_numbers_are_the_rounded_ones():
-    values, narrow, scale = round_inputs(random(500, 96, dtype=torch.bfloat16))
-    if torch.cuda.get_device_capability() not in ((8, 9), (9, 0)):
-        assert narrow is None
-        return
-    assert torch.equal(narrow.float() * scale, values.float())
-
-
-def test_a_compiler_traces_it_whole():
-    compiled = torch.compile(round_inputs, fullgraph=True, dynamic=True, backend="aot_eager")
-    x = random(5, 96)
-    for found, expected in zip(compiled(x), round_inputs(x), strict=True):
-        assert torch.equal(found, expected) if found is not None else expected is None
