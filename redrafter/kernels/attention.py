@@ -336,7 +336,7 @@ class _Tiling(NamedTuple):
 
 
 def _choose_tiling(groups: int, queries: int, blocks: int, small: bool, fp8: bool) -> _Tiling:
-    """Choose the tiling by size, as measured on an H200 (docs/gpu.md has the table).
+    """Choose the tiling by size, as measured on an H200 (docs/benchmarks.md, Attention).
 
     Args:
         groups: Rows times key heads.

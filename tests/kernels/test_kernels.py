@@ -139,6 +139,17 @@ def test_prompts_in_half_precision_come_out_right_and_twice_the_same(width):
         assert torch.equal(kernel(*arguments, 0.1, 0, 0.0, None), first)
 
 
+def test_many_trees_are_attended_to_in_the_largest_tiles(monkeypatch):
+    """Compare twice on a GPU, where a race in a pipelined loop would show."""
+    if not CUDA:
+        monkeypatch.setattr(import_module("redrafter.kernels.attention"), "TARGET_PROGRAMS", 2)
+    dtype = torch.bfloat16 if CUDA else torch.float16
+    arguments = problem([130, 67, 0, 300] * (20 if CUDA else 1), 26, heads=2, group=4, dtype=dtype)
+    first = kernel(*arguments, 0.3, 0, 0.0, None)
+    check(arguments, tolerance=2e-2)
+    assert torch.equal(kernel(*arguments, 0.3, 0, 0.0, None), first)
+
+
 @pytest.mark.skipif(not CUDA or torch.cuda.mem_get_info()[0] < 12 << 30, reason="needs a GPU with 12 GiB free")
 def test_a_layer_may_have_more_numbers_than_32_bits_count():
     arguments = problem([300, 20], 26, heads=8, group=4, dk=128, dv=128, dtype=torch.bfloat16)
