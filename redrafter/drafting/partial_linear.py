@@ -3,7 +3,6 @@
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from redrafter.kernels.float8_linear import float8_linear, rounded_float8_linear
 from redrafter.target.float8_linear import Float8Linear
 
 __all__ = ["partial_linear"]
@@ -20,6 +19,5 @@ def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bo
     """
     weight, bias = layer.weight[:, columns], layer.bias if with_bias else None
     if isinstance(layer, Float8Linear):
-        multiply = rounded_float8_linear if layer.rounds_inputs else float8_linear
-        return multiply(x, weight, layer.weight_scale, bias)
+        return layer.multiply(x, weight, layer.weight_scale, bias)
     return linear(x, weight, bias)

@@ -27,11 +27,12 @@ __all__ = ["tree_attention"]
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
 SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging many splits costs more than it saves
 LONG_CONTEXT_TOKENS = 8192  # for longer rows, splits are added
+MAX_SPLITS = 256  # that one program merges without registers in memory
 MAX_SPLIT_TOKENS = 8192  # of a row beside others; one program would take as long as all others together
 MIN_SPLIT_TOKENS = 512  # of a row where splits are made for longer ones
 MAX_PART_NUMBERS = 1 << 26  # float32 numbers that all splits find: 256 MiB
 LOG2E = tl.constexpr(1.4426950408889634)
-NODE_STAGES = tl.constexpr(1)  # a tree has few tiles; more would take shared memory from the committed tokens
+NODE_STAGES = tl.constexpr(1)  # tiles of new nodes; more would take shared memory from the committed tokens
 STORED = tl.constexpr(16)  # new tokens that a program stores at once
 
 
@@ -120,15 +121,18 @@ def _attend_committed(
 
 @triton.jit
 def _store_new(
-    K, V, KEYS, VALUES, TABLE, behind, first, count, k_token, k_head, v_token, v_head, cache_k, cache_v, blocks, head,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
+    K, V, KEYS, VALUES, TABLE, behind, first, begin, end, k_token, k_head, v_token, v_head, cache_k, cache_v, blocks,
+    head, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Store a head's keys and values of a row's new tokens, `count` from token `behind` on, from slot `first` on."""
+    """Store a head's keys and values of a row's new tokens from `begin` to before `end`.
+
+    The row's first new token is token `behind` of all, and stored in slot `first` of the row.
+    """
     dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    for start in range(0, count, STORED):
+    for start in range(begin, end, STORED):
         j = start + tl.arange(0, STORED)
-        token, at, own = behind + j, first + j, j < count
+        token, at, own = behind + j, first + j, j < end
         inside = own & (at // PAGE < blocks)
         slot = tl.load(TABLE + at // PAGE, inside, 0).to(tl.int64) * PAGE + at % PAGE
         k = tl.load(K + token[:, None] * k_token + head * k_head + dk, own[:, None] & (dk < DK), 0.0)
@@ -223,13 +227,13 @@ def _attend_kernel(
         )  # fmt: skip
         block = next_block
 
-    # The tree: first the nodes of earlier forwards, from the cache; then the new ones, which the first tile stores.
+    # The tree: first the nodes of earlier forwards, from the cache; then the new ones, which are stored.
     if split == splits - 1:
-        if tile == 0:
-            _store_new(
-                K, V, KEYS, VALUES, TABLE, behind, n + cached, count, k_token, k_head, v_token, v_head,
-                cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
-            )  # fmt: skip
+        begin, end = tl.cdiv(tile * BLOCK_M, GROUP), tl.cdiv((tile + 1) * BLOCK_M, GROUP)  # whose first query is here
+        _store_new(
+            K, V, KEYS, VALUES, TABLE, behind, n + cached, begin, tl.minimum(end, count), k_token, k_head,
+            v_token, v_head, cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
+        )  # fmt: skip
         if CACHED:
             for start in tl.range(0, cached, BLOCK_S, num_stages=1):
                 j = start + tl.arange(0, BLOCK_S)
@@ -323,7 +327,7 @@ class _Tiling(NamedTuple):
         keys: Keys per tile.
         splits: Splits of a row, the last of which is the tree.
         stages: Tiles of keys and values under way at once.
-        warps: Warps of a program.
+        warps: Warps of a program, never 8: Triton 3.6 has pipelined such loops into a race, in 1 of 3 rows of a prompt.
         least: Tokens that a split has at least.
     """
 
@@ -335,20 +339,20 @@ class _Tiling(NamedTuple):
     least: int = 0
 
 
-def _choose_tiling(groups: int, queries: int, blocks: int, small: bool, fp8: bool) -> _Tiling:
+def _choose_tiling(groups: int, queries: int, blocks: int, narrow: bool, fp8: bool) -> _Tiling:
     """Choose the tiling by size, as measured on an H200 (docs/benchmarks.md, Attention).
 
     Args:
         groups: Rows times key heads.
         queries: Queries per group: nodes times the query heads that share a key head.
         blocks: Width of the table of blocks, which bounds a row's length.
-        small: Whether queries are in half precision and at most 128 wide.
+        narrow: Whether queries are in half precision and at most 128 wide.
         fp8: Whether the cache is of FP8.
     """
     widest, programs = max(triton.next_power_of_2(queries), 16), TARGET_PROGRAMS
     short, long = blocks * BLOCK_SIZE <= SHORT_CONTEXT_TOKENS, blocks * BLOCK_SIZE > LONG_CONTEXT_TOKENS
     tile, keys, stages, warps = min(widest, 64), 64, 3, 4
-    if not small:
+    if not narrow:
         tile, keys, stages = min(widest, 32), 32, 1
     elif widest == 128 and (2 * groups > TARGET_PROGRAMS or (fp8 and long)):
         tile, keys = 128, 32  # what is read, and widened, serves more queries
@@ -358,7 +362,7 @@ def _choose_tiling(groups: int, queries: int, blocks: int, small: bool, fp8: boo
         keys = 32
     elif widest == 16 and fp8 and long:
         warps, programs = 2, 2 * programs
-    splits = max(programs // (groups * triton.cdiv(queries, tile)), 1)
+    splits = min(max(programs // (groups * triton.cdiv(queries, tile)), 1), MAX_SPLITS)
     return _Tiling(tile, keys, splits, stages, warps)
 
 

@@ -16,9 +16,8 @@ from redrafter.kernels.launch import supports_dependent_launch
 from redrafter.kernels.tiling import Tiling
 from redrafter.kernels.widening import widening_assembly
 
-__all__ = ["MAX_FEW_TOKENS", "MAX_FLOAT8_TOKENS", "float8_product", "widen_float8"]
+__all__ = ["MAX_FLOAT8_TOKENS", "float8_product", "widen_float8"]
 
-MAX_FEW_TOKENS = 32  # for more tokens, products whose inputs are FP8 too take less time
 MAX_FLOAT8_TOKENS = 256  # for more tokens, to widen the weight first costs less than a slower product
 MANY_FEATURES = 8192  # output features from which wider tiles are as many as a large GPU runs at once
 PROGRAMS_AT_ONCE = 264  # two on each multiprocessor of a large GPU

@@ -11,6 +11,8 @@ from redrafter.kernels.float8_inputs import round_inputs
 
 __all__ = ["float8_linear", "rounded_float8_linear"]
 
+MAX_FEW_TOKENS = 32  # for more tokens, products whose inputs are FP8 too take less time
+
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -58,7 +60,7 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> T
 def _has_scaled_product(x: Tensor, weight: Tensor) -> bool:
     """Tell whether to multiply in FP8: there are many tokens, and `torch._scaled_mm` takes them with scales of rows."""
     return (
-        _tokens(x) > kernels.MAX_FEW_TOKENS
+        _tokens(x) > MAX_FEW_TOKENS
         and x.dtype == torch.bfloat16
         and weight.is_contiguous()
         and not any(size % 16 for size in weight.shape)

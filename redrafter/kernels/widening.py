@@ -46,7 +46,7 @@ _CONSTANTS = {
 def widening_assembly(narrow: torch.dtype, wide: torch.dtype, device: torch.device) -> str | None:
     """Return assembly that widens four numbers of `narrow`, for `tl.inline_asm_elementwise` with `pack=4`.
 
-    Returns None for other dtypes, and for devices that do not know it.
+    Returns None for other dtypes, and for devices other than NVIDIA's GPUs.
     """
     if device.type != "cuda" or torch.version.cuda is None or (narrow, wide) not in _CONSTANTS:
         return None

@@ -4,6 +4,7 @@ import atexit
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -128,12 +129,15 @@ def _find_peers(rank: int, size: int, group: Any) -> dict[int, psutil.Process]:
     """Return the processes of the other ranks on this machine, by rank. Collective."""
     processes: list[Any] = [None] * size
     machine = platform.node()
-    dist.all_gather_object(processes, (machine, os.getpid()), group=group)
-    return {
-        other: psutil.Process(pid)
-        for other, (node, pid) in enumerate(processes)
-        if other != rank and node == machine and psutil.pid_exists(pid)
-    }
+    mine = psutil.Process()
+    dist.all_gather_object(processes, (machine, mine.pid, mine.create_time()), group=group)
+    found = {}
+    for other, (node, pid, created) in enumerate(processes):
+        with suppress(psutil.NoSuchProcess):  # it is in another container, whose machine has the same name
+            process = psutil.Process(pid)
+            if other != rank and node == machine and process.create_time() == created:
+                found[other] = process
+    return found
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from redrafter.kernels.float8_linear import float8_linear, rounded_float8_linear
 
-__all__ = ["Float8Linear", "float8_scheme", "has_float8_layers", "quantize_linears"]
+__all__ = ["Float8Linear", "float8_scheme", "quantize_linears"]
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -46,8 +46,12 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `[..., D]`."""
-        multiply = rounded_float8_linear if self.rounds_inputs else float8_linear
-        return multiply(x, self.weight, self.weight_scale, self.bias)
+        return self.multiply(x, self.weight, self.weight_scale, self.bias)
+
+    def multiply(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product with a weight that holds this one or is part of it; inputs are rounded as here."""
+        product: Tensor = (rounded_float8_linear if self.rounds_inputs else float8_linear)(x, weight, scale, bias)
+        return product
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Apply a function that moves or casts tensors: a cast changes the bias alone."""
@@ -86,11 +90,6 @@ def quantize_linears(
                         replaced[id(child)] = Float8Linear(child, device, rounds_inputs=rounds_inputs)
                     parent._modules[name] = replaced[id(child)]
     return sum(layer.weight.numel() for layer in replaced.values())
-
-
-def has_float8_layers(model: nn.Module) -> bool:
-    """Tell whether any layer of a model is a `Float8Linear`."""
-    return float8_scheme(model) is not None
 
 
 def float8_scheme(model: nn.Module) -> str | None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from redrafter.kernels.float8_linear import float8_linear, rounded_float8_linear
 from redrafter.kernels.thin_linear import has_thin_kernel, thin_linear
 from redrafter.target.float8_linear import Float8Linear
 
@@ -72,16 +71,15 @@ class _FusedGroup:
         biases = [module.bias for module in layers if module.bias is not None]
         self.bias = _fuse(biases) if len(biases) > 1 else biases[0] if biases else None
         self.scale = _fuse([m.weight_scale for m in layers]) if isinstance(layers[0], Float8Linear) else None
-        self.rounds_inputs = self.scale is not None and layers[0].rounds_inputs
+        self.float8 = None if self.scale is None else layers[0]
         self.sizes = [module.out_features for module in layers]
         self.thin = thin and self.bias is None and has_thin_kernel(self.weight)
         self.outputs: Any = None  # of all layers, until the last one has read its own
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return the product of all layers."""
-        if self.scale is not None:
-            multiply = rounded_float8_linear if self.rounds_inputs else float8_linear
-            return multiply(x, self.weight, self.scale, self.bias)
+        if self.float8 is not None:
+            return self.float8.multiply(x, self.weight, self.scale, self.bias)
         return thin_linear(x, self.weight) if self.thin else linear(x, self.weight, self.bias)
 
 

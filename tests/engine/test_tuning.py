@@ -10,7 +10,7 @@ from helpers.models import CONTEXT, VOCAB, tiny_drafter, tiny_model, uneven_batc
 from redrafter import ArgumentError, CheckpointError, MismatchError, ReDrafter
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
-from redrafter.checkpoints.quantization import quantize_model
+from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.draft_gain import STEP_COSTS
 from redrafter.drafting.proposer import PlainProposer
@@ -164,6 +164,13 @@ def test_each_way_to_quantise_has_tunings_of_its_own(scheme):
     model = tiny_model("llama")
     quantize_model(model, "llama", quantization=scheme)
     assert f"-float32-{scheme}-" in tuning_path(Target(model), tiny_drafter()).name
+
+
+def test_each_way_to_quantise_a_drafter_has_tunings_of_its_own():
+    drafters = [tiny_drafter() for _ in range(3)]
+    for drafter, scheme in zip(drafters, ("fp8", "fp8_dynamic"), strict=False):
+        quantize_drafter(drafter, scheme)
+    assert len({drafter_fingerprint(drafter) for drafter in drafters}) == 3
 
 
 def test_drafters_that_read_more_or_less_of_the_text_have_tunings_of_their_own():

@@ -41,8 +41,8 @@ class Driver:
         return 0
 
 
-def attend(lengths: list[int], nodes: int, dtype: torch.dtype = torch.bfloat16, **how: Any) -> Callable[[], object]:
-    arguments = problem(lengths, nodes, heads=2, group=4, dk=128, dv=128, dtype=torch.bfloat16, **how)
+def attend(lengths: list[int], nodes: int, heads: int = 2, **how: Any) -> Callable[[], object]:
+    arguments = problem(lengths, nodes, heads=heads, group=4, dk=128, dv=128, dtype=torch.bfloat16, **how)
     window = 33 if how.get("causal") else 0
     return lambda: kernels.tree_attention(*arguments, 0.1, window, 0.0, None)
 
@@ -65,11 +65,14 @@ PROGRAMS = {
     "attention of chains within a window": attend([40, 3], 7, causal=True),
     "attention of a tree over an FP8 cache": attend([40], 26, kv_dtype=FP8),
     "attention of one node over an FP8 cache": attend([40], 1, kv_dtype=E5M2),
+    "attention of one node and one head over a long FP8 cache": attend([9000], 1, heads=1, kv_dtype=FP8),
     "attention beside chunks": attend([40], 6, chunks=[(10, 30)], room=4),
     "attention in order": attend_in_order([40], 26),
     "attention in order over an FP8 cache": attend_in_order([40], 26, kv_dtype=FP8),
     "FP8 product of few tokens": multiply(5, 6144),
     "FP8 product of many tokens": multiply(200, 12288),
+    "rounding to FP8": lambda: kernels.round_to_float8(torch.ones(3, 14336, dtype=torch.bfloat16)),
+    "rounding to numbers of FP8": lambda: kernels.round_values(torch.ones(3, 32768, dtype=torch.float16)),
 }
 
 
@@ -86,12 +89,15 @@ def main() -> None:
     """Compile what each program launches."""
     driver.set_active(Driver())
     run, launched = JITFunction.run, []
-    JITFunction.run = lambda self, *args, grid, warmup=False, **how: launched.append(
-        [self.__name__, stack_bytes(run(self, *args, grid=grid, warmup=True, **how).asm["cubin"])]
-    )
+
+    def compile_alone(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **how: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **how)
+        launched.append([self.__name__, stack_bytes(kernel.asm["cubin"]), kernel.metadata.shared])
+
+    JITFunction.run = compile_alone
     torch.version.cuda = "13.0"
     gpu = torch.device("cuda")
-    for name in ("attention", "ordered_attention", "float8"):
+    for name in ("attention", "ordered_attention", "float8", "float8_rounding"):
         module = import_module(f"redrafter.kernels.{name}")
         module.supports_dependent_launch = lambda device: True
         module.widening_assembly = lambda narrow, wide, device: widening_assembly(narrow, wide, gpu)

@@ -226,17 +226,24 @@ def test_an_engine_that_fails_leaves_nobody_waiting(engine, monkeypatch):
     assert soon(lambda: told == [reason])
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_engine_says_by_its_exit_code_whether_it_failed(engine, monkeypatch, failing):
+class Panic(BaseException):
+    """Stands for a panic of a library in Rust."""
+
+
+@pytest.mark.parametrize("failure", [None, ZeroDivisionError, Panic])
+def test_an_engine_says_by_its_exit_code_whether_it_failed(engine, monkeypatch, failure):
+    def fail():
+        raise failure
+
     served = scheduler(engine)
-    if failing:
-        monkeypatch.setattr(served, "read", lambda: 1 / 0)
+    if failure is not None:
+        monkeypatch.setattr(served, "read", fail)
     thread = EngineThread(served, None)
     thread.channel.send(Submit((0,), ([5, 6, 7],), 8, GREEDY, None, "", None))
     thread.channel.receive()  # what it wrote, or why it failed
     thread.channel.close()
     thread.end()
-    assert thread.exit_code == failing
+    assert thread.exit_code == (failure is not None)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.target.batch_invariance import support_of
-from redrafter.target.float8_linear import Float8Linear, float8_scheme, has_float8_layers, quantize_linears
+from redrafter.target.float8_linear import Float8Linear, float8_scheme, quantize_linears
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
 from redrafter.target.target import Target
 
@@ -197,7 +197,7 @@ FORMS = [{}, {"rnn": False}, {"recurrence": "gated", "target_layers": (0, 1), "h
 def test_an_fp8_drafter_changes_no_token(form, scheme):
     drafter = tiny_drafter(**form)
     quantize_drafter(drafter, scheme)
-    assert has_float8_layers(drafter)
+    assert float8_scheme(drafter)
     drafter.join_recurrence()  # as on a GPU
     check(with_tree(quantized(), drafter, 3, 4))
 
@@ -226,13 +226,13 @@ def test_an_fp8_draft_model_changes_no_token(checkpoint, scheme):
     same = {"tokenizer": boxed_pair(), "draft_tokenizer": boxed_pair()}
     engine = DraftTarget.from_pretrained(checkpoint / "base", checkpoint / "base", draft_quantization=scheme, **same)
     assert float8_scheme(engine.draft_model.model) == scheme
-    assert not has_float8_layers(engine.model)
+    assert float8_scheme(engine.model) is None
     check(engine)
 
 
 def test_prompt_lookup_takes_an_fp8_base(checkpoint):
     engine = PromptLookup.from_pretrained(checkpoint / "base", quantization="fp8")
-    assert has_float8_layers(engine.model)
+    assert float8_scheme(engine.model)
     check(engine)
 
 

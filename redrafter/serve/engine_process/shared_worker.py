@@ -87,7 +87,7 @@ class SharedWorker(Worker):
         """End the rounds: after a failure, this rank may have taken other steps than the others."""
         raise error
 
-    def _explain(self, error: Exception) -> str:
+    def _explain(self, error: BaseException) -> str:
         """Name the ranks whose end made a message to them fail, if there are any."""
         if isinstance(error, RuntimeError):  # torch has no other type for the errors of gloo's messages
             time.sleep(ENDED_SECONDS)

@@ -145,12 +145,12 @@ class Worker:
             while not self.scheduler.idle:
                 self.scheduler.cancel_all()
                 self.scheduler.read()
-        except Exception as error:
+        except BaseException as error:  # also a panic of a library in Rust, which is no Exception
             self.failure = self._explain(error)
         finally:  # no reader may wait for a thread that is gone
             self._on_end()
 
-    def _explain(self, error: Exception) -> str:
+    def _explain(self, error: BaseException) -> str:
         """Log why a round failed, and return it in a few words."""
         _LOG.error("the engine failed: nothing is served any more", exc_info=error)
         return f"the engine failed ({type(error).__name__})"
