@@ -42,6 +42,11 @@ def test_heads_and_widths_of_any_shape(shape):
     check(problem([37, 5], 9, **shape))
 
 
+@pytest.mark.parametrize("group", [3, 5])
+def test_the_queries_of_a_node_may_stand_in_two_tiles(group):
+    check(problem([37, 5], 26, heads=1, group=group))
+
+
 @pytest.mark.parametrize("window", [1, 4, 33])
 def test_a_window_counts_positions_and_not_slots(window):
     check(problem([90, 3], 12), window=window)
