@@ -38,7 +38,7 @@ STORED = tl.constexpr(16)  # new tokens that a program stores at once
 
 @triton.jit
 def _scores(q, k, scale, SOFTCAP: tl.constexpr):
-    """Return the scores `[M, S]`, which become natural ones by `_unit`."""
+    """Return products of queries and keys `[M, S]`, or scores where these are bounded; `_unit` is their unit."""
     x = tl.dot(q, k, input_precision="ieee")
     if SOFTCAP > 0:
         x = SOFTCAP * (2 * tl.sigmoid(2 * scale / SOFTCAP * x) - 1)  # tanh
@@ -47,7 +47,7 @@ def _scores(q, k, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _unit(scale, SOFTCAP: tl.constexpr):
-    """Return what to multiply `_scores` by, so that `exp2` of them is `exp` of the natural scores."""
+    """Return what `_scores` are multiplied by to be logarithms of weights to the base 2."""
     return LOG2E if SOFTCAP > 0 else scale * LOG2E
 
 
@@ -410,12 +410,12 @@ def tree_attention(
     all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
     nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)
     heads, group = value.shape[1], query.shape[1] // value.shape[1]
-    kind = query.element_size() == 2 and query.shape[2] <= 128, keys.element_size() == 1
+    narrow, fp8 = query.element_size() == 2 and query.shape[2] <= 128, keys.element_size() == 1
     out = query.new_empty(*query.shape[:2], value.shape[2])
     tensors = query, key, value, keys[key_layer], values[value_layer], sinks, out
     # Of a ragged tree, most rows have fewer nodes than the largest one, and tiles are made for those.
     mean = max(triton.cdiv(len(query) - chunks * TOKENS_PER_CHUNK, rows), 1)
-    numbers, tiling = out.numel(), _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, *kind)
+    numbers, tiling = out.numel(), _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, narrow, fp8)
     if rows > 1:
         tiling = _for_long_rows(tiling, blocks, numbers)
     _attend(
@@ -437,7 +437,7 @@ def tree_attention(
     if chunks:  # the padding is one more
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE
         blocks = (chunk_table.shape[0] - 1) // (chunks + 1)
-        tiling = _choose_tiling(heads, most * group, blocks, *kind)._replace(splits=1)
+        tiling = _choose_tiling(heads, most * group, blocks, narrow, fp8)._replace(splits=1)
         tiling = _for_long_rows(tiling, blocks, numbers)
         _attend(
             *tensors, chunk_lengths, chunk_starts, depth, ancestors, chunk_table, chunks + 1, most, 0, tiling, scale,
