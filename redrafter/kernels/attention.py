@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import largest_number
-from redrafter.kernels.cache_tiles import from_cache, round_trip, to_cache
+from redrafter.kernels.cache_tiles import cached_at, from_cache, round_trip, store_new
 from redrafter.kernels.launch import supports_dependent_launch
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
 from redrafter.kernels.widening import widening_assembly
@@ -32,7 +32,7 @@ MAX_SPLIT_TOKENS = 8192  # of a row beside others; one program would take as lon
 MIN_SPLIT_TOKENS = 512  # of a row where splits are made for longer ones
 MAX_PART_NUMBERS = 1 << 26  # float32 numbers that all splits find: 256 MiB
 LOG2E = tl.constexpr(1.4426950408889634)
-NODE_STAGES = tl.constexpr(1)  # tiles of new nodes; more would take shared memory from the committed tokens
+NODE_STAGES = tl.constexpr(1)  # tiles of nodes; more would take shared memory from the committed tokens
 STORED = tl.constexpr(16)  # new tokens that a program stores at once
 
 
@@ -119,29 +119,6 @@ def _attend_committed(
     return _update_softmax(x, unit, from_cache(v, q, LARGEST, WIDEN), top, total, acc)
 
 
-@triton.jit
-def _store_new(
-    K, V, KEYS, VALUES, TABLE, behind, first, begin, end, k_token, k_head, v_token, v_head, cache_k, cache_v, blocks,
-    head, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
-    LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Store a head's keys and values of a row's new tokens from `begin` to before `end`.
-
-    The row's first new token is token `behind` of all, and stored in slot `first` of the row.
-    """
-    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    for start in range(begin, end, STORED):
-        j = start + tl.arange(0, STORED)
-        token, at, own = behind + j, first + j, j < end
-        inside = own & (at // PAGE < blocks)
-        slot = tl.load(TABLE + at // PAGE, inside, 0).to(tl.int64) * PAGE + at % PAGE
-        k = tl.load(K + token[:, None] * k_token + head * k_head + dk, own[:, None] & (dk < DK), 0.0)
-        v = tl.load(V + token[:, None] * v_token + head * v_head + dv, own[:, None] & (dv < DV), 0.0)
-        k_at, v_at = KEYS + slot[:, None] * cache_k + dk, VALUES + slot[:, None] * cache_v + dv
-        tl.store(k_at, to_cache(k, KEYS, LARGEST), inside[:, None] & (dk < DK))
-        tl.store(v_at, to_cache(v, VALUES, LARGEST), inside[:, None] & (dv < DV))
-
-
 @triton.jit(do_not_specialize=["nodes", "cached", "blocks", "splits", "tiles", "least"])
 def _attend_kernel(
     Q, K, V, KEYS, VALUES, LENGTH, START, DEPTH, ANCESTORS, TABLE, SINKS, OUT, PART, TOPS,
@@ -206,8 +183,7 @@ def _attend_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     unit = _unit(scale, SOFTCAP)
-    KEYS += head * DK
-    VALUES += head * DV
+    keys, values = KEYS + head * DK, VALUES + head * DV  # of the head
     TABLE += row * blocks
 
     # The blocks of a tile are read while the one before is attended to.
@@ -215,33 +191,36 @@ def _attend_kernel(
     for start in range(low, whole, BLOCK_S):
         next_block = _blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
         top, total, acc = _attend_committed(
-            q, block, start, high, n, depth, unit, top, total, acc, KEYS, VALUES, cache_k, cache_v, scale,
+            q, block, start, high, n, depth, unit, top, total, acc, keys, values, cache_k, cache_v, scale,
             DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, WIDEN, WIDE, False,
         )  # fmt: skip
         block = next_block
     for start in range(whole, high, BLOCK_S):
         next_block = _blocks_of_tile(TABLE, start + BLOCK_S, high, BLOCK_S, PAGE)
         top, total, acc = _attend_committed(
-            q, block, start, high, n, depth, unit, top, total, acc, KEYS, VALUES, cache_k, cache_v, scale,
+            q, block, start, high, n, depth, unit, top, total, acc, keys, values, cache_k, cache_v, scale,
             DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_S, PAGE, WINDOW, CHUNK, SOFTCAP, LARGEST, WIDEN, WIDE, True,
         )  # fmt: skip
         block = next_block
 
     # The tree: first the nodes of earlier forwards, from the cache; then the new ones, which are stored.
     if split == splits - 1:
-        begin, end = tl.cdiv(tile * BLOCK_M, GROUP), tl.cdiv((tile + 1) * BLOCK_M, GROUP)  # whose first query is here
-        _store_new(
-            K, V, KEYS, VALUES, TABLE, behind, n + cached, begin, tl.minimum(end, count), k_token, k_head,
-            v_token, v_head, cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
-        )  # fmt: skip
+        end = tl.minimum(count, tl.cdiv((tile + 1) * BLOCK_M, GROUP))  # no node of the tile sees those from here on
+        for start in range(tl.cdiv(tile * BLOCK_M, GROUP), end, STORED):
+            j = start + tl.arange(0, STORED)
+            store_new(
+                K, V, KEYS, VALUES, TABLE, behind + j, n + cached + j, j < end, k_token, k_head, v_token, v_head,
+                cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
+            )  # fmt: skip
         if CACHED:
-            for start in tl.range(0, cached, BLOCK_S, num_stages=1):
+            for start in tl.range(0, cached, BLOCK_S, num_stages=NODE_STAGES):
                 j = start + tl.arange(0, BLOCK_S)
                 at = n + j
                 held = (j < cached) & (at // PAGE < blocks)
-                slot = tl.load(TABLE + at // PAGE, held, 0).to(tl.int64) * PAGE + at % PAGE
-                k = tl.load(KEYS + slot * cache_k + dk[:, None], held & (dk[:, None] < DK), 0.0)
-                v = tl.load(VALUES + slot[:, None] * cache_v + dv, held[:, None] & (dv < DV), 0.0)
+                k_at = cached_at(KEYS, TABLE, at, held, blocks, cache_k, head, DK, PAGE)
+                v_at = cached_at(VALUES, TABLE, at, held, blocks, cache_v, head, DV, PAGE)
+                k = tl.load(k_at + dk[:, None], held & (dk[:, None] < DK), 0.0)
+                v = tl.load(v_at[:, None] + dv, held[:, None] & (dv < DV), 0.0)
                 k, v = from_cache(k, q, LARGEST, WIDEN), from_cache(v, q, LARGEST, WIDEN)
                 visible = tl.load(ANCESTORS + index[:, None] * all_nodes + j, live[:, None] & held, 0) != 0
                 if WINDOW > 0 or CHUNK > 0:
@@ -249,7 +228,6 @@ def _attend_kernel(
                     visible = visible & _is_near(n + depth[:, None], n + above[None, :], WINDOW, CHUNK)
                 x = tl.where(visible, _scores(q, k, scale, SOFTCAP), float("-inf"))
                 top, total, acc = _update_softmax(x, unit, v, top, total, acc)
-        end = tl.minimum(count, ((tile + 1) * BLOCK_M - 1) // GROUP + 1)  # no node sees those behind it
         for start in tl.range(0, end, BLOCK_S, num_stages=NODE_STAGES):
             j = start + tl.arange(0, BLOCK_S)
             held = j < count

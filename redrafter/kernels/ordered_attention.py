@@ -23,7 +23,7 @@ from torch import Tensor
 from redrafter.kernels import splits
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import largest_number
-from redrafter.kernels.cache_tiles import from_cache, to_cache
+from redrafter.kernels.cache_tiles import cached_at, from_cache, store_new
 from redrafter.kernels.launch import supports_dependent_launch
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE, TOKENS_PER_CHUNK
 from redrafter.kernels.widening import widening_assembly
@@ -131,30 +131,6 @@ def _first_tile(position, WINDOW: tl.constexpr):
     return first
 
 
-@triton.jit
-def _cached(STORE, TABLE, s, seen, blocks, stride, head, WIDTH: tl.constexpr, PAGE: tl.constexpr):
-    """Return the addresses of a head's keys or values at positions of a row."""
-    page = tl.load(TABLE + s // PAGE, seen & (s // PAGE < blocks), 0).to(tl.int64)
-    return STORE + (page * PAGE + s % PAGE) * stride + head * WIDTH
-
-
-@triton.jit
-def _store_new(
-    K, V, KEYS, VALUES, TABLE, token, position, own, k_token, k_head, v_token, v_head, cache_k, cache_v, blocks, head,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
-    LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Store a head's keys and values of tokens in the cache, at positions of their row."""
-    dk, dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    key = tl.load(K + token[:, None] * k_token + head * k_head + dk, own[:, None] & (dk < DK), 0.0)
-    value = tl.load(V + token[:, None] * v_token + head * v_head + dv, own[:, None] & (dv < DV), 0.0)
-    inside = own & (position // PAGE < blocks)
-    k_at = _cached(KEYS, TABLE, position, inside, blocks, cache_k, head, DK, PAGE)
-    v_at = _cached(VALUES, TABLE, position, inside, blocks, cache_v, head, DV, PAGE)
-    tl.store(k_at[:, None] + dk, to_cache(key, KEYS, LARGEST), inside[:, None] & (dk < DK))
-    tl.store(v_at[:, None] + dv, to_cache(value, VALUES, LARGEST), inside[:, None] & (dv < DV))
-
-
 @triton.jit(do_not_specialize=["blocks"])
 def _store_chain_kernel(
     K, V, KEYS, VALUES, LENGTH, START, TABLE, k_token, k_head, v_token, v_head, cache_k, cache_v, blocks,
@@ -168,7 +144,7 @@ def _store_chain_kernel(
     own = node < tl.load(START + row + 1) - behind
     if FOLLOW:
         tl.extra.cuda.gdc_wait()
-    _store_new(
+    store_new(
         K, V, KEYS, VALUES, TABLE + row * blocks, behind + node, n + node, own, k_token, k_head, v_token, v_head,
         cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
     )  # fmt: skip
@@ -205,7 +181,7 @@ def _attend_committed_kernel(
     q = tl.load(Q + token[:, None] * q_token + q_of[:, None] * q_head + dk, live[:, None] & (dk < DK), 0.0)
     position = n + tl.load(DEPTH + row * (cached + nodes) + cached + node, live, 0).to(tl.int32)
     if tl.program_id(2) == 0:
-        _store_new(
+        store_new(
             K, V, KEYS, VALUES, TABLE + row * blocks, token, n + cached + node, live & (m % GROUP == 0),
             k_token, k_head, v_token, v_head, cache_k, cache_v, blocks, head, DK, DV, BLOCK_DK, BLOCK_DV, PAGE, LARGEST,
         )  # fmt: skip
@@ -225,8 +201,8 @@ def _attend_committed_kernel(
         top, total, acc = _empty_softmax(BLOCK_M, BLOCK_DV)
         for low in range(tl.maximum(start, first), high, TILE):
             s = low + j
-            k_at = _cached(KEYS, TABLE + row * blocks, s, s >= 0, blocks, cache_k, head, DK, PAGE)
-            v_at = _cached(VALUES, TABLE + row * blocks, s, s >= 0, blocks, cache_v, head, DV, PAGE)
+            k_at = cached_at(KEYS, TABLE + row * blocks, s, s >= 0, blocks, cache_k, head, DK, PAGE)
+            v_at = cached_at(VALUES, TABLE + row * blocks, s, s >= 0, blocks, cache_v, head, DV, PAGE)
             k = tl.load(k_at[None, :] + dk[:, None], dk[:, None] < DK, 0.0)
             v = tl.load(v_at[:, None] + dv, dv < DV, 0.0)
             k, v = from_cache(k, q, LARGEST, WIDEN), from_cache(v, q, LARGEST, WIDEN)
@@ -305,8 +281,8 @@ def _attend_nodes_kernel(
         ancestor = tl.sum(tl.where(ancestor_at[None, :] == s[:, None], other[None, :], 0), 1)
         seen = s <= position
         slot = tl.where(s < n, s, n + ancestor)
-        k_at = _cached(KEYS, TABLE + row * blocks, slot, seen, blocks, cache_k, head, DK, PAGE)
-        v_at = _cached(VALUES, TABLE + row * blocks, slot, seen, blocks, cache_v, head, DV, PAGE)
+        k_at = cached_at(KEYS, TABLE + row * blocks, slot, seen, blocks, cache_k, head, DK, PAGE)
+        v_at = cached_at(VALUES, TABLE + row * blocks, slot, seen, blocks, cache_v, head, DV, PAGE)
         k = tl.load(k_at[None, :] + dk[:, None], seen[None, :] & (dk[:, None] < DK), 0.0)
         v = tl.load(v_at[:, None] + dv, seen[:, None] & (dv < DV), 0.0)
         k, v = from_cache(k, q, LARGEST, WIDEN), from_cache(v, q, LARGEST, WIDEN)
@@ -359,8 +335,8 @@ def _attend_chain_kernel(
         split_top, split_total, split_acc = _empty_softmax(BLOCK_M, BLOCK_DV)
         for start in range(low, high, TILE):
             s = start + j
-            k_at = _cached(KEYS, TABLE + row * blocks, s, s < end, blocks, cache_k, head, DK, PAGE)
-            v_at = _cached(VALUES, TABLE + row * blocks, s, s < end, blocks, cache_v, head, DV, PAGE)
+            k_at = cached_at(KEYS, TABLE + row * blocks, s, s < end, blocks, cache_k, head, DK, PAGE)
+            v_at = cached_at(VALUES, TABLE + row * blocks, s, s < end, blocks, cache_v, head, DV, PAGE)
             k = tl.load(k_at[None, :] + dk[:, None], (s < end)[None, :] & (dk[:, None] < DK), 0.0)
             v = tl.load(v_at[:, None] + dv, (s < end)[:, None] & (dv < DV), 0.0)
             k, v = from_cache(k, q, LARGEST, WIDEN), from_cache(v, q, LARGEST, WIDEN)
