@@ -1,4 +1,4 @@
-"""How a product with a weight is cut into the programs of a kernel."""
+"""Tilings, which say how a product with a weight is cut into the programs of a kernel."""
 
 from typing import NamedTuple
 

@@ -78,7 +78,7 @@ class ShardedDrafter:
 
 
 class _Call(nn.Module):
-    """What is sharded: a module that calls a function with an `Unroll`.
+    """Calls a function with an `Unroll`; this is the module that is sharded.
 
     A sharded module moves the tensors that it is called with to the device, where the positions of a mask that count
     cannot be found without waiting; those that the function holds stay.

@@ -1,4 +1,4 @@
-"""What this library uses of Ray, made up, so that its side of it is tested where Ray is not installed."""
+"""Stands for what this library uses of Ray, so that its side is tested where Ray is not installed."""
 
 import sys
 from collections.abc import AsyncGenerator, Iterable

@@ -55,7 +55,7 @@ def _title(process: psutil.Process) -> str:
 
 @dataclass
 class Stream:
-    """What a client hears of one stream.
+    """Holds what a client hears of one stream.
 
     Attributes:
         text: Its text so far.

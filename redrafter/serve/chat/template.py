@@ -36,13 +36,13 @@ class ChatTemplate:
 
     @cached_property
     def has_think_tags(self) -> bool:
-        """Whether the template has think tags that show up in decoded text, as special tokens do not."""
+        """Tell whether the template has think tags that show up in decoded text, as special tokens do not."""
         special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         return THINK_TAGS[1] in self.text and not special.intersection(THINK_TAGS)
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template reads content as a list of parts alone, and leaves out a plain text."""
+        """Tell whether the template reads content as a list of parts alone, and leaves out a plain text."""
         probe = "a text to look for"
         try:
             return probe not in self.render([{"role": "user", "content": probe}], None, add_generation_prompt=True)
@@ -51,7 +51,7 @@ class ChatTemplate:
 
     @property
     def knows_developer(self) -> bool:
-        """Whether the template mentions the role `developer`."""
+        """Tell whether the template mentions the role `developer`."""
         return "developer" in self.text
 
     @cached_property

@@ -66,7 +66,7 @@ class _Exchange:
 
     @property
     def has_news(self) -> bool:
-        """Whether the application has sent anything since the last part was taken."""
+        """Tell whether the application has sent anything since the last part was taken."""
         return self._start is not None or bool(self._body)
 
     def take(self) -> AnswerPart:
