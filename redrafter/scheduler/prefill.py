@@ -30,7 +30,7 @@ class PrefilledRows:
 
     Attributes:
         sequences: B sequences.
-        tokens: Their tokens, padded at the end, `[B, T]` int64.
+        tokens: Their tokens, padded at the end by one 0 at least, `[B, T]` int64.
         lengths: How many of these are in the cache, `[B]` int64.
         logits: `[B, V]`.
         hidden: `[B, F]`.
@@ -47,14 +47,17 @@ class PrefilledRows:
     rows: Sequence[int]
 
     def at(self, rows: Sequence[int]) -> "PrefilledRows":
-        """Return some of the rows alone."""
+        """Return some of the rows alone, with tokens as wide as the longest of them needs."""
         if len(rows) == len(self.sequences):
             return self
         index = to_device(rows, self.tokens.device, torch.long)
+        sequences = [self.sequences[row] for row in rows]
+        # Beside them, the forward may have read a chunk of a prompt that is longer than all buffers of the batch.
+        width = 1 + max((sequence.prefill_length for sequence in sequences), default=0)
         return replace(
             self,
-            sequences=[self.sequences[row] for row in rows],
-            tokens=self.tokens.index_select(0, index),
+            sequences=sequences,
+            tokens=self.tokens[:, :width].index_select(0, index),
             lengths=self.lengths.index_select(0, index),
             logits=self.logits.index_select(0, index),
             hidden=self.hidden.index_select(0, index),
@@ -118,9 +121,10 @@ class Prefiller:
         starts = [sequence.prefilled for sequence in sequences]
         ends = [sequence.prefilled + count for sequence, count in chunks]
         rope = [self._target.rope_length(len(sequence.prompt), sequence.prefill_length) for sequence in sequences]
-        # Of a prompt that is complete then, the batch takes all tokens; else those of the chunk are enough.
+        # Completed prompts need all tokens; others only the chunk's, and the one before it, from which a draft model
+        # with recurrent states reads on.
         complete = [end == sequence.prefill_length for sequence, end in zip(sequences, ends, strict=True)]
-        first = [0 if whole else start for whole, start in zip(complete, starts, strict=True)]
+        first = [0 if whole else max(start - 1, 0) for whole, start in zip(complete, starts, strict=True)]
         numbers = (_stack([sequence.tokens for sequence in sequences], ends, first), starts, ends, rope)
         tokens, start, upto, rope_lengths = (to_device(x, device) for x in numbers)
         caches = row_caches.of_prompts(sequences)

@@ -335,15 +335,16 @@ class RunningBatch:
         if positions <= self._positions:
             return
         device = self.target.device
-        self._positions = max(MIN_POSITIONS.get(device.type, 0), 1 << (positions - 1).bit_length())
-        larger = new_state(self.target, self._all_rows, self._positions)
+        positions = max(MIN_POSITIONS.get(device.type, 0), 1 << (positions - 1).bit_length())
+        if self._state is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)  # a step may still run in the buffers that are given up
+        # First: where there is no memory for all of the buffers, the rows go on in some that are larger than before.
+        self.captured_steps.clear()
+        self._chunk_buffers = None
+        larger = new_state(self.target, self._all_rows, positions)
         if self._state is not None:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # a step may still run in the buffers that are given up
             larger.tokens[:, : self._state.tokens.shape[1]] = self._state.tokens
             # All else of a state has the same shape for sequences of any length.
             larger = replace(self._state, tokens=larger.tokens)
-        self._state = larger
-        self.caches.reserve(self._all_rows, self._positions)
-        self._chunk_buffers = None
-        self.captured_steps.clear()
+        self.caches.reserve(self._all_rows, positions)
+        self._state, self._positions = larger, positions

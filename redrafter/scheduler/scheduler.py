@@ -20,8 +20,8 @@ reads. What is launched later runs later, so its row and its blocks can be given
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -64,7 +64,7 @@ class Scheduler:
             at once what is launched, as a CPU does.
         reads_beside: Whether steps read chunks of prompts too. It gains nothing where each token of a forward takes its
             time, as on a CPU.
-        on_failure: Called with an exception that ended all running sequences, and how many there were.
+        on_failure: Called with an exception that ended sequences, and how many there were.
     """
 
     def __init__(
@@ -198,31 +198,37 @@ class Scheduler:
     @torch.inference_mode()
     def read(self) -> None:
         """Run the first half of a round, which draws the first token of every prompt that is complete."""
-        self._run(self._places.end_cancelled, self._admit, self._prefill)
+        with self._ending(lambda: self._places.sequences):
+            self._places.end_cancelled()
+            self._admit()
+            self._prefill()
 
     @torch.inference_mode()
     def step(self) -> None:
         """Run the second half of a round: one step of all rows."""
-        self._run(self._grow_block_tables, self._step)
+        with self._ending(lambda: self.batch.sequences):
+            self._grow_block_tables()
+            self._step()
 
-    def _run(self, *phases: Callable[[], None]) -> None:
-        """Run phases of a round in their order. If one raises an exception, end all running sequences with that error.
-
-        Running are the sequences in the batch and those whose prompts are being read; any of them may be damaged. The
-        exception goes to `on_failure` and is not raised again, so that later rounds serve the sequences that wait.
+    @contextmanager
+    def _ending(self, sequences: Callable[[], Sequence[TokenSequence]]) -> Iterator[None]:
+        """End sequences with the exception that is raised in the context, if any is; all others go on.
 
         Args:
-            phases: Methods that make up a half of a round.
+            sequences: Returns the sequences that the work in the context may have damaged.
         """
         try:
-            for phase in phases:
-                phase()
+            yield
         except Exception as error:
-            self._launched.clear()
-            placed = self._places.sequences
-            for sequence in placed:
-                self._places.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
-            self.on_failure(error, len(placed))
+            self._fail(sequences(), error)
+
+    def _fail(self, sequences: Sequence[TokenSequence], error: Exception) -> None:
+        """End sequences with an exception, which goes to `on_failure` and is not raised again."""
+        for sequence in sequences:
+            self._places.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
+        if not self.batch.sequences:
+            self._launched.clear()  # nobody waits for its draws, and to read them may fail again
+        self.on_failure(error, len(sequences))
 
     def _admit(self) -> None:
         """Give places and blocks to sequences that wait."""
@@ -235,16 +241,21 @@ class Scheduler:
         if not alone:
             return
         for chunks in self.prefiller.choose(alone, self.batch.step_nodes):
-            timer = Timer(self.engine.target.device)
-            seeing = chunks[0][0].images is not None
+            self._read_chunks(chunks)
+
+    def _read_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Launch a forward over prompts alone. It writes to what their sequences hold, so an error ends no others."""
+        timer = Timer(self.engine.target.device)
+        seeing = chunks[0][0].images is not None
+        with self._ending(lambda: [sequence for sequence, _ in chunks if not sequence.ended]):
             try:
                 rows = self.prefiller.forward(chunks, self.batch.caches)
             except (ArgumentError, UnsupportedError) as error:
                 if not seeing:
                     raise
-                # These images are wrong, and nobody else's.
+                # These images are wrong, which is no failure.
                 self._places.end(chunks[0][0], SequenceDelta((), finish="error", error=error), keep=False)
-                continue
+                return
             self._publish(rows)
             first = self._start_decoding(rows)
             timer.stop()
@@ -303,7 +314,9 @@ class Scheduler:
     def _launch_step(self) -> None:
         """Launch a step of all rows, which reads chunks of prompts beside them."""
         chunks = self.prefiller.choose_beside(self._read_beside_rows(), self.batch.step_nodes)
-        with nullcontext() if self._graphs is None else self._graphs.lock:
+        beside = [sequence for sequence, _ in chunks]
+        lock = nullcontext() if self._graphs is None else self._graphs.lock
+        with self._ending(lambda: [s for s in dict.fromkeys((*self.batch.sequences, *beside)) if not s.ended]), lock:
             step, output = self.batch.step(chunks)
             self._launch(step)
             if chunks:
@@ -365,7 +378,11 @@ class Scheduler:
 
     def _append(self, sequence: TokenSequence, drawn: NewTokens) -> None:
         """Append tokens as `TokenSequence.append` does, and report them; a sequence that ends gives its place back."""
-        delta = sequence.append(drawn)
+        try:
+            delta = sequence.append(drawn)
+        except Exception as error:  # of a criterion of this text
+            self._fail([sequence], error)
+            return
         self._places.charge(sequence, len(delta.tokens))
         if delta.finish is None:
             sequence.sink(sequence, delta)

@@ -68,6 +68,15 @@ def test_more_sequences_than_there_are_states_wait(engine):
     nothing_is_held(served)
 
 
+def test_drafts_are_as_good_after_a_prompt_that_was_read_in_chunks(engine):
+    accepted = []
+    for limit in (4096, 20):
+        sequence = make_sequence([5 + 7 * n % 60 for n in range(60)], 20, GREEDY)
+        run(scheduler(engine, max_num_tokens=limit), [sequence])
+        accepted.append(sequence.stats.accepted)
+    assert accepted[0] == accepted[1]
+
+
 def test_no_prefix_is_reused(engine):
     sequences = [make_sequence([7] * (3 * BLOCK_SIZE), 8, GREEDY) for _ in range(2)]
     served = scheduler(engine)

@@ -240,21 +240,91 @@ def test_nothing_hangs_and_nothing_is_held_after_an_error_anywhere(step, engine,
     nothing_is_held(served)
 
 
-def test_an_error_ends_the_rows_that_were_in_it_and_no_others(engine, monkeypatch):
-    served = scheduler(engine)
-    sequences = random_sequences(3, max_new_tokens=20)
+def test_a_short_prompt_completes_beside_a_chunk_that_is_longer_than_all_buffers():
+    model = tiny_model("llama", max_position_embeddings=1024)
+    model.generation_config.eos_token_id = None
+    engine = with_tree(model, tiny_drafter(), 2, 3)
+    sequences = [make_sequence([3 + n % 90 for n in range(length)], 8, KINDS["greedy"]) for length in (600, 10, 353)]
+    served = scheduler(engine, max_num_tokens=512)
+    run(served, sequences)
     for each in sequences:
-        served.submit(each)
+        assert each.sink.tokens == alone(engine, each)
+
+
+def fail_once(served, failing: str, monkeypatch) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """Let rows run, then fail once while other prompts wait or are read; return those that ran, and the others."""
+    running = [make_sequence([5 + n, 6], 30, KINDS["greedy"]) for n in range(3)]
+    served.submit(*running)
     served.round()
+    assert len(served.batch.rows) == 3
+    waiting = [make_sequence([5 + n, *range(9, 69)], 12, KINDS["sampled"]) for n in range(3)]
+    served.submit(*waiting)
     with monkeypatch.context() as patched:
-        patched.setattr("redrafter.scheduler.running_batch.RunningBatch.step", lambda self: 1 / 0)
+        patched.setattr(f"redrafter.scheduler.{failing}", lambda *_, **__: 1 / 0)
         served.round()
-    assert all(isinstance(each.sink.deltas[-1].error, ZeroDivisionError) or each.ended for each in sequences)
-    later = random_sequences(3, seed=4)
-    run(served, later)
-    for each in later:
+    run_on(served)
+    return running, waiting
+
+
+def run_on(served) -> None:
+    while not served.idle:
+        served.round()
+
+
+def failed(sequence: TokenSequence) -> bool:
+    return isinstance(sequence.sink.deltas[-1].error, ZeroDivisionError)
+
+
+def test_a_step_that_fails_ends_its_rows_and_no_others(engine, monkeypatch):
+    served = scheduler(engine, max_num_tokens=64)
+    served.reads_beside = False
+    running, waiting = fail_once(served, "running_batch.RunningBatch.step", monkeypatch)
+    assert all(map(failed, running))
+    for each in waiting:
         assert each.sink.tokens == alone(engine, each)
     nothing_is_held(served)
+
+
+@pytest.mark.parametrize(
+    "step", ["prefill.Prefiller.forward", "running_batch.draw_first_tokens", "running_batch.RunningBatch.add"]
+)
+def test_a_forward_over_prompts_that_fails_ends_these_and_no_others(step, engine, monkeypatch):
+    served = scheduler(engine)
+    served.reads_beside = False
+    running, waiting = fail_once(served, step, monkeypatch)
+    assert all(map(failed, waiting))
+    for each in running:
+        assert each.sink.tokens == alone(engine, each)
+    nothing_is_held(served)
+
+
+def test_a_text_whose_criterion_fails_ends_alone(engine):
+    others = random_sequences(3)
+    wrong = TokenSequence([5, 6, 7], 20, KINDS["greedy"], Sink(), lambda tokens: 1 / 0)
+    served = scheduler(engine)
+    served.submit(*others, wrong)
+    run_on(served)
+    assert failed(wrong)
+    for each in others:
+        assert each.sink.tokens == alone(engine, each)
+    nothing_is_held(served)
+
+
+def test_a_batch_without_memory_for_longer_rows_goes_on_with_those_it_has(engine, monkeypatch):
+    served = scheduler(engine)
+    short, long = make_sequence([5, 6], 30, KINDS["greedy"]), make_sequence([7, 8], 30, KINDS["greedy"])
+    served.submit(short)
+    for _ in range(2):
+        served.round()
+    with monkeypatch.context() as patched:
+        patched.setattr(served.batch, "_positions", 0)  # as if the next sequence were longer than all before
+        patched.setattr("redrafter.scheduler.row_caches.PagedRows.reserve", lambda *_: 1 / 0)
+        served.reads_beside = False
+        served.submit(long)
+        served.read()
+    assert failed(long)
+    run_on(served)
+    assert short.sink.tokens == alone(engine, short)
 
 
 def test_ten_thousand_blocks_later_nothing_is_lost(engine):
