@@ -4,12 +4,43 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Detokenizer"]
+from redrafter.errors import ReDrafterError, first_line
+
+__all__ = ["DecodingError", "Detokenizer", "decode_tokens"]
 
 CONTEXT_TOKENS = 8  # before a new one that it is decoded with, for the sake of leading spaces and split characters
 MAX_WINDOW_TOKENS = 64  # after which bytes that still make no character are let go
 MAX_PARTIAL_BYTES = 3  # that may yet become a character
 REPLACEMENT = "\ufffd"  # what a tokenizer prints for bytes that are no character, or not yet
+
+
+class DecodingError(ReDrafterError):
+    """A tokenizer has failed to decode token ids that it knows."""
+
+
+def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+    """Return the text of token ids.
+
+    Ids that the tokenizer does not know, as a padded embedding has, are decoded as nothing.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        tokens: Token ids.
+        skip_special_tokens: Whether to leave special tokens out.
+
+    Raises:
+        DecodingError: The tokenizer's own code has failed.
+    """
+    try:
+        text = tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+    except Exception as error:  # fast tokenizers pass over unknown ids; others and remote code may raise anything
+        known = [token for token in tokens if token < len(tokenizer)]
+        if len(known) < len(tokens):
+            return decode_tokens(tokenizer, known, skip_special_tokens)
+        why = f"{type(error).__name__}: {first_line(error)[:200]}"
+        raise DecodingError(f"the tokenizer failed to decode {len(tokens)} tokens ({why})") from error
+    assert isinstance(text, str)  # a list for a list of lists
+    return text
 
 
 class Detokenizer:
@@ -60,6 +91,4 @@ class Detokenizer:
             self._sent = max(len(self._decode(self._window)) - held, 0)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-        assert isinstance(text, str)  # a list for a list of lists
-        return text
+        return decode_tokens(self._tokenizer, tokens, skip_special_tokens=True)

@@ -7,11 +7,13 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.engine.detokenizer import decode_tokens
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SamplingParams
@@ -20,7 +22,7 @@ from redrafter.serve.answers.choice import Choice
 from redrafter.serve.answers.completion import CompletionFormat
 from redrafter.serve.answers.openai_format import collect_answer, raise_cuts_as_errors, stream_answer
 from redrafter.serve.answers.prompt_logprobs import check_scores, prompt_logprobs
-from redrafter.serve.answers.text import StopStrings, decode_tokens
+from redrafter.serve.answers.text import StopStrings
 from redrafter.serve.answers.usage import summarize
 from redrafter.serve.chat.tool_schema import call_schema
 from redrafter.serve.delta_stream import Stopped
@@ -228,7 +230,8 @@ class Service:
             prompts, max_new_tokens, params, make, grammar, client, salt, adapter, images=images
         )
         if not request.stream:
-            body = await collect_answer(deltas, choices, form, name, best)
+            async with aclosing(deltas):  # or else the engine would go on after an error
+                body = await collect_answer(deltas, choices, form, name, best)
             if (
                 isinstance(request, ChatRequest)
                 and request.prompt_logprobs is not None
@@ -239,7 +242,11 @@ class Service:
             facts |= summarize(choices)
             return body
         parts = stream_answer(deltas, choices, form, name, asked)
-        first = await anext(parts)  # so that a refusal is answered with a status, not within a stream
+        try:
+            first = await anext(parts)  # so that a refusal is answered with a status, not within a stream
+        except BaseException:
+            await deltas.aclose()
+            raise
 
         async def all_parts() -> AsyncIterator[dict[str, Any]]:
             try:
@@ -248,7 +255,7 @@ class Service:
                     yield part
             finally:
                 await parts.aclose()  # type: ignore[attr-defined]
-                await deltas.aclose()  # type: ignore[attr-defined]
+                await deltas.aclose()
                 facts.update(summarize(choices))
 
         return all_parts()

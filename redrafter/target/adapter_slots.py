@@ -136,21 +136,25 @@ class AdapterSlots:
             raise ArgumentError(f"no adapter {name!r} is loaded, but {loaded}: load_adapter({name!r}, path) first")
         return adapter
 
-    def hold(self, name: str) -> Adapter:
-        """Return the adapter of a name, whose slot is kept until `release` is called once for it.
+    def hold(self, name: str, count: int = 1) -> Adapter:
+        """Return the adapter of a name, whose slot is kept until `release` has taken back as many holds.
+
+        Args:
+            name: The adapter's name.
+            count: Number of holds, one a text: all have the same adapter, whoever loads and unloads meanwhile.
 
         Raises:
             ArgumentError: There is no such adapter.
         """
         with self._lock:
             adapter = self._find(name)
-            self._holds[adapter.slot] += 1
+            self._holds[adapter.slot] += count
             return adapter
 
-    def release(self, adapter: Adapter) -> None:
-        """Take back one `hold` of an adapter."""
+    def release(self, adapter: Adapter, count: int = 1) -> None:
+        """Take back holds of an adapter."""
         with self._lock:
-            self._holds[adapter.slot] -= 1
+            self._holds[adapter.slot] -= count
 
     @contextmanager
     def holding(self, names: Sequence[str | None]) -> Iterator[list[Adapter | None]]:

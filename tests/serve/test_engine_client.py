@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import pytest
@@ -19,7 +20,7 @@ from redrafter.errors import ArgumentError
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams
+from redrafter.scheduler.sequence import SamplingParams, SequenceDelta
 from redrafter.serve import delta_stream
 from redrafter.serve.delta_stream import SlowConsumerError, Stopped
 from redrafter.serve.engine_process import process
@@ -281,6 +282,31 @@ def test_a_stop_string_ends_a_text_here_and_in_the_engine(client, served, engine
     assert [token for delta in deltas for token in delta.tokens] == alone(engine, make_sequence([5, 6, 7], 7, GREEDY))
     assert [delta.finish for delta in deltas if delta.finish] == ["stop"]
     assert client.idle
+    assert soon(lambda: cancelled)
+
+
+def test_a_text_whose_stop_strings_cannot_be_looked_for_ends_alone(client, served, engine, monkeypatch):
+    cancel, cancelled = served.cancel, []
+    monkeypatch.setattr(served, "cancel", lambda *sequences: (cancelled.extend(sequences), cancel(*sequences)))
+    calls = iter(range(100))
+
+    def fail(tokens: Sequence[int]) -> None:
+        if next(calls) == 5:  # while the other text is written
+            raise OverflowError("piece id is out of range")
+
+    async def write(prompt: list[int], find_stop: object = None) -> list[SequenceDelta]:
+        deltas = client.deltas([prompt], 60, GREEDY, lambda: find_stop)
+        return [delta async for _, _, new in deltas for delta in new]
+
+    async def together() -> tuple:
+        return await asyncio.gather(write([8, 9]), write([5, 6, 7], fail))
+
+    good, bad = asyncio.run(together())
+    for deltas in (good, asyncio.run(write([8, 9]))):
+        tokens = [token for delta in deltas for token in delta.tokens]
+        assert tokens == alone(engine, make_sequence([8, 9], 60, GREEDY))
+    last = bad[-1]
+    assert (last.finish, str(last.error)) == ("error", "the text cannot be read (OverflowError)")
     assert soon(lambda: cancelled)
 
 

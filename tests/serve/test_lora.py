@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -11,13 +13,18 @@ pytest.importorskip("fastapi")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.adapters import adapted, peft
+from helpers.adapters import adapted, peft, saved
 from helpers.engine_in_thread import OPENAI_DEFAULTS
+from helpers.models import tiny_drafter, tiny_model, with_tree
+from helpers.scheduling import scheduler
 from helpers.serving import Program
 from redrafter import boxed_pair
 from redrafter.errors import ArgumentError
+from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.loading import EngineFacts
+from redrafter.serve.engine_process.messages import Submit
+from redrafter.serve.engine_process.worker import Worker
 from redrafter.serve.lora_modules import parse_lora_modules
 from redrafter.serve.protocol.requests import CompletionRequest
 from redrafter.serve.service import Service
@@ -202,3 +209,37 @@ def test_modules_that_are_misspelt_are_refused(word):
 def test_modules_of_one_name_are_refused():
     with pytest.raises(ArgumentError, match="names 'one' twice"):
         parse_lora_modules(["one=a", "one=b"])
+
+
+@pytest.fixture
+def worker(tmp_path) -> Iterator[Worker]:
+    """A worker that nobody runs, with room for one adapter, "one"; in the end there is room for another."""
+    engine = with_tree(tiny_model("llama"), tiny_drafter(), 2, 2)
+    engine.options = replace(engine.options, max_loras=1)
+    _, folder = saved(tmp_path / "one")
+    engine.load_adapter("one", folder)
+    worker = Worker(scheduler(engine), lambda written: None, lambda: None)
+    yield worker
+    worker.scheduler.cancel_all()
+    while not worker.scheduler.idle:
+        worker.scheduler.round()
+    with suppress(ArgumentError):
+        engine.unload_adapter("one")
+    engine.load_adapter("two", folder)
+
+
+TEXTS = Submit((0, 1), ([5, 6], [7, 8]), 4, SamplingParams(temperature=0), None, "", None, adapter="one")
+
+
+def test_an_adapter_that_is_unloaded_between_two_texts_of_a_request_is_held_for_both(worker, monkeypatch):
+    slots = worker.scheduler.engine.target.adapters
+    hold = slots.hold
+    monkeypatch.setattr(slots, "hold", lambda *given: (hold(*given), slots.unload("one"))[0])
+    worker.submit(TEXTS, None)
+    assert worker.scheduler.waiting == 2
+
+
+def test_a_request_whose_texts_cannot_be_made_holds_no_adapter(worker, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(TokenSequence, "__post_init__", lambda sequence: 1 / 0)
+        worker.submit(TEXTS, None)

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.engine.detokenizer import decode_tokens
 from redrafter.serve.answers.choice import Choice, TokenLine
-from redrafter.serve.answers.text import decode_tokens
 from redrafter.serve.chat.reader import Call, ChatReader, Event, Span
 from redrafter.serve.chat.tools import collect_calls
 

@@ -5,9 +5,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.errors import ArgumentError
+from redrafter.engine.detokenizer import decode_tokens
+from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.scheduler.sequence import SequenceDelta
-from redrafter.serve.answers.text import TextStream, decode_tokens
+from redrafter.serve.answers.text import TextStream
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.served_sequence import ServedSequence
 
@@ -67,7 +68,8 @@ class Choice:
         if delta.finish == "error":
             if isinstance(delta.error, ArgumentError):
                 raise ApiError(400, f"{delta.error}")
-            raise ApiError(500, f"the engine failed: {delta.error}")
+            named = isinstance(delta.error, ReDrafterError)
+            raise ApiError(500, f"{delta.error}" if named else f"the engine failed: {delta.error}")
         shown = delta.tokens
         self.token_count += len(shown)
         if delta.finish == "stop" and shown and shown[-1] in sequence.stop_token_ids:

@@ -7,10 +7,11 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
 
+from redrafter.errors import ReDrafterError
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.choice import Choice, TokenLine
 from redrafter.serve.answers.usage import count_usage, usage_and_metrics
-from redrafter.serve.delta_stream import SlowConsumerError, Stopped
+from redrafter.serve.delta_stream import Stopped
 from redrafter.serve.protocol.requests import ApiError, StreamOptions
 from redrafter.serve.served_sequence import ServedSequence
 
@@ -130,16 +131,19 @@ async def raise_cuts_as_errors(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIt
         chunks: The chunks of `stream_answer`.
 
     Raises:
-        ApiError: If the server is stopping, or the client reads too slowly.
+        ApiError: If the server is stopping, the client reads too slowly, or a text cannot be told.
     """
     try:
         async for chunk in chunks:
             yield chunk
     except Stopped as error:
         raise ApiError(503, str(error)) from error
-    except SlowConsumerError as error:  # the client may hear of it yet
-        _LOG.warning("an answer was cut off: %s", error)
-        raise ApiError(500, f"the answer was cut off: {error}") from error
+    except ApiError:
+        raise
+    except Exception as error:  # such as `SlowConsumerError`; the client may hear of it yet
+        named = isinstance(error, ReDrafterError)
+        _LOG.warning("an answer was cut off: %s", error, exc_info=None if named else error)
+        raise ApiError(500, f"the answer was cut off: {error if named else type(error).__name__}") from error
 
 
 def _head(kind: str, prefix: str, model: str) -> dict[str, Any]:

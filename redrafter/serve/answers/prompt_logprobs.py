@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.engine.detokenizer import Detokenizer
-from redrafter.serve.answers.text import decode_tokens
+from redrafter.engine.detokenizer import Detokenizer, decode_tokens
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.served_sequence import ServedSequence
 

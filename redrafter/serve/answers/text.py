@@ -8,14 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.engine.detokenizer import Detokenizer
 
-__all__ = ["StopStrings", "TextStream", "decode_tokens"]
-
-
-def decode_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-    """Return the text of token ids, without special tokens if `skip_special_tokens`."""
-    text = tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-    assert isinstance(text, str)  # a list for a list of lists
-    return text
+__all__ = ["StopStrings", "TextStream"]
 
 
 class StopStrings:

@@ -5,11 +5,12 @@ import concurrent.futures
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
+from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SamplingParams, SequenceDelta
 from redrafter.scheduler.stats import Stats
@@ -123,7 +124,7 @@ class EngineClient:
         cache_salt: str | None = None,
         adapter: str | None = None,
         images: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[tuple[int, ServedSequence, list[SequenceDelta]]]:
+    ) -> AsyncGenerator[tuple[int, ServedSequence, list[SequenceDelta]], None]:
         """Ask for a text after each prompt of one request, after prompt i with seed + i, and yield their deltas.
 
         A consumer that is slower than the engine gets more at once. One that receives nothing for `MAX_BEHIND_SECONDS`
@@ -236,12 +237,20 @@ class EngineClient:
         """Hand a delta to the stream of its text, and return the stream."""
         stream, index = self._texts[number]
         sequence, by_engine = stream.sequences[index], delta.finish
-        delta = sequence.append(delta)
-        self.on_delta(sequence, delta)
+        try:
+            delta = sequence.append(delta)
+            self.on_delta(sequence, delta)
+        except Exception as error:  # of a tokenizer, where stop strings are looked for: others go on
+            if not isinstance(error, ReDrafterError):
+                _LOG.error("a text was given up", exc_info=error)
+                error = ReDrafterError(f"the text cannot be read ({type(error).__name__})")
+            delta, sequence.ended = SequenceDelta((), finish="error", error=error), True
+            with suppress(Exception):
+                self.on_delta(sequence, delta)
         stream.write(index, delta)
         if sequence.ended:
             del self._texts[number]
-        if sequence.ended and by_engine is None:  # at a stop string, of which the engine knows nothing
+        if sequence.ended and by_engine is None:  # at a stop string or an error, of which the engine knows nothing
             self._channel.send(Cancel((number,)))
         if stream.abandoned:
             stream.fail(SlowConsumerError(f"{stream.pending} tokens were written that nobody took: cancelled"))

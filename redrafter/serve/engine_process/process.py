@@ -138,10 +138,13 @@ class _EngineServer:
 
     def _receive(self) -> None:
         """Hand messages to the event loop, in a thread of their own."""
-        with suppress(EOFError):
+        try:
             while True:
                 self._call(self._handle, self._channel.receive())
-        self._end()
+        except EOFError:
+            pass
+        finally:  # also where a message cannot be read: an engine that hears nothing serves nobody
+            self._end()
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in the event loop, from another thread; do nothing if the loop has ended."""

@@ -72,27 +72,28 @@ class Worker:
         """
         images = None if request.images is None else ImageInputs(request.images)
         adapters = self.scheduler.engine.target.adapters
-        held = [None if request.adapter is None else adapters.hold(request.adapter) for _ in request.numbers]
-        sequences = {
-            number: TokenSequence(
-                prompt,
-                request.max_new_tokens,
-                replace(request.params, seed=request.params.seed + index, grammar=grammar),
-                partial(self._write, number),
-                client=request.client,
-                cache_salt=request.cache_salt,
-                adapter=held[index],
-                images=images,
-            )
-            for index, (number, prompt) in enumerate(zip(request.numbers, request.prompts, strict=True))
-        }
-        self._sequences.update(sequences)  # first: a delta may come before `submit` has returned
+        adapter = None if request.adapter is None else adapters.hold(request.adapter, len(request.numbers))
         try:
+            sequences = {
+                number: TokenSequence(
+                    prompt,
+                    request.max_new_tokens,
+                    replace(request.params, seed=request.params.seed + index, grammar=grammar),
+                    partial(self._write, number),
+                    client=request.client,
+                    cache_salt=request.cache_salt,
+                    adapter=adapter,
+                    images=images,
+                )
+                for index, (number, prompt) in enumerate(zip(request.numbers, request.prompts, strict=True))
+            }
+            self._sequences.update(sequences)  # first: a delta may come before `submit` has returned
             self.scheduler.submit(*sequences.values())
         except Exception:
-            for number, sequence in sequences.items():
-                del self._sequences[number]
-                self._release(sequence)
+            for number in request.numbers:
+                self._sequences.pop(number, None)
+            if adapter is not None:
+                adapters.release(adapter, len(request.numbers))
             raise
         self._work.set()
 
@@ -127,12 +128,8 @@ class Worker:
         self._deltas.append((number, delta))
         if delta.finish is not None:
             del self._sequences[number], self._reused[number]
-            self._release(sequence)
-
-    def _release(self, sequence: TokenSequence) -> None:
-        """Let the adapter of a sequence be unloaded that has ended or was refused."""
-        if sequence.adapter is not None:
-            self.scheduler.engine.target.adapters.release(sequence.adapter)
+            if sequence.adapter is not None:
+                self.scheduler.engine.target.adapters.release(sequence.adapter)
 
     def _run(self) -> None:
         try:

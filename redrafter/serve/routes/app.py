@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from redrafter.errors import ArgumentError, UnsupportedError
+from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.delta_stream import Stopped
@@ -184,6 +184,11 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ArgumentError)
     async def argument(_: Request, error: ArgumentError) -> Response:
         return respond(400, str(error))
+
+    @app.exception_handler(ReDrafterError)
+    async def failed(_: Request, error: ReDrafterError) -> Response:
+        _LOG.error("a request failed: %s", error)
+        return respond(500, str(error))
 
     @app.exception_handler(QueueFullError)
     async def full(_: Request, error: QueueFullError) -> Response:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI
 from pydantic import BaseModel, Field, StrictBool, model_validator
 
-from redrafter.serve.answers.text import decode_tokens
+from redrafter.engine.detokenizer import decode_tokens
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.fields import MAX_PARTS, Ids, Strict
 from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, ChatRequest, Message, Tool
