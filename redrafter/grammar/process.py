@@ -1,63 +1,49 @@
 """The process of one grammar, as the program sees it that asks for masks."""
 
-import os
-import select
-import socket
+import json
+import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, MissingDependencyError
 from redrafter.grammar.limits import COMPILE_CPU_SECONDS, COMPILE_WAIT_SECONDS, MAX_PROCESS_BYTES, step_cpu_seconds
 from redrafter.grammar.source import GrammarSource
-from redrafter.grammar.wire import Answer, Question, pack_questions, receive_frame, send_frame, unpack_answers
-from redrafter.grammar.zygotes import connect
+from redrafter.grammar.wire import Answer, Question, pack_questions, unpack_answers
+from redrafter.sandbox.frames import receive_frame, send_frame
+from redrafter.sandbox.process import NotPreparedError, SandboxedProcess, Zygote, zygote_of
 
-__all__ = ["GrammarProcess"]
+__all__ = ["GrammarProcess", "zygote_for"]
 
 ANSWER_SLACK_SECONDS = 5.0  # wall-clock time that a process may wait for a processor
 
 _numbers = count()
 
 
-class GrammarProcess:
+class GrammarProcess(SandboxedProcess):
     """A process that compiles one grammar and follows its texts. It ends with this object, or by `end`.
 
     Attributes:
         lock: Held from a question to its answer.
         order: Threads that take the locks of several processes take them in this order.
-        ended: Whether the process is known to have ended.
         memory: Bytes that the compiled grammar takes.
         forgotten: Numbers of dropped texts, of which the process is told with the next question.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Fork a process from the tokenizer's zygote, which is started if there is none."""
-        self._connection = connect(tokenizer)
-        self._owner, self.ended = os.getpid(), False
-        weakref.finalize(self, _close, self._connection, self._owner)
+        """Fork a process from the tokenizer's zygote, which is started if there is none.
+
+        Raises:
+            MissingDependencyError: llguidance is not installed, or the system is Windows.
+            ArgumentError: llguidance cannot read the tokenizer.
+            ReDrafterError: No process can be started.
+        """
+        super().__init__(lambda: zygote_for(tokenizer))
         self.forgotten: deque[int] = deque()
         self.lock, self.order, self.memory = threading.Lock(), next(_numbers), 0
-
-    @property
-    def alive(self) -> bool:
-        """Whether this process can ask the grammar's process; a process forked from this one cannot."""
-        if self.ended or self._owner != os.getpid():
-            return False
-        watch = select.poll()
-        watch.register(self._connection, 0)  # no event but the closing of the other end
-        return not watch.poll(0)
-
-    def end(self) -> None:
-        """End the process, from any thread; a thread that waits for an answer gets none."""
-        self.ended = True
-        if self._owner == os.getpid():
-            with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
 
     def compile(self, source: GrammarSource) -> None:
         """Let the process compile a grammar, and wait for it.
@@ -66,9 +52,9 @@ class GrammarProcess:
             ArgumentError: The grammar cannot be compiled.
         """
         try:
-            self._connection.settimeout(COMPILE_WAIT_SECONDS)
-            send_frame(self._connection, f"{source.kind}\n{source.text}".encode())
-            reply = receive_frame(self._connection)
+            self.connection.settimeout(COMPILE_WAIT_SECONDS)
+            send_frame(self.connection, f"{source.kind}\n{source.text}".encode())
+            reply = receive_frame(self.connection)
         except TimeoutError as error:
             self.end()
             raise ArgumentError(f"grammar: too complex: it was not compiled in {COMPILE_WAIT_SECONDS} s") from error
@@ -87,22 +73,22 @@ class GrammarProcess:
         """Send questions; the caller holds the lock until it has called `answers`."""
         forgotten = [self.forgotten.popleft() for _ in range(len(self.forgotten))]
         try:
-            self._connection.settimeout(ANSWER_SLACK_SECONDS + 2 * step_cpu_seconds(len(questions)))
-            send_frame(self._connection, pack_questions(forgotten, questions))
+            self.connection.settimeout(ANSWER_SLACK_SECONDS + 2 * step_cpu_seconds(len(questions)))
+            send_frame(self.connection, pack_questions(forgotten, questions))
         except OSError:
             self.end()
 
     def answers(self, count: int) -> list[Answer] | None:
         """Receive the answers to `count` questions; None if the process has ended or took too long."""
         try:
-            return unpack_answers(receive_frame(self._connection), count)
+            return unpack_answers(receive_frame(self.connection), count)
         except (EOFError, OSError):
             self.end()
             return None
 
     def forget(self, text: int) -> None:
         """Let the process forget a text: now, or with the next question if another thread is asking one."""
-        if self._owner != os.getpid():
+        if not self.owned:
             return  # this process is a fork; the text is its parent's
         self.forgotten.append(text)
         if self.lock.acquire(blocking=False):
@@ -112,9 +98,30 @@ class GrammarProcess:
                 self.lock.release()
 
 
-def _close(connection: socket.socket, owner: int) -> None:
-    """Close a connection; in a fork of the process that owns it, close the copy alone."""
-    if os.getpid() == owner:
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
+def zygote_for(tokenizer: Any) -> Zygote:
+    """Return the zygote of a tokenizer, a new one if there is none or it has died."""
+    if sys.platform == "win32":
+        raise MissingDependencyError("grammars need sockets that Windows has not: use Linux or macOS")
+    if find_spec("llguidance") is None:
+        raise MissingDependencyError("grammars need llguidance: pip install 'redrafter[guided]'")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise _unreadable("only fast tokenizers are supported")
+
+    def start() -> Zygote:
+        end = json.dumps(tokenizer.eos_token_id).encode()
+        return Zygote("redrafter.grammar.child", [end, backend.to_str().encode()])
+
+    try:
+        return zygote_of(tokenizer, start)
+    except NotPreparedError as error:
+        if not error.missing:
+            raise _unreadable(str(error)) from error
+        raise MissingDependencyError(
+            f"grammars need llguidance, which cannot be imported: {error}; pip install 'redrafter[guided]'"
+        ) from error
+
+
+def _unreadable(why: str) -> ArgumentError:
+    """Make the error for a tokenizer that llguidance cannot read."""
+    return ArgumentError(f"grammar: no grammar can be written with this tokenizer: {' '.join(why.split()):.300}")

@@ -1,9 +1,5 @@
-"""The protocol between a program and the processes of its grammars: frames of bytes, mostly lists of int32.
+"""What a program and the processes of its grammars say to each other: the contents of frames, mostly lists of int32."""
 
-A frame is its length in bytes, a native uint32, and then its content.
-"""
-
-import socket
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
@@ -14,52 +10,11 @@ __all__ = [
     "Question",
     "pack_answers",
     "pack_questions",
-    "receive_frame",
-    "send_frame",
     "unpack_answers",
     "unpack_questions",
 ]
 
 _LENGTH = struct.Struct("=I")
-MAX_FRAME_BYTES = 1 << 30
-
-
-def send_frame(to: socket.socket, *parts: bytes) -> None:
-    """Send a frame whose content is the parts, one after the other.
-
-    Raises:
-        OSError: The other end is closed.
-    """
-    frame = b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
-    to.sendall(frame)
-
-
-def receive_frame(source: socket.socket) -> bytearray:
-    """Receive a frame and return its content.
-
-    Raises:
-        EOFError: The other end is closed.
-        TimeoutError: The socket's timeout is over.
-    """
-    [size] = _LENGTH.unpack(_receive(source, _LENGTH.size))
-    if size > MAX_FRAME_BYTES:
-        raise EOFError("this is no frame")
-    return _receive(source, size)
-
-
-def _receive(source: socket.socket, size: int) -> bytearray:
-    """Receive exactly `size` bytes."""
-    received = bytearray(size)
-    rest = memoryview(received)
-    while rest:
-        try:
-            count = source.recv_into(rest)
-        except ConnectionError:
-            count = 0
-        if not count:
-            raise EOFError("the other side is gone")
-        rest = rest[count:]
-    return received
 
 
 class Question(NamedTuple):

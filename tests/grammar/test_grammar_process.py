@@ -19,8 +19,8 @@ from helpers.processes import children, soon
 from redrafter import ArgumentError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.guided_text import GuidedText, TextTree, compute_masks
+from redrafter.grammar.process import zygote_for
 from redrafter.grammar.source import GrammarSource
-from redrafter.grammar.zygotes import zygote_for
 
 pytest.importorskip("llguidance")
 
@@ -228,7 +228,7 @@ def test_nothing_is_left_of_a_program_that_ends(how):
         "import os, sys, threading, time\n"
         "from helpers.chats import tiny_tokenizer\n"
         "from redrafter.grammar.grammar import Grammar\n"
-        "from redrafter.grammar.zygotes import zygote_for\n"
+        "from redrafter.grammar.process import zygote_for\n"
         "tokenizer = tiny_tokenizer()\n"
         "grammar = Grammar.regex('a', tokenizer)\n"
         f"threading.Thread(target=Grammar.json_schema, args=({SLOW!r}, tokenizer), daemon=True).start()\n"

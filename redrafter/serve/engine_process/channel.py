@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from redrafter.grammar.wire import receive_frame, send_frame
+from redrafter.sandbox.frames import receive_frame, send_frame
 
 __all__ = ["Channel"]
 

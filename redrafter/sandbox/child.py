@@ -1,0 +1,126 @@
+"""The zygote: a small process that prepares what all work of one kind needs, and forks a child for each piece of it.
+
+It imports no torch, has one thread and holds no model, so a fork takes a millisecond and shares what was prepared. A
+child ends when the other end of its socket is closed, and the kernel ends it at the limits that it sets itself.
+"""
+
+import fcntl
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from redrafter.sandbox.frames import receive_frame, send_frame
+
+__all__ = ["bounded_work", "limit_memory", "main", "memory"]
+
+
+def main(descriptor: int, module: str, count: int) -> None:
+    """Prepare one kind of work, then fork a process for each connection received, until the program closes its socket.
+
+    An empty frame is sent once all is prepared; otherwise `import` or `reading`, by what failed, and a message.
+
+    Args:
+        descriptor: File descriptor of a Unix socket to the program.
+        module: Module with a function `prepare`, which returns what a child does with its connection.
+        count: Number of frames that the program sends, and that `prepare` takes.
+    """
+    # Signals for the program are ignored: when it stops, it ends the children by closing their sockets, once their
+    # work is not needed any more. The program's process group is left but not its session, since niceness counts among
+    # the processes of one session.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.setpgrp()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # other systems have none
+        file.write("1000")  # children are ended, and not the model, when memory runs out
+    control = socket.socket(fileno=descriptor)
+    try:
+        frames = [receive_frame(control) for _ in range(count)]
+        try:
+            run = importlib.import_module(module).prepare(*frames)
+        except ImportError as error:
+            return send_frame(control, b"import", str(error).encode(errors="replace"))
+        except Exception as error:  # of a library that documents no class of errors
+            return send_frame(control, b"reading", str(error).encode(errors="replace"))
+        send_frame(control)
+        del frames
+        _fork_for_each(control, run)
+    except (EOFError, OSError):
+        return
+
+
+def _fork_for_each(control: socket.socket, run: Callable[[socket.socket], None]) -> None:
+    """Fork for each connection that arrives over the control socket, and call `run` in the child."""
+    gc.collect()
+    gc.freeze()  # pages that no process writes to stay shared
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        with socket.socket(fileno=descriptors[0]) as connection:
+            try:
+                child = os.fork() == 0
+            except OSError:
+                continue  # leaving the context closes the connection, which tells the program
+            if child:
+                control.close()
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, 2)  # Rust would write a trace of its calls to stderr when memory runs out
+                os.close(null)
+                try:
+                    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                    send_frame(connection)  # the program waits for it
+                    run(connection)
+                except (EOFError, OSError):
+                    pass  # the program is gone
+                finally:
+                    os._exit(0)
+
+
+def limit_memory(count: int) -> None:
+    """Let this process reserve no more than so many bytes beside those that it has reserved, on Linux."""
+    if reserved := memory()[0]:
+        resource.setrlimit(resource.RLIMIT_AS, (reserved + count, reserved + count))
+
+
+def memory() -> tuple[int, int]:
+    """Return the bytes of address space that this process has reserved, and the bytes it holds; 0 outside Linux."""
+    if sys.platform != "linux":
+        return 0, 0
+    with open("/proc/self/statm") as file:
+        reserved, held = file.read().split()[:2]
+    return int(reserved) * resource.getpagesize(), int(held) * resource.getpagesize()
+
+
+@contextmanager
+def bounded_work(cpu_seconds: float, connection: socket.socket | None = None) -> Iterator[None]:
+    """Let the kernel end this process after some processor time in the context, or once nobody waits for it.
+
+    Args:
+        cpu_seconds: Seconds of processor time.
+        connection: A socket at which the other end waits and sends nothing. The process ends when that is closed, even
+            while Python is blocked; None where the work is too short for that.
+    """
+    flags = 0
+    if connection is not None:
+        flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+        fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+        watch = select.poll()
+        watch.register(connection, 0)  # no event but the closing of the other end
+        if watch.poll(0):
+            raise EOFError("the other side is gone")
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if connection is not None:
+            fcntl.fcntl(connection, fcntl.F_SETFL, flags)

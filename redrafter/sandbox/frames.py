@@ -1,0 +1,47 @@
+"""Frames of bytes on a socket: a length in bytes, a native uint32, and then the content."""
+
+import socket
+import struct
+
+__all__ = ["receive_frame", "send_frame"]
+
+_LENGTH = struct.Struct("=I")
+MAX_FRAME_BYTES = 1 << 30
+
+
+def send_frame(to: socket.socket, *parts: bytes) -> None:
+    """Send a frame whose content is the parts, one after the other.
+
+    Raises:
+        OSError: The other end is closed.
+    """
+    frame = b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
+    to.sendall(frame)
+
+
+def receive_frame(source: socket.socket) -> bytearray:
+    """Receive a frame and return its content.
+
+    Raises:
+        EOFError: The other end is closed.
+        TimeoutError: The socket's timeout is over.
+    """
+    [size] = _LENGTH.unpack(_receive(source, _LENGTH.size))
+    if size > MAX_FRAME_BYTES:
+        raise EOFError("this is no frame")
+    return _receive(source, size)
+
+
+def _receive(source: socket.socket, size: int) -> bytearray:
+    """Receive exactly `size` bytes."""
+    received = bytearray(size)
+    rest = memoryview(received)
+    while rest:
+        try:
+            count = source.recv_into(rest)
+        except ConnectionError:
+            count = 0
+        if not count:
+            raise EOFError("the other side is gone")
+        rest = rest[count:]
+    return received

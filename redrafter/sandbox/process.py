@@ -1,0 +1,192 @@
+"""This side: a zygote for each kind of work, replaced if it has died, and the processes that it forks."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from redrafter.errors import ReDrafterError
+from redrafter.sandbox.frames import receive_frame, send_frame
+
+__all__ = ["NotPreparedError", "SandboxedProcess", "Zygote", "zygote_of"]
+
+# Modules are found on this program's path and not in its working directory.
+ZYGOTE_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[4:]; from redrafter.sandbox.child import main; "
+    "main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
+)
+# One thread needs one arena of memory and one worker. Rust's messages are read as one line, without a backtrace.
+ZYGOTE_ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1",
+    "RAYON_NUM_THREADS": "1",
+    "RUST_BACKTRACE": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+START_TIMEOUT_SECONDS = 120.0  # for a zygote to prepare
+FORK_TIMEOUT_SECONDS = 30.0  # for a zygote to fork
+
+_zygotes: "WeakKeyDictionary[Any, Zygote]" = WeakKeyDictionary()
+_starting = threading.Lock()
+
+
+class NotPreparedError(ReDrafterError):
+    """A zygote could not prepare its kind of work.
+
+    Attributes:
+        missing: Whether that was for want of a package.
+    """
+
+    def __init__(self, message: str, missing: bool = False):
+        super().__init__(message)
+        self.missing = missing
+
+
+class Zygote:
+    """A process that has prepared one kind of work and forks a process for each piece of it."""
+
+    def __init__(self, module: str, frames: Sequence[bytes]) -> None:
+        """Start the process, and wait until it has prepared.
+
+        Args:
+            module: Module with a function `prepare`, as for `redrafter.sandbox.child.main`.
+            frames: What it is called with.
+
+        Raises:
+            NotPreparedError: It has failed.
+            ReDrafterError: No process can be started.
+        """
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            words = [sys.executable, "-c", ZYGOTE_PROGRAM, str(theirs.fileno()), module, str(len(frames))]
+            self._process = subprocess.Popen(
+                [*words, *(path or os.getcwd() for path in sys.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | ZYGOTE_ENVIRONMENT,
+            )
+        self._owner, self._sending = os.getpid(), threading.Lock()
+        self._finalizer = weakref.finalize(self, _end, self._control, self._process, self._owner)
+        self._control.settimeout(START_TIMEOUT_SECONDS)
+        try:
+            for frame in frames:
+                send_frame(self._control, frame)
+            reply = receive_frame(self._control)
+        except (EOFError, OSError) as error:
+            self.end()
+            raise ReDrafterError(f"the process of {module} did not start; it says why above") from error
+        if reply:
+            self.end()
+            missing = reply.startswith(b"import")
+            raise NotPreparedError(reply[6 if missing else 7 :].decode(), missing)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can fork for this process; it cannot for a process that was forked from this one."""
+        return self._finalizer.alive and self._owner == os.getpid() and self._process.poll() is None
+
+    def fork(self) -> socket.socket | None:
+        """Return a connection to a new child; None if the zygote has died or cannot fork."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(FORK_TIMEOUT_SECONDS)
+        try:
+            with theirs, self._sending:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            receive_frame(ours)
+        except (EOFError, OSError):
+            ours.close()
+            return None
+        return ours
+
+    def end(self) -> None:
+        """End the process; the processes that it forked go on."""
+        self._finalizer()
+
+
+def zygote_of(key: Any, start: Callable[[], Zygote]) -> Zygote:
+    """Return the zygote of an object, by `start` if there is none or it has died. It ends with the object."""
+    with _starting:
+        zygote = _zygotes.get(key)
+        if zygote is None or not zygote.alive:
+            zygote = _zygotes[key] = start()
+        return zygote
+
+
+class SandboxedProcess:
+    """A process for one piece of work. It ends with this object, or by `end`.
+
+    Attributes:
+        connection: Socket to the process.
+        ended: Whether the process is known to have ended.
+    """
+
+    def __init__(self, find_zygote: Callable[[], Zygote]) -> None:
+        """Fork a process.
+
+        Args:
+            find_zygote: Returns the zygote to fork from, a new one if the last one has died.
+
+        Raises:
+            ReDrafterError: No process can be started.
+        """
+        for _ in range(2):  # a second time if the zygote has died
+            zygote = find_zygote()
+            connection = zygote.fork()
+            if connection is not None:
+                break
+            zygote.end()
+        else:
+            raise ReDrafterError("no process can be started: the machine has no room for one")
+        self.connection, self._owner, self.ended = connection, os.getpid(), False
+        weakref.finalize(self, _close, connection, self._owner)
+
+    @property
+    def alive(self) -> bool:
+        """Whether this process can ask the other one; a process forked from this one cannot."""
+        if self.ended or not self.owned:
+            return False
+        watch = select.poll()
+        watch.register(self.connection, 0)  # no event but the closing of the other end
+        return not watch.poll(0)
+
+    @property
+    def owned(self) -> bool:
+        """Whether this process has started it; a process forked from this one has not."""
+        return self._owner == os.getpid()
+
+    def end(self) -> None:
+        """End the process, from any thread; a thread that waits for an answer gets none."""
+        self.ended = True
+        if self.owned:
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+
+def _end(control: socket.socket, process: "subprocess.Popen[bytes]", owner: int) -> None:
+    """Close the control socket and kill the process; in a fork of the owner, only close the copy of the socket."""
+    control.close()
+    if os.getpid() == owner:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def _close(connection: socket.socket, owner: int) -> None:
+    """Close a connection; in a fork of the process that owns it, close the copy alone."""
+    if os.getpid() == owner:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
