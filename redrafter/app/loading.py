@@ -29,7 +29,7 @@ from redrafter.parallel.launched import launched_processes
 NO_DRAFT_OPTIONS = DraftOptions()
 PENALTY_OPTIONS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 
-__all__ = ["ChatEncoder", "Pair", "boxed_model", "check_options", "limit_threads"]
+__all__ = ["NO_DRAFT_OPTIONS", "ChatEncoder", "Pair", "boxed_model", "check_options", "limit_threads"]
 
 
 def boxed_model() -> str:

@@ -1,12 +1,22 @@
-"""Copies of numbers from the host to a device that make neither of the two wait."""
+"""Numbers on the host, and copies of them to a device that make neither of the two wait."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["to_device"]
+__all__ = ["made_on_host", "to_device"]
+
+
+def made_on_host() -> AbstractContextManager[Any]:
+    """Return a context in which tensors made without a device are on the host.
+
+    They are there anyway unless the program has called `torch.set_default_device`.
+    """
+    host = torch.get_default_device().type == "cpu"
+    return nullcontext() if host else torch.device("cpu")  # the latter slows each call of torch a little
 
 
 def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -20,7 +30,7 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
         device: Where the copy goes.
         dtype: Dtype of numbers; None for what torch makes of them.
     """
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

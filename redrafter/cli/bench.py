@@ -5,7 +5,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from redrafter.app.flags import flag, read_options
-from redrafter.app.loading import Pair
+from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
 from redrafter.app.options import LoadOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
 from redrafter.bench.rivals import check_names
@@ -114,9 +114,10 @@ def _refuse_server_options(args: argparse.Namespace) -> None:
 def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     """Load a small pair on the CPU, and return it padded to the cost of a large model on the device."""
     assert options.pad_to is not None
+    _, load, _ = check_options(load, NO_DRAFT_OPTIONS)
     unquantized = replace(load, device="cpu", tuning="none", quantization=None, draft_quantization=None)
     pair, shape = Pair.load(unquantized), SHAPES[options.pad_to]
-    device, small = load.device or "cpu", pair.engine
+    device, small = str(load.device), pair.engine
     assert isinstance(small, ReDrafter)
     if not isinstance(small.drafter, RecurrentDrafter):
         raise UnsupportedError("--pad-to pads recurrent drafters alone, and this is an EAGLE-3 head: leave it out")

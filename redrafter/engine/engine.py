@@ -16,6 +16,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from redrafter.cache.to_device import made_on_host
 from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
@@ -416,7 +417,7 @@ class Engine:
         check_autocast(self.target.device)
         check_eval(self.model, *([self.draft_model.model] if speculate and self.draft_model else []))
 
-        with self.target.adapters.holding(adapters) as held:
+        with made_on_host(), self.target.adapters.holding(adapters) as held:
             # 2. Check the ids, and turn the call into tensors.
             request = read_request(
                 self.target,

@@ -18,6 +18,7 @@ from redrafter.cache.dense import DenseCache, LayerShape, states_of
 from redrafter.cache.fill import fill_first_slots
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.cache.rounding import RoundingCache
+from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.parallel.local_shards import use_local_shards
 from redrafter.target.adapter_slots import Adapter, AdapterSlots
@@ -118,7 +119,7 @@ class Target:
         warn_of_shared_scales(model.config, self.name)
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
-        with torch.no_grad():
+        with torch.no_grad(), made_on_host():
             self._bind()
 
     def _bind(self) -> None:

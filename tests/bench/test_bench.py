@@ -11,6 +11,7 @@ import torch
 from helpers.command_line import TEXT, byte_tokenizer, fails
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, CheckpointError, ReDrafterError, UnsupportedError
+from redrafter.app import loading
 from redrafter.bench.padded_model import SHAPES, PadShape
 from redrafter.bench.rivals import measure_rivals
 from redrafter.bench.standing_batch import long_texts, open_standing_batch
@@ -205,6 +206,18 @@ def test_a_padded_pair_is_measured_and_every_table_says_what_it_is(monkeypatch):
     assert document["batches"][0]["equality"]["equal"] is True
     assert document["batches"][0]["shape"] == {"num_beams": 5, "draft_len_per_beam": 3, "nodes": 12}
     assert document["bytes"]["weights_per_forward"] > 4 * 18e6 / 2
+
+
+def test_a_padded_pair_is_measured_on_the_gpu_of_a_machine_that_has_one(monkeypatch):
+    def pad(*args, device, **options):
+        raise ReDrafterError(f"padded on {device}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loading, "_check_device", lambda *args: None)
+    monkeypatch.setattr(bench_module, "pad_drafter", pad)
+    for device, typed in (("cuda", ()), ("cuda:1", ("--device", "cuda:1")), ("cpu", ("--device", "cpu"))):
+        code, _, err = bench(*QUICK, "--pad-to", "llama-3.2-1b", *typed)
+        assert (code, err.splitlines()[-1]) == (2, f"redrafter: error: padded on {device}")
 
 
 @pytest.mark.parametrize("rank", [(), ("--pad-head-rank", "50")])

@@ -11,15 +11,45 @@ from helpers.models import (
     CONTEXT,
     VOCAB,
     engine_with_config,
+    paged,
     scripted_engine,
+    tiny_drafter,
     tiny_model,
     uneven_batch,
+    with_tree,
 )
 from redrafter import ArgumentError, DraftTarget, PromptLookup, UnsupportedError
 from redrafter.target.target import Target
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture
+def meta_by_default():
+    """Let torch make tensors without data where no device is named, as `set_default_device("cuda")` puts them there."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device("cpu")
+
+
+SAMPLED = GREEDY | {"do_sample": True, "seed": 5, "top_p": 0.8, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+
+
+@pytest.mark.parametrize("arguments", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("place", [lambda engine: engine, paged])
+def test_the_default_device_of_the_program_changes_no_text(place, arguments, request):
+    engine = place(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
+    expected = engine.generate(IDS, MASK, **arguments)
+    request.getfixturevalue("meta_by_default")
+    assert torch.equal(engine.generate(IDS, MASK, **arguments), expected)
+
+
+def test_a_model_is_bound_whatever_the_default_device_of_the_program_is(request):
+    model, drafter = tiny_model("llama"), tiny_drafter()
+    expected = with_tree(model, drafter, 3, 3).generate(IDS, MASK, **GREEDY)
+    request.getfixturevalue("meta_by_default")
+    assert torch.equal(with_tree(model, drafter, 3, 3).generate(IDS, MASK, **GREEDY), expected)
 
 
 # A generation config of the call
