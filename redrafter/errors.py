@@ -12,6 +12,8 @@ A message says what was wrong, what was found, and what to type instead. The com
 line and exits with code 2.
 """
 
+from collections.abc import Iterable
+
 __all__ = [
     "ArgumentError",
     "CacheFullError",
@@ -20,7 +22,11 @@ __all__ = [
     "MissingDependencyError",
     "ReDrafterError",
     "UnsupportedError",
+    "did_you_mean",
+    "first_line",
 ]
+
+CLOSE_RATIO = 0.75  # of difflib: `prot` is close to `port`, and `host` is not
 
 
 class ReDrafterError(Exception):
@@ -60,3 +66,25 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the hint that ends an error about a misspelt name: `; did you mean x?`, or nothing if no name is close.
+
+    Leading dashes are ignored, and dashes and underscores are the same. A name and its negation (`--no-x`) are never
+    close.
+
+    Args:
+        word: The name as it was typed.
+        known: The names that exist.
+    """
+    import difflib  # by an error alone: it would double the time of `import redrafter`
+
+    def without_no(name: str) -> tuple[bool, str]:
+        bare = name.lstrip("-").replace("_", "-").lower()
+        return bare.startswith("no-"), bare.removeprefix("no-")
+
+    negated, typed = without_no(word)
+    names = {bare: name for name in known for no, bare in [without_no(name)] if no == negated}
+    near = difflib.get_close_matches(typed, names, n=1, cutoff=CLOSE_RATIO)
+    return f"; did you mean {names[near[0]]}?" if near else ""

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from redrafter.app.option_values import Option
-from redrafter.errors import ArgumentError
-from redrafter.spelling import nearest
+from redrafter.errors import ArgumentError, did_you_mean
 
 __all__ = ["check_object", "read_text", "unknown_key"]
 
@@ -46,11 +45,10 @@ def unknown_key(file: str | Path, key: str, known: dict[str, Option], aliases: I
     """
     name = key.replace("-", "_")
     positive = name.removeprefix("no_")
-    hint = ""
     if name != positive and positive in known and known[positive].hint is bool:
         hint = f'; write "{positive}": false'
-    elif near := nearest(name, [*known, *aliases]):
-        hint = f"; did you mean {near}?"
+    else:
+        hint = did_you_mean(name, [*known, *aliases])
     return ArgumentError(f"{file}: {key} is not an option of this command{hint}")
 
 

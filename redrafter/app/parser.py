@@ -10,7 +10,7 @@ from redrafter.app.flags import temperatures
 from redrafter.app.program import print_message
 from redrafter.app.trtllm_flags import Alias
 from redrafter.app.trtllm_translation import find_meaning, flag_owner, is_known_flag, translate
-from redrafter.spelling import nearest
+from redrafter.errors import did_you_mean
 
 __all__ = ["Parser", "add_json"]
 
@@ -65,8 +65,8 @@ class Parser(argparse.ArgumentParser):
         flag = words[0].partition("=")[0]
         if is_known_flag(flag):
             self.error(f"{flag} is {flag_owner(flag)} and has no meaning in `{self.prog}`: leave it out")
-        near = nearest(flag, self._option_string_actions) if flag.startswith("-") else None
-        self.error(f"unrecognized arguments: {' '.join(words)}" + (f"; did you mean {near}?" if near else ""))
+        hint = did_you_mean(flag, self._option_string_actions) if flag.startswith("-") else ""
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
     def _refuse_stray_numbers(self, args: Sequence[str]) -> None:
         """Refuse a number right after an option that has its value: it would be taken for a prompt or a name."""

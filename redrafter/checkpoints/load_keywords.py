@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from redrafter.errors import ArgumentError
-from redrafter.spelling import nearest
+from redrafter.errors import ArgumentError, did_you_mean
 
 __all__ = ["check_no_load_keywords", "check_reserved_keywords", "unknown_keyword_error"]
 
@@ -49,8 +48,7 @@ def unknown_keyword_error(
         return None
     name, arguments = match[1], _argument_names(caller)
     translations = [text for text in _FOREIGN_NAMES.get(name, ()) if text.partition("=")[0] in arguments]
-    suggestion = translations[0] if translations else nearest(name, arguments)
-    hint = f"; did you mean {suggestion}?" if suggestion else ""
+    hint = f"; did you mean {translations[0]}?" if translations else did_you_mean(name, arguments)
     return ArgumentError(f"from_pretrained() has no argument {name!r}, here or in transformers{hint}")
 
 

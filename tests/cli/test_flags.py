@@ -11,18 +11,18 @@ from redrafter.cli import main
 from redrafter.cli.commands import build_parser
 from redrafter.convert import config as convert_config
 from redrafter.convert.convert_checkpoint import main as convert
+from redrafter.errors import did_you_mean
 from redrafter.serve import command as serve_command
-from redrafter.spelling import nearest
 
 
 @pytest.mark.parametrize(
     ("args", "hint"),
     [
-        (["convert", "--redrafter_greedy"], None),
+        (["convert", "--redrafter_greedy"], "--redrafter-greedy-search"),
         (["serve", "--kv-cache-reuse"], None),
         (["serve", "--speculate"], None),
         (["generate", "--no-compare"], None),
-        (["generate", "--top-a", "1"], None),  # as near to one as to the other
+        (["generate", "--top-a", "1"], "--top-p"),
         (["generate", "--tunings", "none"], "--tuning"),
         (["generate", "--temprature", "1"], "--temperature"),
         (["generate", "--num_beam=3"], "--num-beams"),
@@ -46,12 +46,12 @@ def test_a_hint_is_a_slip_away_and_never_the_opposite(capsys, args, hint):
         ("--no-compile", ["--compile"], None),
         ("--host", ["--port"], None),
         ("compile", ["no_compile"], None),
-        ("seed", ["seeds", "speed"], None),
+        ("seed", ["spread", "seeds"], "seeds"),
         ("x", [], None),
     ],
 )
-def test_the_nearest_name_is_one_of_the_same_meaning(word, known, found):
-    assert nearest(word, known) == found
+def test_the_names_that_a_misspelt_one_may_mean_are_close_and_never_its_opposite(word, known, found):
+    assert did_you_mean(word, known) == ("" if found is None else f"; did you mean {found}?")
 
 
 @pytest.mark.parametrize(
