@@ -24,6 +24,7 @@ __all__ = [
     "UnsupportedError",
     "did_you_mean",
     "first_line",
+    "how_to_install",
 ]
 
 CLOSE_RATIO = 0.75  # of difflib: `prot` is close to `port`, and `host` is not
@@ -88,3 +89,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     names = {bare: name for name in known for no, bare in [without_no(name)] if no == negated}
     near = difflib.get_close_matches(typed, names, n=1, cutoff=CLOSE_RATIO)
     return f"; did you mean {names[near[0]]}?" if near else ""
+
+
+def how_to_install(extra: str = "") -> str:
+    """Return what to type, and where, to install this package.
+
+    It is on no package index, so its name alone must not be installed from one.
+
+    Args:
+        extra: Extras to install too, such as `serve`, with commas between several.
+    """
+    package = f"'.[{extra}]'" if extra else "."
+    return f"pip install {package} in a checkout of redrafter"

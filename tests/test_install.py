@@ -1,6 +1,7 @@
 """Which copy of the code runs, with the package installed or not, from several working directories."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -108,4 +109,12 @@ def test_a_launcher_names_a_missing_dependency(checkout, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
-    assert "is not installed; type: pip install redrafter" in done.stderr
+    assert "is not installed; type: pip install . in a checkout of redrafter" in done.stderr
+
+
+def test_no_page_and_no_message_says_to_install_a_name_that_nobody_holds():
+    """The package is on no index: a stranger could register its name there."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
+    named = re.compile(r"pip install.*(redrafter\[|install ['\"]?redrafter\b)")
+    for file in (*pages, *(ROOT / "redrafter").rglob("*.py")):
+        assert not named.search(file.read_text(encoding="utf-8", errors="ignore")), file

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from redrafter.errors import ReDrafterError
+from redrafter.errors import ReDrafterError, how_to_install
 
 __all__ = ["print_message", "run_command"]
 
@@ -43,7 +43,7 @@ def run_command(command: Callable[[], int]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "redrafter":
             raise
-        print_message("error", f"{error.name} is not installed; type: pip install redrafter")
+        print_message("error", f"{error.name} is not installed; type: {how_to_install()}")
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

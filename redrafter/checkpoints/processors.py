@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoProcessor
 
-from redrafter.errors import CheckpointError, MissingDependencyError
+from redrafter.errors import CheckpointError, MissingDependencyError, how_to_install
 from redrafter.files.checkpoint_kind import check_path, load_error
 
 __all__ = ["load_processor"]
@@ -24,7 +24,7 @@ def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
         MissingDependencyError: Pillow, which decodes images, is not installed.
     """
     if find_spec("PIL") is None:
-        raise MissingDependencyError("images need Pillow: pip install 'redrafter[vision]'")
+        raise MissingDependencyError(f"images need Pillow: {how_to_install('vision')}")
     check_path(str(name))
     try:
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
-from redrafter.errors import ArgumentError, MissingDependencyError
+from redrafter.errors import ArgumentError, MissingDependencyError, how_to_install
 from redrafter.grammar.limits import COMPILE_CPU_SECONDS, COMPILE_WAIT_SECONDS, MAX_PROCESS_BYTES, step_cpu_seconds
 from redrafter.grammar.source import GrammarSource
 from redrafter.grammar.wire import Answer, Question, pack_questions, unpack_answers
@@ -103,7 +103,7 @@ def zygote_for(tokenizer: Any) -> Zygote:
     if sys.platform == "win32":
         raise MissingDependencyError("grammars need sockets that Windows has not: use Linux or macOS")
     if find_spec("llguidance") is None:
-        raise MissingDependencyError("grammars need llguidance: pip install 'redrafter[guided]'")
+        raise MissingDependencyError(f"grammars need llguidance: {how_to_install('guided')}")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _unreadable("only fast tokenizers are supported")
@@ -118,7 +118,7 @@ def zygote_for(tokenizer: Any) -> Zygote:
         if not error.missing:
             raise _unreadable(str(error)) from error
         raise MissingDependencyError(
-            f"grammars need llguidance, which cannot be imported: {error}; pip install 'redrafter[guided]'"
+            f"grammars need llguidance, which cannot be imported: {error}; {how_to_install('guided')}"
         ) from error
 
 

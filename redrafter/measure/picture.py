@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from redrafter.errors import ArgumentError, MissingDependencyError
+from redrafter.errors import ArgumentError, MissingDependencyError, how_to_install
 from redrafter.files.atomic_file import check_writable
 
 __all__ = ["batch_size_axis", "check_matplotlib", "check_picture", "check_picture_folder"]
@@ -14,7 +14,7 @@ __all__ = ["batch_size_axis", "check_matplotlib", "check_picture", "check_pictur
 def check_matplotlib(flag: str) -> None:
     """Raise `MissingDependencyError` where matplotlib, which the option `flag` needs, is not installed."""
     if find_spec("matplotlib") is None:
-        raise MissingDependencyError(f"{flag} needs matplotlib: pip install 'redrafter[bench]'")
+        raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
 
 
 def check_picture(path: Path, flag: str = "--plot") -> None:

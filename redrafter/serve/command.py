@@ -15,7 +15,7 @@ from redrafter.app.flags import add_options, read_options
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.app.parser import Parser
 from redrafter.app.program import run_command
-from redrafter.errors import ArgumentError, ReDrafterError
+from redrafter.errors import ArgumentError, ReDrafterError, how_to_install
 from redrafter.parallel.launched import process_rank
 from redrafter.serve.config import LIMIT_OPTIONS, ServeOptions, config_beside, read_config
 from redrafter.serve.engine_process.loading import LoadEngine
@@ -185,7 +185,7 @@ def _check_dependencies() -> None:
 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
-        raise ArgumentError(f"{', '.join(missing)} is missing: pip install 'redrafter[serve]'")
+        raise ArgumentError(f"{', '.join(missing)} is missing: {how_to_install('serve')}")
 
 
 if __name__ == "__main__":

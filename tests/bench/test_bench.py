@@ -193,7 +193,7 @@ def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     code, _, err = bench("--plots", str(tmp_path))
     assert code == 2
-    assert "pip install 'redrafter[bench]'" in err
+    assert "pip install '.[bench]' in a checkout" in err
 
 
 def test_a_padded_pair_is_measured_and_every_table_says_what_it_is(monkeypatch):

@@ -70,5 +70,5 @@ def test_a_model_of_text_is_shown_nothing(folder, tmp_path, capsys):
 
 def test_it_is_said_what_to_install(folder, monkeypatch):
     monkeypatch.setattr(processors, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'redrafter\[vision\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[vision\]' in a checkout"):
         load_processor(folder / "seeing")

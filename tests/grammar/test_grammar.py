@@ -475,7 +475,7 @@ def test_generate_says_what_a_grammar_needs(engine, monkeypatch):
     with pytest.raises(ArgumentError, match="no grammar can be written with this tokenizer"):
         Grammar.choice(["a"], type("Slow", (), {})())
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'redrafter\[guided\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[guided\]' in a checkout"):
         engine.generate(**BATCH, **GREEDY, grammar=spec)
 
 

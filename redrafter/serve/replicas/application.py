@@ -10,7 +10,7 @@ from redrafter.app.flags import read_options
 from redrafter.app.option_files import unknown_key
 from redrafter.app.option_values import Option, convert_value, options_by_name
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.errors import ArgumentError, MissingDependencyError
+from redrafter.errors import ArgumentError, MissingDependencyError, how_to_install
 from redrafter.serve.config import ServeOptions
 from redrafter.serve.network.api_keys import ApiKeys, collect_keys
 from redrafter.serve.replicas.engine_replica import EngineReplica
@@ -44,7 +44,7 @@ def import_ray() -> Any:
         import ray
         import ray.serve
     except ImportError as error:
-        raise MissingDependencyError("replicas need Ray: pip install 'redrafter[serve,ray]'") from error
+        raise MissingDependencyError(f"replicas need Ray: {how_to_install('serve,ray')}") from error
     return ray
 
 

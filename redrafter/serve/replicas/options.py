@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 
 from redrafter.app.flags import flag, option
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, how_to_install
 from redrafter.serve.config import ServeOptions
 
 __all__ = ["ReplicaOptions", "check_replicated"]
@@ -13,7 +13,7 @@ __all__ = ["ReplicaOptions", "check_replicated"]
 class ReplicaOptions:
     """Options of `redrafter serve --ray`: how many replicas run, and what each of them is given."""
 
-    ray: bool = option(False, "serve replicas of the model on Ray Serve: pip install 'redrafter[serve,ray]'")
+    ray: bool = option(False, f"serve replicas of the model on Ray Serve: {how_to_install('serve,ray')}")
     ray_address: str | None = option(
         None,
         "Ray cluster to serve on (default: that of the environment's RAY_ADDRESS, else the one that runs on this "

@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve, on two nodes: `pip install 'redrafter[ray]'`, then `pytest -m slow tests/serve/replicas`."""
+"""Replicas on Ray Serve, on two nodes: `pip install '.[ray]'`, then `pytest -m slow tests/serve/replicas`."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -55,7 +55,7 @@ def test_the_options_are_flags_of_serve(capsys):
 def test_without_ray_one_line_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["serve", "--ray", "--port", "0"]) == 2
-    assert "pip install 'redrafter[serve,ray]'" in capsys.readouterr().err.splitlines()[-1]
+    assert "pip install '.[serve,ray]' in a checkout" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
