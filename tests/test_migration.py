@@ -12,6 +12,7 @@ from redrafter.cli.commands import build_parser
 from redrafter.convert import config as convert_config
 from redrafter.serve import command as serve_command
 from redrafter.serve.config import ServeOptions, read_config
+from redrafter.train import config as train_config
 
 PAGE = Path(__file__).parent.parent / "docs" / "migration.md"
 SERVING = PAGE.with_name("serving.md")
@@ -48,6 +49,8 @@ def parse(command: str, words: list[str]) -> dict[str, Any]:
         return vars(serve_command.build_parser().parse_args(words))
     if command == "convert":
         return vars(convert_config.build_parser("redrafter convert").parse_args(words))
+    if command == "train":
+        return vars(train_config.parse(["--model", "m", "--data", "d", "--output", "o", *words]))
     return vars(build_parser().parse_args([command, *words]))
 
 
@@ -60,15 +63,15 @@ def test_flags_are_honoured_noted_or_refused_as_the_page_says(capsys, command, t
         assert end.code == 2
         err = capsys.readouterr().err
         assert outcome == "refused", err
-        assert re.search(r" is (TensorRT-LLM|llgtrt)'s; here: ", err)
+        assert re.search(r" is (TensorRT-LLM|llgtrt|vLLM)'s; here: ", err)
         return
     err = capsys.readouterr().err
     assert outcome == ("noted" if "; not needed here: " in err else "honoured"), err
     assert (options == parse(command, [])) == (outcome == "noted")
 
 
-def test_the_page_has_tables_for_all_four_programs():
-    assert {command for command, _, _ in FLAGS} == {"convert", "generate", "compare", "serve"}
+def test_the_page_has_tables_for_all_programs():
+    assert {command for command, _, _ in FLAGS} == {"convert", "generate", "compare", "serve", "train"}
     assert len(FLAGS) > 60
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 __all__ = [
     "add_options",
     "biases",
+    "dtype_word",
     "flag",
     "floats",
     "format_command",
@@ -76,6 +77,14 @@ def yes_or_no(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"write True or False, not {text!r}")
     return text.lower() == "true"
+
+
+def dtype_word(text: str) -> str:
+    """Return the name of a number format by which torch prints it: `float16` for `half`, `fp16` and itself."""
+    return _DTYPE_WORDS.get(text, text)
+
+
+_DTYPE_WORDS = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 
 
 def names(text: str) -> tuple[str, ...]:

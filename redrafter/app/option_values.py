@@ -59,6 +59,8 @@ def _convert(value: Any, option: Option) -> Any:
     if value is None and type(None) in arms:
         return None
     choices = option.field.metadata.get("choices")
+    if choices and isinstance(value, str):
+        value = option.field.metadata.get("type", str)(value)
     if choices and value not in choices:
         raise ValueError
     if any(get_origin(arm) is tuple for arm in arms):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redrafter.app.flags import biases, flag, format_value, integers, option
+from redrafter.app.flags import biases, dtype_word, flag, format_value, integers, option
 from redrafter.engine.options import KV_CACHE_DTYPES, EngineOptions
 from redrafter.errors import ArgumentError
 
@@ -53,7 +53,7 @@ class LoadOptions:
         "pair and device, if there is one; none takes no file. The three flags above win over the file",
         metavar="FILE|auto|none",
     )
-    dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word)
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: cuda if there is a GPU, else cpu)")
     trust_remote_code: bool = option(False, "run the modelling code that comes with the model")
     quantization: str | None = option(

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from redrafter.app.flag_translation import find_meaning, flag_owner, translate
 from redrafter.app.flags import temperatures
+from redrafter.app.foreign_flags import Alias
 from redrafter.app.program import print_message
-from redrafter.app.trtllm_flags import Alias
-from redrafter.app.trtllm_translation import find_meaning, flag_owner, is_known_flag, translate
 from redrafter.errors import did_you_mean
 
 __all__ = ["Parser", "add_json"]
@@ -20,7 +20,7 @@ NUMBER = r"[-+]?(\d[\d,]*\.?\d*|\.\d+)(e[-+]?\d+)?"
 class Parser(argparse.ArgumentParser):
     """A parser that takes options by their full names and reports a mistake as one line on stderr with exit code 2.
 
-    Names may have underscores for dashes. Flags of TensorRT-LLM's programs are translated.
+    Names may have underscores for dashes. Flags of other programs and commands are translated.
 
     Attributes:
         commands: Parsers of the commands by name, where `add_commands` was called; else empty.
@@ -63,8 +63,8 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse_unknown(self, words: Sequence[str]) -> NoReturn:
         flag = words[0].partition("=")[0]
-        if is_known_flag(flag):
-            self.error(f"{flag} is {flag_owner(flag)} and has no meaning in `{self.prog}`: leave it out")
+        if owner := flag_owner(flag):
+            self.error(f"{flag} is {owner}'s and has no meaning in `{self.prog}`: leave it out")
         hint = did_you_mean(flag, self._option_string_actions) if flag.startswith("-") else ""
         self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 

@@ -1,12 +1,12 @@
 """The options of `redrafter convert`: those of TensorRT-LLM's ReDrafter script under the same names, and others.
 
-Options of that script which are not needed here are in `redrafter.app.trtllm_flags`.
+Options of that script which are not needed here are in `redrafter.app.foreign_flags`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from redrafter.app.flags import add_options, flag, option, read_options, yes_or_no
+from redrafter.app.flags import add_options, dtype_word, flag, option, read_options, yes_or_no
 from redrafter.app.parser import Parser
 from redrafter.checkpoints.merged import Defaults
 from redrafter.checkpoints.tree_shape import TreeShape
@@ -56,6 +56,7 @@ class ConvertConfig:
         "number format of the drafter, and with --to trtllm of the base too (default: as stored; with --to trtllm, "
         "that of the base)",
         choices=("float32", "bfloat16", "float16"),
+        type=dtype_word,
     )
     tp_size: int | None = option(
         None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, flag, integers, names, option, read_options
+from redrafter.app.flags import add_options, dtype_word, flag, integers, names, option, read_options
 from redrafter.drafting.drafter_config import (
     CONTEXT_HEAD_DIM,
     CONTEXT_HEADS,
@@ -58,8 +58,8 @@ class TrainConfig:
         path=True,
     )
     trust_remote_code: bool = option(False, "run model code that comes with the base")
-    dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", *DTYPES))
-    save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES)
+    dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", *DTYPES), type=dtype_word)
+    save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES, type=dtype_word)
     num_layers: int = option(2, "residual layers of a new drafter")
     exit_dim: int | None = option(
         None, "width of a new drafter's layers and head (default: twice the base's hidden size)"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from redrafter.app.config_file import ConfigParser
-from redrafter.app.flags import add_options, flag, floats, option, read_options
+from redrafter.app.flags import add_options, dtype_word, flag, floats, option, read_options
 from redrafter.errors import ArgumentError
 
 __all__ = ["RegenerateConfig", "parse", "shard_numbers"]
@@ -27,7 +27,9 @@ class RegenerateConfig:
     adapter: str | None = option(None, "LoRA adapter that the base has: a directory that PEFT wrote", path=True)
     data: tuple[str, ...] = option((), "rows to answer: the files that `redrafter train` reads", required=True)
     device: str | None = option(None, "cpu, cuda, cuda:1, ... (default: the GPU, where there is one)")
-    dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "auto", "dtype of the base; auto: as saved", choices=("auto", "float32", "bfloat16", "float16"), type=dtype_word
+    )
     trust_remote_code: bool = option(False, "run model code that comes with the base")
 
     output: str | None = option(None, "file of JSON lines to write", required=True, metavar="FILE")

@@ -1,14 +1,15 @@
-"""Flags of TensorRT-LLM's programs and of its server llgtrt, and what each means to the commands of `redrafter`.
+"""Flags of other programs, and of other commands of `redrafter`, and what each means to the command that gets it.
 
-The programs are `run.py`, the scripts and clients of ReDrafter and of draft-target decoding, and `trtllm-build`. A flag
-is honoured where an option here has the same meaning, accepted with a note where it is not needed, and refused with a
-line that says what to type instead in every other case. `redrafter.app.trtllm_translation` applies the table.
+The programs are those of TensorRT-LLM (`run.py`, the scripts and clients of ReDrafter and of draft-target decoding,
+`trtllm-build`), its server llgtrt, vLLM, llama.cpp and scripts on transformers' `Trainer`. A flag is honoured where an
+option here has the same meaning, accepted with a note where it is not needed, and refused with a line that says what to
+type instead in every other case. `redrafter.app.flag_translation` applies the table.
 """
 
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-__all__ = ["FLAGS", "LLGTRT_FLAGS", "Alias", "CommandParser", "FlagMeaning", "Noted", "Positional", "Refused"]
+__all__ = ["FLAGS", "Alias", "CommandParser", "FlagMeaning", "Noted", "Positional", "Refused"]
 
 
 class CommandParser(Protocol):
@@ -104,36 +105,47 @@ GENERATING, PRINTING, LOADING, SERVING = "--max-new-tokens", "--color", "--model
 CONVERTING, RUNNING = "--base-model-checkpoint-dir", "--kv-cache-free-gpu-memory-fraction"
 DRAFT_MODEL_FLAG = "--draft-model"
 
-LLGTRT_FLAGS = ("--engine", "--tokenizer", "--lora-root", "--print-complete-config")
-
 _NO_ENGINE = "a Hugging Face model or a merged checkpoint: no engine is built"
 _NO_BEAM_SEARCH = "nothing: beam search cannot be drafted for exactly, and --num-beams is the drafter's"
 _NO_FILES = "--json, which prints texts and counts; generate(output_logits=True) in Python returns logits"
-_DRAFTING_FLAGS = "--drafter, --draft-model or --prompt-lookup: what drafts"
+_DRAFTING = (
+    Refused("--drafter, --draft-model or --prompt-lookup: what drafts", "--prompt-lookup"),
+    Refused("--drafter or --draft-model: what drafts", DRAFT_MODEL_FLAG),
+)
 _TORCHRUN = "torchrun --nproc-per-node N -m redrafter and the command: its processes share the model, without a flag"
 _EMBEDDING_LAYOUT = "each rank holds the whole embedding table"
 
+_MODEL = (Alias("--model"), Alias(CONVERTING), Positional("model"))
+_PROMPT = (
+    Positional("prompts"),
+    Refused("--prompts FILE, one prompt a line", "--prompts"),
+    Refused("a turn on stdin; --system TEXT is the system message", "--system"),
+    Refused('"prompt" in a request', SERVING),
+)
+_NEW_TOKENS = (Alias(GENERATING), Alias("--new-tokens"), Refused('"max_tokens" in a request', SERVING))
+_TEMPERATURE = (Alias("--temperature"), Alias("--temperatures"), Refused('"temperature" in a request', SERVING))
+_SHARED = (Refused(_TORCHRUN, LOADING), Refused(_TORCHRUN, SERVING))
+_REUSE = (
+    Noted("prompts that begin alike share keys and values; --no-kv-cache-reuse forbids it", "--no-kv-cache-reuse"),
+    Noted("on a GPU, prompts that begin alike share keys and values", RUNNING),
+)
+_CHUNKED = (Noted("long prompts are read in pieces; --no-chunked-context forbids it", "--no-chunked-context"),)
+
 # Names have dashes between their words. Of a flag's meanings, a command takes the first that fits its options.
-FLAGS: dict[str, tuple[FlagMeaning, ...]] = {
+_TRTLLM: dict[str, tuple[FlagMeaning, ...]] = {
     # models
-    "--model": (Positional("model"),),
-    "--model-dir": (Alias("--model"), Alias(CONVERTING), Positional("model")),
-    "--hf-model-dir": (Alias("--model"), Alias(CONVERTING), Positional("model")),
+    "--model-dir": _MODEL,
+    "--hf-model-dir": _MODEL,
     "--engine-dir": (
         Refused(f"--model DIR, {_NO_ENGINE}", LOADING),
         Refused(f"MODEL, {_NO_ENGINE}", SERVING),
         Refused("--base-model-checkpoint-dir DIR: an engine holds no weights that can be read", CONVERTING),
     ),
-    "--engine": (Refused(f"MODEL, {_NO_ENGINE}", SERVING), Refused(f"--model DIR, {_NO_ENGINE}", LOADING)),
     "--draft-engine-dir": (Refused("--draft-model DIR, a Hugging Face model", DRAFT_MODEL_FLAG),),
     "--tokenizer-dir": (Refused("leave it out: the tokenizer is the one beside the model", RUNNING),),
-    "--tokenizer": (Refused("leave it out: the tokenizer is the one beside the model", RUNNING),),
-    "--data-type": (Refused("--dtype float16, bfloat16 or float32", "--dtype"),),
-    "--hf-data-type": (Refused("--dtype float16, bfloat16 or float32", "--dtype"),),
-    "--lora-dir": (Refused("leave it out: merge the adapter into the model first (peft's merge_and_unload)", RUNNING),),
-    "--lora-root": (
-        Refused("leave it out: merge the adapter into the model first (peft's merge_and_unload)", SERVING),
-    ),
+    "--data-type": (Alias("--dtype"),),
+    "--hf-data-type": (Alias("--dtype"),),
+    "--lora-dir": (Alias("--adapter"), Refused("--lora-modules NAME=DIR", "--lora-modules")),
     # prompts
     "--input-text": (Positional("prompts"), Refused("--prompts FILE, one prompt a line", "--prompts")),
     "--input-file": (
@@ -145,6 +157,7 @@ FLAGS: dict[str, tuple[FlagMeaning, ...]] = {
         Refused(
             "--file FILE, a text file with one prompt a line; `redrafter compare --dataset FILE` takes JSON", "--file"
         ),
+        Alias("--data"),
     ),
     "--max-input-length": (
         Refused("--max-input-len N, which refuses longer prompts and cuts none", "--max-input-len"),
@@ -165,11 +178,11 @@ FLAGS: dict[str, tuple[FlagMeaning, ...]] = {
     ),
     "--streaming-interval": (Noted("each step's text is printed as it is made", PRINTING, word_count=1),),
     "--output-generation-logits": (Noted("drafts are accepted by logits without it", GENERATING),),
-    "--output-logits-npy": (Refused(_NO_FILES, PRINTING),),
-    "--output-log-probs-npy": (Refused(_NO_FILES, PRINTING),),
-    "--output-cum-log-probs-npy": (Refused(_NO_FILES, PRINTING),),
-    "--output-csv": (Refused(_NO_FILES, PRINTING),),
-    "--output-npy": (Refused(_NO_FILES, PRINTING),),
+    "--output-logits-npy": (Refused(_NO_FILES, "--num-return-sequences"),),
+    "--output-log-probs-npy": (Refused(_NO_FILES, "--num-return-sequences"),),
+    "--output-cum-log-probs-npy": (Refused(_NO_FILES, "--num-return-sequences"),),
+    "--output-csv": (Refused(_NO_FILES, "--num-return-sequences"),),
+    "--output-npy": (Refused(_NO_FILES, "--num-return-sequences"),),
     # drafting
     "--max-draft-len": (
         Refused("--draft-len N of a draft model, or --draft-len-per-beam N of a drafter", DRAFT_MODEL_FLAG),
@@ -181,26 +194,18 @@ FLAGS: dict[str, tuple[FlagMeaning, ...]] = {
     "--use-draft-logits": (Alias("--acceptance", value="rejection"),),
     "--prompt-lookup-config": (Refused("--prompt-lookup --draft-len N --ngram N", "--prompt-lookup"),),
     "--ngram-config": (Refused("--prompt-lookup --draft-len N --ngram N", "--prompt-lookup"),),
-    "--medusa-choices": (Refused(_DRAFTING_FLAGS, DRAFT_MODEL_FLAG),),
-    "--eagle-choices": (Refused(_DRAFTING_FLAGS, DRAFT_MODEL_FLAG),),
-    "--lookahead-config": (Refused(_DRAFTING_FLAGS, DRAFT_MODEL_FLAG),),
-    "--speculative-decoding-mode": (Refused(_DRAFTING_FLAGS, DRAFT_MODEL_FLAG),),
+    "--medusa-choices": _DRAFTING,
+    "--eagle-choices": _DRAFTING,
+    "--lookahead-config": _DRAFTING,
+    "--speculative-decoding-mode": _DRAFTING,
     # running
-    "--kv-cache-enable-block-reuse": (
-        Noted("prompts that begin alike share keys and values; --no-kv-cache-reuse forbids it", "--no-kv-cache-reuse"),
-        Noted("on a GPU, prompts that begin alike share keys and values", RUNNING),
-    ),
-    "--enable-chunked-context": (
-        Noted("long prompts are read in pieces; --no-chunked-context forbids it", "--no-chunked-context"),
-    ),
+    "--kv-cache-enable-block-reuse": _REUSE,
+    "--enable-chunked-context": _CHUNKED,
     "--max-tokens-in-paged-kv-cache": (Refused("--kv-cache-free-gpu-memory-fraction X", RUNNING),),
-    "--tp-size": (Refused(_TORCHRUN, LOADING), Refused(_TORCHRUN, SERVING)),
-    "--tensor-parallel-size": (Refused(_TORCHRUN, LOADING), Refused(_TORCHRUN, SERVING)),
+    "--tp-size": _SHARED,
     "--use-py-session": (Noted("there is one session, in Python", RUNNING),),
     "--run-profiling": (Noted("speed is always printed; `redrafter bench` measures it", GENERATING),),
     "--log-level": (Noted("speed and tokens per step are always printed", GENERATING, word_count=1),),
-    # llgtrt
-    "--print-complete-config": (Alias("--print-config"),),
     # convert_checkpoint.py
     "--use-parallel-embedding": (Noted(_EMBEDDING_LAYOUT, CONVERTING),),
     "--embedding-sharding-dim": (Noted(_EMBEDDING_LAYOUT, CONVERTING, word_count=1),),
@@ -208,4 +213,70 @@ FLAGS: dict[str, tuple[FlagMeaning, ...]] = {
     "--storage-type": (Noted("--dtype says the number format", CONVERTING, word_count=1),),
     "-t": (Noted("--dtype says the number format", CONVERTING, word_count=1),),
     "--dense-context-fmha": (Noted("no kernels are chosen when converting", CONVERTING),),
+}
+
+# By the owner of the flags, as messages name it.
+FLAGS: dict[str, dict[str, tuple[FlagMeaning, ...]]] = {
+    "TensorRT-LLM": _TRTLLM,
+    "llgtrt": {
+        "--engine": (Refused(f"MODEL, {_NO_ENGINE}", SERVING), Refused(f"--model DIR, {_NO_ENGINE}", LOADING)),
+        "--tokenizer": (Refused("leave it out: the tokenizer is the one beside the model", RUNNING),),
+        "--lora-root": (Refused("--lora-modules NAME=DIR for each adapter", "--lora-modules"),),
+        "--print-complete-config": (Alias("--print-config"),),
+    },
+    "vLLM": {
+        "--max-model-len": (Alias("--max-seq-len"),),
+        "--max-num-seqs": (Alias("--max-batch-size"),),
+        "--max-num-batched-tokens": (Alias("--max-num-tokens"),),
+        "--gpu-memory-utilization": (
+            Refused("--kv-cache-free-gpu-memory-fraction X, a share of what the model leaves free", RUNNING),
+        ),
+        "--speculative-config": _DRAFTING,
+        "--speculative-model": _DRAFTING,
+        "--tensor-parallel-size": _SHARED,
+        "--data-parallel-size": (Refused("--ray --num-replicas N", "--num-replicas"),),
+        "--enable-lora": (
+            Noted("--lora-modules NAME=DIR names adapters", "--lora-modules"),
+            Noted("--adapter DIR names one", "--adapter"),
+        ),
+        "--enable-prefix-caching": _REUSE,
+        "--no-enable-prefix-caching": (Alias("--no-kv-cache-reuse"),),
+        "--enable-chunked-prefill": _CHUNKED,
+    },
+    "llama.cpp": {
+        "-m": _MODEL,
+        "-p": _PROMPT,
+        "-n": _NEW_TOKENS,
+        "--n-predict": _NEW_TOKENS,
+        "-c": (Alias("--max-seq-len"),),
+        "--ctx-size": (Alias("--max-seq-len"),),
+        "--temp": _TEMPERATURE,
+    },
+    "Hugging Face": {
+        "--model-name-or-path": _MODEL,
+        "--learning-rate": (Alias("--lr"),),
+        "--num-train-epochs": (Alias("--epochs"),),
+        "--max-steps": (Alias("--steps"),),
+        "--per-device-train-batch-size": (Alias("--batch-size"),),
+        "--gradient-accumulation-steps": (Alias("--accumulate"),),
+        "--output-dir": (
+            Refused("--output FILE", "--shard"),
+            Refused("--output FILE", "--assisted"),
+            Alias("--output"),
+        ),
+    },
+    "another program": {"--prompt": _PROMPT, "--max-tokens": _NEW_TOKENS},
+    "another command": {
+        "--model": (Alias(CONVERTING), Positional("model")),
+        "--drafter": (Alias("--drafter-model-dir"),),
+        "--prompts": (
+            Refused("--file FILE, a text file with one prompt a line, or prompts without a flag", "--file"),
+            Refused("--data FILE, JSON lines", "--data"),
+        ),
+        "--file": (Alias("--prompts"),),
+        "--max-new-tokens": _NEW_TOKENS[1:],
+        "--temperature": _TEMPERATURE[1:],
+        "--output": (Alias("--output-dir"), Alias("--out")),
+        "--out": (Alias("--output"), Alias("--output-dir")),
+    },
 }

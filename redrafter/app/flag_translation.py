@@ -1,10 +1,9 @@
-"""Command lines with flags of TensorRT-LLM's programs, rewritten with the options of `redrafter`."""
+"""Command lines with flags of other programs and commands, rewritten with the options of the command."""
 
 from collections.abc import Callable, Sequence
 
-from redrafter.app.trtllm_flags import (
+from redrafter.app.foreign_flags import (
     FLAGS,
-    LLGTRT_FLAGS,
     Alias,
     CommandParser,
     FlagMeaning,
@@ -13,18 +12,13 @@ from redrafter.app.trtllm_flags import (
     Refused,
 )
 
-__all__ = ["find_meaning", "flag_owner", "is_known_flag", "translate"]
+__all__ = ["find_meaning", "flag_owner", "translate"]
 
 ALL_WORDS = 1 << 20  # for a flag that takes all words up to the next flag
 
 
-def is_known_flag(word: str) -> bool:
-    """Return whether a word of a command line is a flag of TensorRT-LLM's programs, with or without `=value`."""
-    return _table_name(word) in FLAGS
-
-
 def find_meaning(word: str, parser: CommandParser) -> FlagMeaning | None:
-    """Return what a flag of TensorRT-LLM's programs means to a command.
+    """Return what a flag of another program or command means to a command.
 
     Args:
         word: A word of a command line, with or without `=value`.
@@ -35,16 +29,18 @@ def find_meaning(word: str, parser: CommandParser) -> FlagMeaning | None:
     """
     if parser.has_option(word.partition("=")[0]):
         return None
-    return next((meaning for meaning in FLAGS.get(_table_name(word), ()) if meaning.fits(parser)), None)
+    owner = flag_owner(word)
+    meanings = () if owner is None else FLAGS[owner][_table_name(word)]
+    return next((meaning for meaning in meanings if meaning.fits(parser)), None)
 
 
-def flag_owner(word: str) -> str:
-    """Return the name of the program that a flag belongs to, as an error message shows it."""
-    return "llgtrt's" if _table_name(word) in LLGTRT_FLAGS else "TensorRT-LLM's"
+def flag_owner(word: str) -> str | None:
+    """Return whose flag a word of a command line is, with or without `=value`; None if the table does not have it."""
+    return next((owner for owner, flags in FLAGS.items() if _table_name(word) in flags), None)
 
 
 def translate(args: Sequence[str], parser: CommandParser, note: Callable[[str], object]) -> list[str]:
-    """Replace flags of TensorRT-LLM's programs by options of ours; end the program by `parser.error` for a refused one.
+    """Replace flags of other programs by options of the command; end the program by `parser.error` for a refused one.
 
     Args:
         args: Words of the command line.
@@ -65,7 +61,7 @@ def translate(args: Sequence[str], parser: CommandParser, note: Callable[[str], 
             translated.append(word)
             continue
         if isinstance(meaning, Refused):
-            parser.error(f"{name} is {flag_owner(name)}; here: {meaning.instead}")
+            parser.error(f"{name} is {flag_owner(name)}'s; here: {meaning.instead}")
         most = _max_words(meaning, parser)
         values = [value] if equals else _words_before_next_flag(words)[:most]
         if equals and not most:
@@ -75,7 +71,7 @@ def translate(args: Sequence[str], parser: CommandParser, note: Callable[[str], 
         if not equals:
             del words[: len(values)]
         if isinstance(meaning, Noted):
-            note(f"{name} is {flag_owner(name)}; not needed here: {meaning.reason}")
+            note(f"{name} is {flag_owner(name)}'s; not needed here: {meaning.reason}")
         elif isinstance(meaning, Positional):
             translated += values
         elif meaning.value is not None:
