@@ -27,7 +27,8 @@ __all__ = ["tree_attention"]
 TARGET_PROGRAMS = 264  # programs to launch: about two for each multiprocessor of a large GPU
 SHORT_CONTEXT_TOKENS = 2048  # for rows that are no longer, merging many splits costs more than it saves
 LONG_CONTEXT_TOKENS = 8192  # for longer rows, splits are added
-MAX_SPLITS = 256  # that one program merges without registers in memory
+MAX_SPLITS = 256
+MAX_MERGED_NUMBERS = 1 << 15  # splits times a head's width that one program merges without registers in memory
 MAX_SPLIT_TOKENS = 8192  # of a row beside others; one program would take as long as all others together
 MIN_SPLIT_TOKENS = 512  # of a row where splits are made for longer ones
 MAX_PART_NUMBERS = 1 << 26  # float32 numbers that all splits find: 256 MiB
@@ -305,7 +306,8 @@ class _Tiling(NamedTuple):
         keys: Keys per tile.
         splits: Splits of a row, the last of which is the tree.
         stages: Tiles of keys and values under way at once.
-        warps: Warps of a program, never 8: Triton 3.6 has pipelined such loops into a race, in 1 of 3 rows of a prompt.
+        warps: Warps of a program; 8 with one stage only: Triton 3.6 has pipelined such loops into a race, in 1 of 3
+            rows of a prompt.
         least: Tokens that a split has at least.
     """
 
@@ -317,21 +319,24 @@ class _Tiling(NamedTuple):
     least: int = 0
 
 
-def _choose_tiling(groups: int, queries: int, blocks: int, narrow: bool, fp8: bool) -> _Tiling:
+def _choose_tiling(groups: int, queries: int, blocks: int, width: int, half: bool, fp8: bool) -> _Tiling:
     """Choose the tiling by size, as measured on an H200 (docs/benchmarks.md, Attention).
 
     Args:
         groups: Rows times key heads.
         queries: Queries per group: nodes times the query heads that share a key head.
         blocks: Width of the table of blocks, which bounds a row's length.
-        narrow: Whether queries are in half precision and at most 128 wide.
+        width: Width of a head, of queries or values, whichever is more.
+        half: Whether queries are in half precision.
         fp8: Whether the cache is of FP8.
     """
     widest, programs = max(triton.next_power_of_2(queries), 16), TARGET_PROGRAMS
     short, long = blocks * BLOCK_SIZE <= SHORT_CONTEXT_TOKENS, blocks * BLOCK_SIZE > LONG_CONTEXT_TOKENS
     tile, keys, stages, warps = min(widest, 64), 64, 3, 4
-    if not narrow:
-        tile, keys, stages = min(widest, 32), 32, 1
+    if not half and width > 128:
+        tile, keys, stages, warps = 16, 16, 1, 8  # larger tiles or fewer warps keep registers in memory
+    elif not half or width > 128:
+        tile, keys, stages = min(widest, 16 if width > (256 if half else 64) else 32), 32, 1
     elif widest == 128 and (2 * groups > TARGET_PROGRAMS or (fp8 and long)):
         tile, keys = 128, 32  # what is read, and widened, serves more queries
     elif widest >= 64 and short:
@@ -340,7 +345,8 @@ def _choose_tiling(groups: int, queries: int, blocks: int, narrow: bool, fp8: bo
         keys = 32
     elif widest == 16 and fp8 and long:
         warps, programs = 2, 2 * programs
-    splits = min(max(programs // (groups * triton.cdiv(queries, tile)), 1), MAX_SPLITS)
+    most = min(MAX_MERGED_NUMBERS // triton.next_power_of_2(width), MAX_SPLITS)
+    splits = min(max(programs // (groups * triton.cdiv(queries, tile)), 1), most)
     return _Tiling(tile, keys, splits, stages, warps)
 
 
@@ -388,12 +394,12 @@ def tree_attention(
     all_nodes, blocks = (depth.shape[0] - 1) // rows, (table.shape[0] - 1) // rows
     nodes = (ancestors.shape[0] - 1) // (rows * all_nodes)
     heads, group = value.shape[1], query.shape[1] // value.shape[1]
-    narrow, fp8 = query.element_size() == 2 and query.shape[2] <= 128, keys.element_size() == 1
+    width, half, fp8 = max(query.shape[2], value.shape[2]), query.element_size() == 2, keys.element_size() == 1
     out = query.new_empty(*query.shape[:2], value.shape[2])
     tensors = query, key, value, keys[key_layer], values[value_layer], sinks, out
     # Of a ragged tree, most rows have fewer nodes than the largest one, and tiles are made for those.
     mean = max(triton.cdiv(len(query) - chunks * TOKENS_PER_CHUNK, rows), 1)
-    numbers, tiling = out.numel(), _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, narrow, fp8)
+    numbers, tiling = out.numel(), _choose_tiling(rows * heads, min(mean, nodes) * group, blocks, width, half, fp8)
     if rows > 1:
         tiling = _for_long_rows(tiling, blocks, numbers)
     _attend(
@@ -415,7 +421,7 @@ def tree_attention(
     if chunks:  # the padding is one more
         most = chunks * TOKENS_PER_CHUNK + TOKEN_MULTIPLE
         blocks = (chunk_table.shape[0] - 1) // (chunks + 1)
-        tiling = _choose_tiling(heads, most * group, blocks, narrow, fp8)._replace(splits=1)
+        tiling = _choose_tiling(heads, most * group, blocks, width, half, fp8)._replace(splits=1)
         tiling = _for_long_rows(tiling, blocks, numbers)
         _attend(
             *tensors, chunk_lengths, chunk_starts, depth, ancestors, chunk_table, chunks + 1, most, 0, tiling, scale,

@@ -32,12 +32,16 @@ def _top_of_chunk_kernel(SCORES, VALUES, IDS, TOPS, vocab, chunks, WIDE: tl.cons
 @triton.jit
 def _top_of_row_kernel(
     VALUES, IDS, TOPS, TOTAL, NAMES, SCORE, SOURCE, TOKEN, beams, chunks,
-    WIDE: tl.constexpr, BLOCK_BEAMS: tl.constexpr, BLOCK_CANDIDATES: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
-    BLOCK_WIDE: tl.constexpr, NAMED: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_BEAMS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_WIDE: tl.constexpr,
+    NAMED: tl.constexpr,
 ):  # fmt: skip
-    """Find the best pairs of source beam and token of one row, by cumulative log-probability."""
+    """Find the best pairs of source beam and token of one row, by cumulative log-probability.
+
+    The chunks' lists are merged: each turn takes the best of their first entries and moves that list on by one. So a
+    program holds one number of each list, however many the lists have.
+    """
     row = tl.program_id(0).to(tl.int64)
-    beam, chunk, candidate = tl.arange(0, BLOCK_BEAMS), tl.arange(0, BLOCK_CHUNKS), tl.arange(0, BLOCK_CANDIDATES)
+    beam, chunk, heads = tl.arange(0, BLOCK_BEAMS), tl.arange(0, BLOCK_CHUNKS), tl.arange(0, BLOCK_BEAMS * BLOCK_CHUNKS)
     live = beam < beams
     index = (row * beams + beam)[:, None] * chunks + chunk
     in_chunks = live[:, None] & (chunk < chunks)
@@ -47,26 +51,29 @@ def _top_of_row_kernel(
     anchor = tl.where(top == float("-inf"), 0.0, top)
     whole = anchor + tl.log(tl.sum(sums * tl.exp(tops - anchor[:, None]), 1))
     total = tl.load(TOTAL + row * beams + beam, live, 0.0)
-    at = (row * beams + beam)[:, None] * (chunks * WIDE) + candidate
-    inside = live[:, None] & (candidate < chunks * WIDE)
     # In this order no rounding makes a continuation likelier than its beam, which a tree that is cut relies on.
-    x = total[:, None] + (tl.load(VALUES + at, inside, float("-inf")) - whole[:, None])
-    x = tl.where(inside, x, float("-inf"))
-    flat = tl.reshape(x, [BLOCK_BEAMS * BLOCK_CANDIDATES])
-    rank = tl.arange(0, BLOCK_WIDE)
-    score, chosen = tl.zeros([BLOCK_WIDE], tl.float32), tl.zeros([BLOCK_WIDE], tl.int32)
+    x = total[:, None] + (tl.load(VALUES + index * WIDE, in_chunks, float("-inf")) - whole[:, None])
+    x = tl.reshape(tl.where(in_chunks, x, float("-inf")), [BLOCK_BEAMS * BLOCK_CHUNKS])
+    turns = tl.arange(0, BLOCK_WIDE)
+    score, entry = tl.zeros([BLOCK_WIDE], tl.float32), tl.zeros([BLOCK_WIDE], tl.int64)
+    chosen = tl.full([BLOCK_WIDE], -1, tl.int32)
     for turn in range(WIDE):
-        best, where = tl.max(flat, 0, return_indices=True)
-        score, chosen = tl.where(rank == turn, best, score), tl.where(rank == turn, where, chosen)
-        flat = tl.where(tl.arange(0, BLOCK_BEAMS * BLOCK_CANDIDATES) == where, float("-inf"), flat)
-    source, out, selected = chosen // BLOCK_CANDIDATES, row * WIDE + rank, rank < WIDE
-    token = tl.load(IDS + (row * beams + source) * (chunks * WIDE) + chosen % BLOCK_CANDIDATES, selected, 0).to(
-        tl.int64
-    )
+        best, where = tl.max(x, 0, return_indices=True)
+        taken = tl.sum((chosen == where).to(tl.int32), 0)  # entries of this list before
+        source = where // BLOCK_CHUNKS
+        at = ((row * beams + source) * chunks + where % BLOCK_CHUNKS) * WIDE + taken
+        value = tl.load(VALUES + at + 1, taken + 1 < WIDE, float("-inf"))
+        of_source = beam == source
+        value -= tl.sum(tl.where(of_source, whole, 0.0), 0)
+        x = tl.where(heads == where, tl.sum(tl.where(of_source, total, 0.0), 0) + value, x)
+        score, entry = tl.where(turns == turn, best, score), tl.where(turns == turn, at, entry)
+        chosen = tl.where(turns == turn, where, chosen)
+    out, selected = row * WIDE + turns, turns < WIDE
+    token = tl.load(IDS + entry, selected, 0).to(tl.int64)
     if NAMED:
         token = tl.load(NAMES + token, selected, 0)
     tl.store(SCORE + out, score, selected)
-    tl.store(SOURCE + out, source.to(tl.int64), selected)
+    tl.store(SOURCE + out, (chosen // BLOCK_CHUNKS).to(tl.int64), selected)
     tl.store(TOKEN + out, token, selected)
 
 
@@ -84,11 +91,10 @@ def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | N
     score = scores.new_empty(rows, width, dtype=torch.float32)
     source = torch.empty_like(score, dtype=torch.long)
     token = torch.empty_like(source)
-    candidates, padded_beams = triton.next_power_of_2(chunks * width), triton.next_power_of_2(beams)
+    block_beams, block_chunks = triton.next_power_of_2(beams), triton.next_power_of_2(chunks)
     _top_of_row_kernel[(rows,)](
         values, found_ids, tops, total.contiguous(), ids, score, source, token, beams, chunks,
-        WIDE=width, BLOCK_BEAMS=padded_beams, BLOCK_CANDIDATES=candidates, BLOCK_CHUNKS=triton.next_power_of_2(chunks),
-        BLOCK_WIDE=triton.next_power_of_2(width), NAMED=ids is not None,
-        num_warps=4 if candidates * padded_beams <= 2048 else 8,
+        WIDE=width, BLOCK_BEAMS=block_beams, BLOCK_CHUNKS=block_chunks, BLOCK_WIDE=triton.next_power_of_2(width),
+        NAMED=ids is not None, num_warps=min(max(block_beams * block_chunks // 512, 4), 32),
     )  # fmt: skip
     return score, source, token

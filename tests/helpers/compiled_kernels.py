@@ -41,8 +41,10 @@ class Driver:
         return 0
 
 
-def attend(lengths: list[int], nodes: int, heads: int = 2, **how: Any) -> Callable[[], object]:
-    arguments = problem(lengths, nodes, heads=heads, group=4, dk=128, dv=128, dtype=torch.bfloat16, **how)
+def attend(
+    lengths: list[int], nodes: int, heads: int = 2, width: int = 128, dtype: torch.dtype = torch.bfloat16, **how: Any
+) -> Callable[[], object]:
+    arguments = problem(lengths, nodes, heads=heads, group=4, dk=width, dv=width, dtype=dtype, **how)
     window = 33 if how.get("causal") else 0
     return lambda: kernels.tree_attention(*arguments, 0.1, window, 0.0, None)
 
@@ -50,6 +52,11 @@ def attend(lengths: list[int], nodes: int, heads: int = 2, **how: Any) -> Callab
 def attend_in_order(lengths: list[int], nodes: int, **how: Any) -> Callable[[], object]:
     arguments = problem(lengths, nodes, heads=2, group=4, dk=128, dv=128, dtype=torch.bfloat16, **how)
     return lambda: kernels.ordered_attention(*arguments, 0.1, 0, 0.0, None)
+
+
+def search(beams: int, vocab: int) -> Callable[[], object]:
+    scores = torch.zeros(1, beams, vocab)
+    return lambda: kernels.top_continuations(scores, torch.zeros(1, beams), beams, None)
 
 
 def multiply(tokens: int, features: int) -> Callable[[], object]:
@@ -67,8 +74,17 @@ PROGRAMS = {
     "attention of one node over an FP8 cache": attend([40], 1, kv_dtype=E5M2),
     "attention of one node and one head over a long FP8 cache": attend([9000], 1, heads=1, kv_dtype=FP8),
     "attention beside chunks": attend([40], 6, chunks=[(10, 30)], room=4),
+    "attention of float32 heads of 128": attend([40], 26, dtype=torch.float32, chunks=[(10, 30)], room=4),
+    "attention of float32 heads of 256": attend([40], 26, width=256, dtype=torch.float32, chunks=[(10, 30)], room=4),
+    "attention of heads of 256": attend([40], 1, width=256),
+    "attention of heads of 512": attend([40], 26, width=512, chunks=[(10, 30)], room=4),
+    "attention of one node and a head of 512": attend([40], 1, width=512),
     "attention in order": attend_in_order([40], 26),
     "attention in order over an FP8 cache": attend_in_order([40], 26, kv_dtype=FP8),
+    "search with 5 beams": search(5, 128_256),
+    "search with 32 beams": search(32, 128_256),
+    "search with 48 beams": search(48, 128_256),
+    "search with 64 beams": search(64, 262_144),
     "FP8 product of few tokens": multiply(5, 6144),
     "FP8 product of many tokens": multiply(200, 12288),
     "rounding to FP8": lambda: kernels.round_to_float8(torch.ones(3, 14336, dtype=torch.bfloat16)),

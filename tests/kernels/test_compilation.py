@@ -22,8 +22,17 @@ NAMES = [
     "attention of one node over an FP8 cache",
     "attention of one node and one head over a long FP8 cache",
     "attention beside chunks",
+    "attention of float32 heads of 128",
+    "attention of float32 heads of 256",
+    "attention of heads of 256",
+    "attention of heads of 512",
+    "attention of one node and a head of 512",
     "attention in order",
     "attention in order over an FP8 cache",
+    "search with 5 beams",
+    "search with 32 beams",
+    "search with 48 beams",
+    "search with 64 beams",
     "FP8 product of few tokens",
     "FP8 product of many tokens",
     "rounding to FP8",
@@ -36,9 +45,8 @@ def compiled():
     """Return what each program launches, or the message with which it does not compile."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "CUDA_VISIBLE_DEVICES": ""}
-    out = subprocess.run(
-        [sys.executable, "-m", "helpers.compiled_kernels"], env=env, capture_output=True, text=True, timeout=600
-    )
+    words = [sys.executable, "-m", "helpers.compiled_kernels"]
+    out = subprocess.run(words, env=env, capture_output=True, text=True, timeout=1800)
     assert out.returncode == 0, out.stderr[-2000:]
     return json.loads(out.stdout)
 

@@ -42,6 +42,19 @@ def test_heads_and_widths_of_any_shape(shape):
     check(problem([37, 5], 9, **shape))
 
 
+@pytest.mark.parametrize("width", [128, 256, 512])
+def test_wide_heads_are_attended_to_in_smaller_tiles(width):
+    """Compare often on a GPU, where a race among the warps would show."""
+    half = torch.bfloat16 if CUDA else torch.float16
+    dtype = half if width == 512 else torch.float32
+    lengths, nodes = ([130, 67], 26) if CUDA else ([20], 6)
+    arguments = problem(lengths, nodes, heads=1, group=3, dk=width, dv=width, dtype=dtype)
+    first = kernel(*arguments, width**-0.5, 0, 0.0, None)
+    check(arguments, scale=width**-0.5, tolerance=2e-2 if dtype == half else 2e-5)
+    for _ in range(50 if CUDA else 0):
+        assert torch.equal(kernel(*arguments, width**-0.5, 0, 0.0, None), first)
+
+
 @pytest.mark.parametrize("group", [3, 5])
 def test_the_queries_of_a_node_may_stand_in_two_tiles(group):
     check(problem([37, 5], 26, heads=1, group=group))
@@ -252,7 +265,8 @@ def test_committing_equals_one_gather_and_scatter():
 
 def test_top_continuations_equal_the_reference():
     generator = torch.Generator().manual_seed(0)
-    for rows, beams, vocab, wide in ((2, 1, 50, 3), (1, 5, 2500, 5), (3, 4, 1024, 10)):
+    shapes = (2, 1, 50, 3), (1, 5, 2500, 5), (3, 4, 1024, 10), (1, 32, 1100, 32)
+    for rows, beams, vocab, wide in shapes:
         scores = torch.randn(rows, beams, vocab, generator=generator).to(DEVICE)
         total = torch.randn(rows, beams, generator=generator).to(DEVICE)
         ids = None if rows == 1 else torch.randperm(9000, generator=generator)[:vocab]
