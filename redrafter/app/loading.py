@@ -10,7 +10,15 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.app.engines import PLAIN, apply_draft_target_config, choose_method, drafting_model_name, load_engine
+from redrafter.app.engines import (
+    DRAFTER,
+    PLAIN,
+    apply_draft_target_config,
+    can_draft,
+    choose_method,
+    drafting_model_name,
+    load_engine,
+)
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import find_template
 from redrafter.checkpoints.adapters import read_adapter, split_name
@@ -20,13 +28,18 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.stopping import end_tokens
 from redrafter.engine.streaming import StepStreamer
 from redrafter.errors import ArgumentError, CheckpointError, first_line
-from redrafter.files.checkpoint_kind import check_path
+from redrafter.files.checkpoint_kind import SHAPE_FILE, check_path
 from redrafter.measure.run import Run, timed_run
 from redrafter.measure.stopwatch import Stopwatch
 from redrafter.measure.workload import padded
 from redrafter.parallel.launched import launched_processes
 
 NO_DRAFT_OPTIONS = DraftOptions()
+# What else may write or draft, in commands that have these options.
+_OTHER_METHODS = (
+    ", draft with a smaller model (--draft-model D) or with the text itself (--prompt-lookup), or write plainly "
+    "(--no-speculate)"
+)
 PENALTY_OPTIONS = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
 
 __all__ = ["NO_DRAFT_OPTIONS", "ChatEncoder", "Pair", "boxed_model", "check_options", "limit_threads"]
@@ -96,19 +109,25 @@ class Pair:
     engine: Engine
 
     @classmethod
-    def load(cls, options: LoadOptions, draft: DraftOptions = NO_DRAFT_OPTIONS, speculate: bool = True) -> "Pair":
+    def load(cls, options: LoadOptions, draft: DraftOptions | None = None, speculate: bool = True) -> "Pair":
         """Load the target, its tokenizer and what drafts for it.
 
         Args:
             options: The target and its drafter, and how to load them.
-            draft: The draft model or prompt lookup, in place of a drafter.
+            draft: The draft model or prompt lookup, in place of a drafter; None for a command that needs a drafter.
             speculate: False loads only the target, for plain decoding.
+
+        Raises:
+            CheckpointError: The target comes without a drafter, and nothing else is to draft.
         """
-        name, options, draft = check_options(options, draft)
+        others = "" if draft is None else _OTHER_METHODS
+        name, options, draft = check_options(options, draft or NO_DRAFT_OPTIONS)
         method = choose_method(options, draft)  # also checks the options, which plain decoding needs too
         method = method if speculate else PLAIN
         tokenizer = load_tokenizer(name, trust_remote_code=options.trust_remote_code)
         find_template(tokenizer, name)
+        if method == DRAFTER and not can_draft(options, draft):
+            raise CheckpointError(f"{name} has no {SHAPE_FILE}, so it holds no drafter: give one (--drafter D){others}")
         engine = load_engine(method, name, options, draft)
         return cls(name, method, drafting_model_name(method, name, options, draft), tokenizer, engine)
 

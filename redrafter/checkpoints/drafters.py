@@ -61,8 +61,8 @@ def load_drafter(
         file = find_defaults_file(str(model), revision)
         if file is None:
             raise CheckpointError(
-                f"{model} has no {SHAPE_FILE}, so it holds no drafter: give one (--drafter D), draft with a smaller "
-                "model (--draft-model D) or with the text itself (--prompt-lookup), or write plainly (--no-speculate)"
+                f"{model} has no {SHAPE_FILE}, so it holds no drafter: give one as the second argument, or draft with "
+                "DraftTarget or PromptLookup"
             )
         defaults = Defaults.read(file)
         drafter = open_drafter_model(model, subfolder=DRAFTER_FOLDER, revision=revision)

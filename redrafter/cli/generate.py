@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -171,6 +172,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     try:
         if args.prompts:
             prompts = list(args.prompts)
+            _refuse_model(prompts, named=hasattr(args, "model"))
         elif args.file is not None:
             lines = Path(args.file).read_text(encoding="utf-8-sig").splitlines()
             prompts = [line for line in lines if line.strip()]
@@ -188,6 +190,17 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     if not prompts or "" in prompts:
         raise ArgumentError("the prompt is empty")
     return prompts
+
+
+def _refuse_model(prompts: list[str], named: bool) -> None:
+    """Raise `ArgumentError` for a prompt that is a model's directory, where no other model is named."""
+    model = next((prompt for prompt in prompts if Path(prompt, "config.json").is_file()), None)
+    if model is not None and not named:
+        meant = shlex.join(["redrafter", "generate", "--model", model, *(word for word in prompts if word != model)])
+        raise ArgumentError(
+            f"{model} is the directory of a model, and would be a text that the pair in the box continues: type "
+            f"{meant}; to continue that text, pipe it in"
+        )
 
 
 def _read_stdin() -> str:

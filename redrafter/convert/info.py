@@ -1,5 +1,6 @@
 """`redrafter info`: describe a checkpoint, and say what it can be converted to."""
 
+import copy
 import json
 import math
 import platform
@@ -12,9 +13,15 @@ from typing import Any
 import huggingface_hub
 import torch
 import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from redrafter.app.parser import Parser, add_json
 from redrafter.app.program import run_command
+from redrafter.cache.states import StateShape
 from redrafter.checkpoints.merged import boxed_pair
 from redrafter.convert.output_formats import possible_formats
 from redrafter.convert.request import ConversionRequest, ConversionSource
@@ -23,9 +30,11 @@ from redrafter.convert.source_drafter import SourceDrafter, is_pair, open_drafte
 from redrafter.convert.tensors import LazyTensor
 from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.eagle_config import EagleConfig
-from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
+from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name
+from redrafter.target.mixers import layer_tensors
+from redrafter.target.supported import check_states_found, check_supported, stored_shapes
 from redrafter.version import __version__
 
 __all__ = ["describe", "main"]
@@ -117,7 +126,41 @@ def _describe_model(base: SourceBase) -> dict[str, Any]:
     if base.trtllm_config is None:
         quantised = base.quantization_method is not None
         facts["batch_invariant"] = "no: it is quantised" if quantised else "tried when --batch-invariant loads it"
+        facts["target"] = _describe_target(base.config)
     return facts
+
+
+def _describe_target(config: Any) -> str:
+    """Say whether a model can be a target, and why not, by its config: one without weights reads a few tokens."""
+    loaders = {
+        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    loader: Any = next((loader for loader, types in loaders.items() if config.model_type in types), None)
+    if loader is None and not hasattr(config, "auto_map"):
+        kind = "; it is an encoder-decoder" if config.is_encoder_decoder else ""
+        return f"no: transformers has no causal LM of the type {config.model_type}{kind}"
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model: Any = loader.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
+            name, text = type(model).__name__, model.config.get_text_config(decoder=True)
+            check_supported(model, name)
+            output = model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=True)
+        cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+        # Of recurrent states only that they are there is looked at: whether they can be rolled back, loading finds out.
+        states = [
+            StateShape(layer, state, tuple(x.shape[1:]), x.dtype, x.device)
+            for layer, kept in enumerate(getattr(cache, "layers", ()))
+            for state, x in layer_tensors(kept).items()
+        ]
+        if not states:
+            check_states_found(model, text, name)
+        stored_shapes(output, text, name, states)
+    except ReDrafterError as error:
+        return f"no: {error}"
+    except Exception:  # code that needs numbers, or is not transformers' own
+        return "not known before it is loaded, and tested"
+    return "yes, by its config; it is tested when it is loaded"
 
 
 def _describe_drafter(drafter: SourceDrafter) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import redrafter
@@ -25,6 +26,7 @@ from redrafter.cli.chat import History
 from redrafter.cli.printer import GREEN, RESET, Printer, use_color
 from redrafter.convert.convert_checkpoint import merge
 from redrafter.engine.detokenizer import Detokenizer
+from zoo.configs import tiny_config
 
 
 def typed(monkeypatch, text: str) -> None:
@@ -542,6 +544,25 @@ def test_the_config_is_for_a_draft_model(folder, capsys, args):
     assert "is for --draft-model" in err
 
 
+@pytest.mark.parametrize(
+    ("command", "others"), [("generate", True), ("chat", True), ("tune", False), ("bench", False), ("evaluate", False)]
+)
+def test_a_base_alone_is_told_what_the_command_has(folder, capsys, command, others):
+    base = str(folder / "base")
+    err = fails(capsys, command, "--model", base, *(["ja"] if command == "generate" else []))
+    assert f"{base} has no redrafter.json, so it holds no drafter: give one (--drafter D)" in err
+    for flag in ("--draft-model", "--prompt-lookup", "--no-speculate"):
+        assert (flag in err) == others
+
+
+def test_a_prompt_that_is_a_models_directory_is_asked_about(folder, capsys, monkeypatch):
+    base = str(folder / "base")
+    err = fails(capsys, "generate", base, "once upon", "--max-new-tokens", "3")
+    assert f"{base} is the directory of a model" in err
+    assert f"type redrafter generate --model {base} 'once upon'; to continue that text, pipe it in" in err
+    assert main(["generate", "--max-new-tokens", "3", "--model", str(folder / "merged"), base]) == 0
+
+
 def info(capsys, *args: str) -> dict:
     assert main(["info", "--json", *args]) == 0
     out, err = capsys.readouterr()
@@ -563,6 +584,7 @@ def test_info_tells_each_kind_of_checkpoint(folder, capsys):
         "vocabulary": 259,
         "context": CONTEXT,
         "batch_invariant": "tried when --batch-invariant loads it",
+        "target": "yes, by its config; it is tested when it is loaded",
     }
     assert drafter["kind"] == "drafter"
     head = RecurrentDrafter.from_pretrained(folder / "drafter")
@@ -582,6 +604,26 @@ def test_info_says_why_a_drafter_does_not_fit(folder, capsys, tmp_path):
     assert "elsewhere" in document["why_not"]
     assert main(["info", str(folder / "base"), "--drafter", str(folder / "drafter")]) == 0
     assert re.search(r"^fits +yes$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "answer"),
+    [
+        ("rwkv", "no: RwkvForCausalLM has recurrent layers, and does not keep their state in transformers' cache"),
+        ("bert", "no: BertLMHeadModel is no decoder: its tokens see those behind them"),
+        ("t5", "no: transformers has no causal LM of the type t5; it is an encoder-decoder"),
+        ("mamba", "yes, by its config"),
+        ("mixtral", "yes, by its config"),
+        ("longcat_flash", "not known before it is loaded"),
+    ],
+)
+def test_info_says_whether_a_model_can_be_a_target_and_why_not(capsys, tmp_path, model_type, answer):
+    config = tiny_config(model_type)
+    if model_type == "bert":
+        config.is_decoder = False
+    config.save_pretrained(tmp_path)
+    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert info(capsys, str(tmp_path))["model"]["target"].startswith(answer)
 
 
 def test_info_alone_tells_versions(capsys):
