@@ -14,8 +14,8 @@ A row is one JSON object, with one of:
 
 The last three are read only where a row has none of the other keys, and are plain text: no chat template is applied.
 `messages` and `conversations` may each hold either kind of turn. `split` is "train" (the default), "val" or "test".
-`source` or `category` names a kind of text, for reports by kind. `tokenizer` is the `fingerprint` of the tokenizer that
-made the ids. Other keys are ignored, and a key that is null counts as missing.
+`category`, or `source` where there is none, names a kind of text, for reports by kind. `tokenizer` is the `fingerprint`
+of the tokenizer that made the ids. Other keys are ignored, and a key that is null counts as missing.
 """
 
 import gzip
@@ -186,10 +186,11 @@ def _parse_row(value: Any, where: str) -> Row:
         known = ", ".join((*KIND_KEYS, "prompt", "instruction"))
         raise CheckpointError(f"{where}: a row has one of {known}; found {str(value)[:80]}")
     kind, content = kinds[0], entry.get(kinds[0])
-    split, source = entry.get("split"), entry.get("source", entry.get("category"))
+    split, names = entry.get("split"), (entry.get("category"), entry.get("source"))
     if split is not None and split not in SPLITS:
         raise CheckpointError(f'{where}: "split" is one of {", ".join(SPLITS)}; found {split!r}')
-    common: dict[str, Any] = {"split": split, "source": source if isinstance(source, str) else None, "tokenizer": None}
+    source = next((name for name in names if isinstance(name, str)), None)
+    common: dict[str, Any] = {"split": split, "source": source, "tokenizer": None}
     if entry.get("tokenizer") is not None:
         common["tokenizer"] = _string(entry["tokenizer"], where, '"tokenizer"')
     if kind == "prompt":

@@ -139,6 +139,8 @@ def test_what_a_row_says_beside_its_text(tmp_path):
         ("a.jsonl:1", "val", "x"),
         ("a.jsonl:2", None, "y"),
     ]
+    both = {"text": "a", "source": "mt_bench", "category": "math"}
+    assert [row.source for row in read(tmp_path, both, both | {"category": 3})] == ["math", "mt_bench"]
     (row,) = read(tmp_path, {"turns": ["one", "two"], "category": "writing", "question_id": 81})
     assert row.messages == [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
     assert [turn["role"] for turn in read(tmp_path, SHARED)[0].messages] == [

@@ -1,8 +1,9 @@
 """Split what a model writes into text, thoughts and tool calls, while it writes.
 
 A call is a JSON object with `name`, the name of a known tool, and `arguments` (or `parameters`): at the beginning of
-the text, alone or in a list, or anywhere between `<tool_call>` and `</tool_call>`. That is what models of the Llama,
-Qwen and Hermes families are trained to write. Thoughts stand at the beginning, between `<think>` and `</think>`.
+the text, alone or in a list, or anywhere between `<tool_call>` and `</tool_call>`. That is what Llama 3.1, Qwen2.5,
+Qwen3 and Hermes 2 and 3 are trained to write; calls of any other form are text. Thoughts stand at the beginning,
+between `<think>` and `</think>`.
 
 The result does not depend on the pieces in which the text comes.
 """
