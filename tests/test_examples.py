@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,17 @@ def test_examples_import_public_names_alone():
             elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "redrafter":
                 assert node.module == "redrafter", script
                 assert {alias.name for alias in node.names} <= {*redrafter.__all__}, script
+
+
+@pytest.mark.parametrize(
+    "script", [*EXAMPLES.glob("server/*.py"), *EXAMPLES.glob("lora/*.py")], ids=lambda path: path.name
+)
+def test_an_example_that_needs_arguments_says_so(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert end.value.code == 2
+    assert "error: the following arguments are required" in capsys.readouterr().err
 
 
 def test_no_example_is_left_out():

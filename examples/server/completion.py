@@ -3,11 +3,13 @@
 python examples/server/completion.py http://127.0.0.1:8000
 """
 
-import sys
+import argparse
 
 from openai import OpenAI
 
-client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("url", help="address of the server")
+client = OpenAI(base_url=f"{parser.parse_args().url}/v1", api_key="none")
 [model] = client.models.list().data
 completion = client.completions.create(model=model.id, prompt="It was a dark night, and", max_tokens=40, seed=1)
 speculation = completion.model_extra["metrics"]["speculative_decoding"]

@@ -3,12 +3,14 @@
 python examples/server/json_schema.py http://127.0.0.1:8000
 """
 
+import argparse
 import json
-import sys
 
 from openai import OpenAI
 
-client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("url", help="address of the server")
+client = OpenAI(base_url=f"{parser.parse_args().url}/v1", api_key="none")
 [model] = client.models.list().data
 schema = {
     "type": "object",

@@ -3,11 +3,13 @@
 python examples/server/streaming.py http://127.0.0.1:8000
 """
 
-import sys
+import argparse
 
 from openai import OpenAI
 
-client = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none")
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("url", help="address of the server")
+client = OpenAI(base_url=f"{parser.parse_args().url}/v1", api_key="none")
 [model] = client.models.list().data
 messages = [{"role": "user", "content": "How do I list the files of a folder?"}]
 stream = client.chat.completions.create(
