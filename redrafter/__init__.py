@@ -14,6 +14,7 @@ Start reading at `redrafter/step.py`, which is one step of decoding from top to 
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from redrafter.errors import (
@@ -92,6 +93,13 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
+
+
+# `AutoConfig` knows our configs once their modules are imported, which the first use of a public name does. Where
+# transformers is there already, that costs nothing; and it must not be imported for them.
+if "transformers.models.auto.configuration_auto" in sys.modules:
+    for _name in ("drafter_config", "eagle_config"):
+        importlib.import_module(f"{__name__}.drafting.{_name}")
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
+from transformers import AutoModel
 
 from redrafter.drafting.context_attention import ContextAttention, ContextWindow
 from redrafter.drafting.drafter_config import DrafterConfig
@@ -240,3 +241,6 @@ class RecurrentDrafter(DrafterModel):
             return self.rnn_w(embedding) if state is None else self.rnn_w(embedding) + self.rnn_u(state)
         carried = self.rnn_u.bias if state is None else self.rnn_u(state)
         return silu(self.rnn_w(embedding) + carried)
+
+
+AutoModel.register(DrafterConfig, RecurrentDrafter, exist_ok=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from redrafter.errors import ArgumentError
 from redrafter.files.checkpoint_kind import MODEL_TYPE
@@ -136,6 +136,9 @@ class DrafterConfig(PretrainedConfig):
         value = getattr(self, name)
         if type(value) is not int or not minimum <= value <= maximum:
             raise ArgumentError(f"DrafterConfig.{name} must be an integer from {minimum} to {maximum}, got {value!r}")
+
+
+AutoConfig.register(MODEL_TYPE, DrafterConfig, exist_ok=True)
 
 
 def check_context_heads(config: Any, name: Callable[[str], str]) -> None:

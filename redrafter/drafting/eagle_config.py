@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
 from redrafter.errors import ArgumentError, MismatchError
@@ -192,3 +192,6 @@ class EagleConfig(PretrainedConfig):
                 f"EagleConfig.draft_vocab_size must be from 1 to vocab_size={self.vocab_size}, "
                 f"got {self.draft_vocab_size!r}"
             )
+
+
+AutoConfig.register(EAGLE_MODEL_TYPE, EagleConfig, exist_ok=True)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import AutoModel, LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -301,3 +301,6 @@ def _rope(
         )
         frequency, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
         return frequency.to(device), scale
+
+
+AutoModel.register(EagleConfig, EagleDrafter, exist_ok=True)

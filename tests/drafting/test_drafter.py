@@ -2,13 +2,17 @@
 
 import inspect
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
+from transformers import AutoConfig, AutoModel
 
 from helpers.drafters import FORMS, random_drafter
+from helpers.eagle import random_head
 from helpers.models import HIDDEN, VOCAB, tiny_drafter
 from redrafter import ArgumentError, CheckpointError, DrafterConfig, RecurrentDrafter
 
@@ -256,3 +260,24 @@ def test_the_same_step_serves_any_leading_shape(form):
     shaped, _ = drafter.step(first.view(2, 3, -1), state, drafter.begin(hidden.view(2, 3, -1)[:, :1]))
     torch.testing.assert_close(shaped.view(6, -1), flat)
     assert DrafterConfig(vocab_size=5, hidden_size=3).exit_dim == 6
+
+
+@pytest.mark.parametrize("make", [tiny_drafter, random_head])
+def test_auto_classes_of_transformers_know_a_drafter(make, tmp_path):
+    drafter = make()
+    drafter.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(drafter.config)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is type(drafter)
+    assert all(torch.equal(weight, drafter.get_parameter(name)) for name, weight in loaded.named_parameters())
+
+
+def test_importing_the_package_alone_lets_a_drafters_config_be_known(tmp_path):
+    tiny_drafter().save_pretrained(tmp_path)
+    code = (
+        "import sys, redrafter; assert not {'torch', 'transformers'} & {*sys.modules}; del sys.modules['redrafter']; "
+        "from transformers import AutoConfig; import redrafter; "
+        f"print(AutoConfig.from_pretrained({str(tmp_path)!r}).model_type)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "redrafter\n", done.stderr
