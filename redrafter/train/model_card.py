@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
@@ -67,12 +68,9 @@ def make_model_card(
         f"; revision {revision[:12]}" if revision else ""
     )
     speed = result.tokens / max(result.seconds, 1e-9)
+    header = ModelCardData(library_name="redrafter", base_model=base, tags=["redrafter", "speculative-decoding"])
     return f"""---
-library_name: redrafter
-base_model: {base}
-tags:
-- redrafter
-- speculative-decoding
+{header.to_yaml()}
 ---
 
 # Recurrent drafter for {base}

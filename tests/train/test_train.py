@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from huggingface_hub import ModelCard
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
@@ -286,7 +287,11 @@ def test_the_command_makes_a_directory_that_loads(tmp_path, capsys):
     assert "12 windows" in said
     assert "walked" in said
     card = (out / "README.md").read_text()
-    assert "library_name: redrafter\nbase_model: base\n" in card
+    assert ModelCard(card).data.to_dict() == {
+        "library_name": "redrafter",
+        "base_model": "base",
+        "tags": ["redrafter", "speculative-decoding"],
+    }
     assert "data.jsonl" in card
     assert str(tmp_path) not in card
     assert "--draft-vocab-size 40" in card
