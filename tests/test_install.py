@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,16 @@ def test_no_page_and_no_message_says_to_install_a_name_that_nobody_holds():
     named = re.compile(r"pip install.*(redrafter\[|install ['\"]?redrafter\b)")
     for file in (*pages, *(ROOT / "redrafter").rglob("*.py")):
         assert not named.search(file.read_text(encoding="utf-8", errors="ignore")), file
+
+
+def test_a_source_distribution_holds_the_tests_and_what_they_read(tmp_path):
+    left_out = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
+    checkout = shutil.copytree(ROOT, tmp_path / "checkout", ignore=left_out)
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    folders = ("convert", "docs", "examples", "redrafter", "tests", "train")
+    files = {path.relative_to(checkout) for name in folders for path in (checkout / name).rglob("*") if path.is_file()}
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        held = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
+    assert not files - held
