@@ -13,7 +13,14 @@ import httpx
 from websockets.sync.client import connect
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
-WORDS = ("--headless=new", "--no-sandbox", "--remote-debugging-port=0")
+QUIET = ("background-networking", "component-update", "gpu", "quic", "sync")
+WORDS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--remote-debugging-port=0",
+    "--no-first-run",
+    *map("--disable-{}".format, QUIET),
+)
 
 
 class Page:
