@@ -6,6 +6,7 @@ import random
 import re
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from importlib.resources import files
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from helpers.chats import tiny_tokenizer
 
 pytest.importorskip("fastapi")
 
+from helpers.bare_server import BareServer
 from helpers.engine_in_thread import server_of
 from helpers.serving_in_process import listening
 from redrafter.app.loading import Pair
@@ -179,23 +181,59 @@ def test_the_page_may_load_nothing_else(path, url):
     assert "unsafe" not in policy
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy
+    assert "require-trusted-types-for 'script'; trusted-types 'none'" in policy
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\son\w+=|style=\"", answer.text)
     elsewhere = r"src=|href=\"(?!data:)|@import|url\(|https?://(?!www\.w3\.org/2000/svg)"
     assert not re.search(elsewhere, answer.text)
     assert path not in httpx.get(f"{url}/openapi.json").json()["paths"]
 
 
-class Stub:
-    """A service that says what it is told to, and then nothing more until its client leaves."""
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_drafts_differ_by_more_than_a_colour_and_all_text_can_be_read(scheme):
+    html = files("redrafter.serve.routes").joinpath("page.html").read_text(encoding="utf-8")
+    colours = dict(re.findall(r"--([\w-]+): (#\w+)", re.findall(r":root \{(.*?)\}", html, re.DOTALL)[scheme]))
+    assert re.search(r"\.draft \{[^}]*text-decoration: underline [^}]*var\(--accent\)", html)
+    grounds = ("paper", "raised", "said", "draft")
+    assert all(contrast(colours["ink"], colours[ground]) >= 4.5 for ground in grounds)
+    assert all(contrast(colours["accent"], colours[ground]) >= 4.5 for ground in grounds)  # links, and what underlines
+    assert all(contrast(colours["soft"], colours[ground]) >= 4.5 for ground in grounds[:3])
+    assert all(contrast(colours["field"], colours[ground]) >= 3 for ground in grounds[:2])
+    assert contrast(colours["on-accent"], colours["accent"]) >= 4.5
+    assert contrast(colours["wrong"], colours["paper"]) >= 4.5
 
-    model, created, context = "<b>stub</b>", 0, 100
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours as WCAG defines it, from 1 to 21."""
+    dark, light = sorted(map(luminance, (one, other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    digits = colour.removeprefix("#") if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+class Stub:
+    """A service that says what it is told to, and then nothing more for `hold` seconds, or until its client leaves.
+
+    names: Names of the models that it lists. bodies: The requests that it got. pause: Seconds before each run.
+    """
+
+    model, created, context, pause, hold = "<b>stub</b>", 0, 100, 0.0, 60.0
 
     def __init__(self, *runs: tuple[str, bool], error: Exception | None = None, thoughts: Sequence[str] = ()):
         self.runs, self.error, self.left, self.thoughts = runs, error, threading.Event(), thoughts
+        self.names, self.bodies = [self.model], []
 
-    def model_entry(self) -> dict[str, Any]:
-        return {"id": self.model, "object": "model", "created": 0, "owned_by": "redrafter", "max_model_len": 100}
+    @property
+    def model_entries(self) -> list[dict[str, Any]]:
+        entry = {"object": "model", "created": 0, "owned_by": "redrafter", "max_model_len": 100, "parent": None}
+        return [entry | {"id": name} for name in self.names]
 
     async def chat(self, body: Any, facts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        self.bodies.append(body)
         if self.error is not None:
             raise self.error
         return self._parts()
@@ -205,11 +243,16 @@ class Stub:
             for thought in self.thoughts:
                 yield {"choices": [{"index": 0, "delta": {"reasoning_content": thought}, "finish_reason": None}]}
             for text, accepted in self.runs:
+                await asyncio.sleep(self.pause)
                 drafts = [{"text": text, "accepted": accepted}]
                 yield {"choices": [{"index": 0, "delta": {"content": text}, "drafts": drafts, "finish_reason": None}]}
-            await asyncio.sleep(60)
+            await asyncio.sleep(self.hold)
         finally:
             self.left.set()
+        yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+        rates = {"mean_acceptance_length": 1.5, "num_spec_steps": 2, "num_accepted_draft_tokens": 1}
+        metrics = {"speculative_decoding": rates | {"draft_acceptance_rate": 0.5}}
+        yield {"choices": [], "model": self.model, "usage": {"completion_tokens": 3}, "metrics": metrics}
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +268,11 @@ def page(tmp_path_factory) -> Iterator["Page"]:
     made.close()
 
 
-def opened(page: "Page", url: str, **settings: float) -> None:
+def opened(page: "Page", url: str, ready: bool = True, **settings: float) -> None:
     page.open(url)
     page.errors.clear()
+    if ready:
+        page.wait("!document.getElementById('send').disabled")
     for name, value in settings.items():
         page.run(f"document.getElementById('{name}').value = {value}")
 
@@ -240,6 +285,17 @@ def sent(page: "Page", text: str) -> None:
 
 def ended(page: "Page") -> None:
     page.wait("document.getElementById('log').ariaBusy == 'false'")
+
+
+def answered(page: "Page", text: str) -> None:
+    """Send a text, and wait until the answer to it has ended."""
+    sent(page, text)
+    page.wait(f"[...document.querySelectorAll('.asked')].at(-1)?.textContent == {json.dumps(text)}")
+    ended(page)
+
+
+def click(page: "Page", selector: str) -> None:
+    page.run(f"document.querySelector({json.dumps(selector)}).click()")
 
 
 def last(page: "Page", name: str) -> str:
@@ -285,7 +341,7 @@ def test_shift_and_enter_make_a_new_line(page, url):
 
 
 def test_a_model_without_a_chat_template_goes_on_with_the_text(page, url, server, monkeypatch):
-    monkeypatch.setattr(server.pair.tokenizer, "chat_template", None)
+    monkeypatch.setattr(server.tokenizer, "chat_template", None)
     opened(page, url, **SETTINGS)
     for text in ("The old man looked at the sea", "She said"):
         sent(page, text)
@@ -294,6 +350,169 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(page, url, server
         whole = httpx.post(f"{url}/v1/completions", json=SETTINGS | {"prompt": text}, timeout=60).json()
         assert last(page, "answer") == whole["choices"][0]["text"]
     assert page.run("document.getElementById('message').ariaLabel") == "Text to continue"
+    assert page.run("document.getElementById('system').disabled")  # there is nowhere to say it
+
+
+# Answers with what both pages ask for first.
+LOADED = """
+async def app(scope, receive, send):
+    body = b'{"data": [{"id": "stub"}], "info": {"title": "stub", "version": "1"}, "paths": {}}'
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "loading", "loaded"),
+    [
+        ("/", "document.getElementById('empty').textContent.includes('is being loaded')", "document.title == 'stub'"),
+        (
+            "/docs",
+            "document.getElementById('wrong').textContent.includes('still being loaded')",
+            "document.getElementById('title').textContent == 'stub 1'",
+        ),
+    ],
+    ids=["chat", "docs"],
+)
+def test_a_page_that_is_opened_while_the_model_loads_goes_on_by_itself(page, path, loading, loaded):
+    program = BareServer(LOADED)
+    try:
+        opened(page, f"{program.url}{path}", ready=False)
+        page.run("window.opened = 1")
+        page.wait(loading)
+        if path == "/":
+            sent(page, "too early")
+            assert page.run("document.getElementById('message').value") == "too early"
+        program.cue()
+        page.wait(loaded)
+        assert page.run("window.opened") == 1
+        assert path != "/" or not page.run("document.getElementById('send').disabled")
+    finally:
+        program.close()
+
+
+def test_an_answer_is_written_again_and_a_question_edited(page):
+    service = Stub(("one", True))
+    service.hold = 0
+    with listening(create_app(service)) as url:
+        opened(page, url)
+        for text in ("a", "b"):
+            answered(page, text)
+        service.runs = (("two", False),)
+        page.run("[...document.querySelectorAll('[data-do=again]')].at(-1).click()")
+        page.wait("[...document.querySelectorAll('.answer')].at(-1).textContent == 'two'")
+        ended(page)
+        click(page, "[data-do=edit]")
+        assert page.run("document.activeElement.value") == "a"
+        page.press_enter(modifiers=8)
+        page.send("Input.dispatchKeyEvent", type="keyDown", key="Escape", code="Escape", windowsVirtualKeyCode=27)
+        assert page.run("document.querySelectorAll('article').length") == 2
+        assert page.run("document.activeElement.dataset.do") == "edit"
+        page.press_enter()
+        page.wait("document.activeElement.value == 'a'")
+        page.send("Input.insertText", text="c")
+        page.press_enter()
+        page.wait("document.querySelectorAll('article').length == 1")
+        ended(page)
+        assert last(page, "answer") == "two"
+        answered(page, "d")
+    told = [[message.text for message in body.messages] for body in service.bodies]
+    again = ["a", "one", "b"]
+    assert told[:3] == [["a"], again, again]
+    assert told[3] in (["ac"], ["ca"])
+    assert told[4] == [*told[3], "two", "d"]
+
+
+def test_the_chosen_model_is_asked_with_the_system_prompt(page):
+    service = Stub(("fine", True))
+    service.names, service.hold = [Stub.model, "poems"], 0
+    with listening(create_app(service)) as url:
+        opened(page, url)
+        answered(page, "a")
+        page.run("document.getElementById('models').value = 'poems'")
+        page.run("document.getElementById('models').dispatchEvent(new Event('change'))")
+        page.run("document.getElementById('system').value = 'Rhyme.'")
+        answered(page, "b")
+        assert page.run("document.title") == "poems"
+        click(page, "#new")
+        service.names.append("law")  # loaded while the server runs
+        click(page, "#new")
+        page.wait("document.getElementById('models').length == 3")
+        assert page.run("document.getElementById('models').value") == "poems"
+    assert [body.model for body in service.bodies] == [Stub.model, "poems"]
+    told = [[(message.role, message.text) for message in body.messages] for body in service.bodies]
+    assert told == [[("user", "a")], [("system", "Rhyme."), ("user", "a"), ("assistant", "fine"), ("user", "b")]]
+
+
+MARKDOWN = """# Title
+Some **bold**, *slanted*, ~~gone~~ and `code` in a
+[link](https://example.org/a_(b)), https://example.org/c. 2 * 3 * 4, snake_case_name
+1. one
+   - nested
+2. two
+
+```python
+if a < b:
+    print("<b>")
+```
+
+| a | b |
+|---|--:|
+| 1 | **2** |
+
+> quoted
+---
+[bad](javascript:alert(1)) [worse](data:text/html,x) <a href="//b.example">raw</a>
+"""
+# The text of an element without heads of code, either that of drafts or the rest.
+SHOWN = """(selector, drafted) => {
+  const walker = document.createTreeWalker(document.querySelector(selector), NodeFilter.SHOW_TEXT), found = [];
+  while (walker.nextNode()) found.push(walker.currentNode);
+  const mine = ({ parentElement: own }) => !own.closest("figcaption") && Boolean(own.closest(".draft")) === drafted;
+  return found.filter(mine).map((node) => node.data).join("");
+}"""
+SHAPE = (
+    "H1 P STRONG EM S CODE A A OL LI P UL LI P LI P FIGURE FIGCAPTION BUTTON PRE CODE "
+    "DIV TABLE THEAD TR TH TH TBODY TR TD TD STRONG BLOCKQUOTE P HR P"
+)
+
+
+def test_markdown_is_shown_and_copied_and_what_could_run_is_text(page):
+    made = random.Random(0)
+    service = Stub((MARKDOWN, False))
+    service.hold = 0
+    with listening(create_app(service)) as url:
+        opened(page, url)
+        answered(page, "at once")
+        left, service.runs, service.pause = MARKDOWN, (), 0.01  # several frames are drawn meanwhile
+        while left:
+            size = made.randint(1, 12)
+            service.runs, left = (*service.runs, (left[:size], made.random() < 0.5)), left[size:]
+        answered(page, "in pieces")
+        tags = "(each) => [...each.querySelectorAll(':not(span)')].map((own) => own.tagName).join(' ')"
+        assert page.run(f"[...document.querySelectorAll('.answer')].map({tags})") == [SHAPE, SHAPE]
+        assert len(set(page.run("[...document.querySelectorAll('.answer')].map((each) => each.textContent)"))) == 1
+        links = page.run("[...document.querySelectorAll('.answer a')].map((own) => [own.href, own.rel])")
+        assert links == 2 * [[f"https://example.org/{end}", "noopener noreferrer"] for end in ("a_(b)", "c")]
+        assert page.run("document.querySelector('.answer > p:last-child').textContent") == MARKDOWN.splitlines()[-1]
+        for accepted in (True, False):
+            shown = page.run(f"({SHOWN})('article:last-child .answer', {json.dumps(accepted)})")
+            written = iter("".join(text for text, own in service.runs if own is accepted))
+            assert all(character in written for character in shown)  # in this order, but for Markdown's signs
+        page.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+        click(page, "[data-do=copy]")
+        assert page.run("window.copied") == MARKDOWN
+        click(page, "[data-do=code]")
+        assert page.run("window.copied") == 'if a < b:\n    print("<b>")'
+        assert page.run("document.querySelector('[data-do=code]').textContent") == "Copied"
+        page.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as on http elsewhere
+        page.run("document.addEventListener('copy', () => { window.copied = document.activeElement.value; })")
+        page.send("Runtime.evaluate", expression="document.querySelector('[data-do=copy]').click()", userGesture=True)
+        assert page.run("window.copied") == MARKDOWN
+        assert page.errors == []
+        assert (
+            page.run("(() => { try { document.body.innerHTML = '<b>'; } catch { return 'refused'; } })()") == "refused"
+        )
 
 
 HOSTILE = ("<script>document.title = 'hit'</script>", "<img src=x onerror=\"document.title = 'hit'\">", "</p>&amp;")
@@ -384,7 +603,7 @@ DOCUMENTED = ("POST /v1/completions", "POST /v1/chat/completions", "GET /v1/mode
 
 def test_the_protocol_is_shown_without_anything_from_elsewhere(page):
     with listening(create_app(Stub(), AccessPolicy(ApiKeys(["secret"])))) as url:
-        opened(page, f"{url}/docs")
+        opened(page, f"{url}/docs", ready=False)
         page.wait("document.getElementById('key').hidden === false")
         page.run("document.getElementById('secret').value = 'secret'")
         page.run("document.getElementById('key').requestSubmit()")
@@ -409,7 +628,7 @@ def test_a_server_that_has_gone_is_said(page):
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(page):
     with listening(create_app(Stub(("fine", False)), AccessPolicy(ApiKeys(["secret"])))) as url:
-        opened(page, url)
+        opened(page, url, ready=False)
         for key, hidden in ((None, False), ("wrong", False), ("secret", True)):
             if key is not None:
                 page.run(f"document.getElementById('secret').value = '{key}'")

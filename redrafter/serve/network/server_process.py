@@ -23,6 +23,7 @@ from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.start import EngineEndedError
 from redrafter.serve.network.access import Refusal, error_answer
 from redrafter.serve.network.connections import PARTING_SECONDS, Connection, OpenConnections, room_for_connections
+from redrafter.serve.routes.page import page
 
 if TYPE_CHECKING:  # it imports torch
     from redrafter.serve.engine_process.client import EngineClient
@@ -59,6 +60,8 @@ class ServerProcess:
         self.options, self._listening = options, listening
         self._connections = OpenConnections(room_for_connections(options.max_connections))
         self._loaded: Loaded | None = None
+        # Shown while the model loads: their scripts ask again until it is there.
+        self._loading_pages = {"/": page("page.html", 503), "/docs": page("docs.html", 503)}
         self._ending: asyncio.Future[None] | None = None
         self._engine_end: str | None = None  # how the engine has ended by itself
         self._accept_error_at = -ACCEPT_ERROR_LOG_SECONDS  # when such an error was last logged
@@ -147,8 +150,10 @@ class ServerProcess:
             return
         if scope["path"] == "/v1/health/live":
             return await Response()(scope, receive, send)
-        refusal = Refusal(503, "the model is still being loaded", "loading", {"Retry-After": "5"})
-        await error_answer(refusal)(scope, receive, send)
+        refusal = Refusal(503, "the model is still being loaded", "loading")
+        answer = self._loading_pages.get(scope["path"]) or error_answer(refusal)
+        answer.headers["Retry-After"] = "5"
+        await answer(scope, receive, send)
 
     def _stop(self) -> None:
         """Handle a signal: drain at the first, drop all connections at the second."""

@@ -27,6 +27,8 @@ def page(name: str, status: int = 200) -> HTMLResponse:
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",  # a text that is set as HTML raises
+        "trusted-types": "'none'",
     }
     headers = {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
