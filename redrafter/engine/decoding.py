@@ -43,7 +43,7 @@ def decode(
 
 def _output(rows: list[Row], input_ids: Tensor, request: Request) -> Tensor | GenerateOutput:
     width = max(len(row.text) for row in rows)
-    new = torch.tensor([row.text + [request.pad_token] * (width - len(row.text)) for row in rows])
+    new = torch.tensor([row.text + [request.pad_token] * (width - len(row.text)) for row in rows], dtype=torch.long)
     sequences = torch.cat([input_ids, new.to(input_ids.device)], dim=1)
     if not request.as_dict:
         return sequences
@@ -66,7 +66,11 @@ def _columns(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
     Returns:
         One tensor `[B, V]` for each new token of the longest row. Rows that ended before it have zeros there.
     """
-    return pad_sequence([torch.cat(pieces) for pieces in rows], batch_first=True).unbind(dim=1)
+    first = next((piece for pieces in rows for piece in pieces), None)
+    if first is None:
+        return ()
+    none = first[:0]  # of a row that its deadline has left without any token
+    return pad_sequence([torch.cat([none, *pieces]) for pieces in rows], batch_first=True).unbind(dim=1)
 
 
 def _warn_slow(request: Request) -> None:

@@ -142,6 +142,12 @@ def test_a_deadline_ends_rows_that_wait_too(llama):
     ids, mask = uneven_batch(rows=5)
     out = engine_of(llama, 2).generate(ids, mask, max_new_tokens=60, max_time=1e-6, do_sample=False, eos_token_id=None)
     assert out.shape == (5, ids.shape[1] + 1)
+    kept = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+    late = engine_of(llama, 2).generate(ids, mask, max_new_tokens=60, max_time=1e-6, eos_token_id=None, **kept)
+    assert torch.equal(late.sequences, out)
+    for columns in (late.scores, late.logits):
+        assert [column.shape for column in columns] == [(5, 97)]
+        assert torch.equal(columns[0][:2].argmax(-1), out[:2, -1])
 
 
 @pytest.mark.parametrize("on", [dense, paged])
