@@ -160,11 +160,9 @@ class Engine:
             self._warned = True
             warnings.warn(f"{self.target.name} is decoded without CUDA graphs, slower: {reason}", stacklevel=6)
         graphs = None if reason else owner.open_graphs()
-        sampler, rows = request.sampler, len(request.lengths)
+        sampler, rows = request.sampler, min(len(request.lengths), self.options.max_batch_size)
         if speculate and drafting.rejection_sampling:  # it looks at the whole distribution
             sampler = replace(sampler, keep_scores=True)
-        if sampler.by_row:
-            rows = min(rows, self.options.max_batch_size)
         vocabulary = drafting.draft_vocabulary if speculate else None
         batch = owner.batches.take(
             self.target, graphs, sampler, rows, draft_model, vocabulary, self.options.max_batch_size

@@ -20,9 +20,8 @@ Key = tuple[object, ...]
 class IdleBatches:
     """Gives each call a running batch of its own, if possible one that an earlier call has left.
 
-    Calls share batches where their processors hold tensors by row alone, whose values are loaded. Other processors
-    carry a call's own constants: a batch is made for it alone. Dense caches are not kept, since they are as large as
-    their texts.
+    Calls share batches where they differ in nothing but the numbers of their rows, which are loaded. A batch whose
+    steps run code on the host is made for one call alone, as is a dense cache, which is as large as its texts.
     """
 
     def __init__(self) -> None:
@@ -55,19 +54,17 @@ class IdleBatches:
             dense = DenseRows(target, draft_model, rows)
             return RunningBatch(target, CallSampling(sampler, rows), rows, dense)
         graphs.check_adapters()
-        capacity = rows
         # Settings that are as large as the vocabulary are held for no more rows than needed.
-        if sampler.by_row:
-            capacity = bucket(max(rows, max_batch_size) if all(x.dim() == 1 for x in sampler.tensors()) else rows)
+        capacity = bucket(max(rows, max_batch_size) if all(x.dim() == 1 for x in sampler.tensors()) else rows)
         key = (sampler.kind, capacity, draft_model is not None)
         with self._lock:
-            batch = self._idle[key].pop() if sampler.by_row and self._idle[key] else None
+            batch = self._idle[key].pop() if sampler.capturable and self._idle[key] else None
         if batch is None:
             caches = PagedRows(graphs, draft_model is not None, vocabulary)
             batch = RunningBatch(target, CallSampling(sampler, capacity), capacity, caches, graphs)
         assert isinstance(batch.sampling, CallSampling)
         batch.sampling.begin(sampler)
-        if sampler.by_row:
+        if sampler.capturable:
             self._keys[batch] = key
         return batch
 

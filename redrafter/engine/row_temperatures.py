@@ -9,7 +9,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 
 from redrafter.errors import ArgumentError
 from redrafter.sampling.hf_processors import TemperaturePerRow, index_of_warpers
-from redrafter.sampling.processors import Processor, RowTemperature
+from redrafter.sampling.processors import ProcessorOfRows, RowTemperature
 
 __all__ = ["temperature_divisor", "with_temperature"]
 
@@ -46,7 +46,7 @@ def with_temperature(
     return given
 
 
-def temperature_divisor(processors: Sequence[Processor], rows: int, device: torch.device) -> Tensor:
+def temperature_divisor(processors: Sequence[ProcessorOfRows], rows: int, device: torch.device) -> Tensor:
     """Return what scores are divided by altogether, `[B]` float32."""
     divisor = torch.ones(rows, device=device)
     for processor in processors:

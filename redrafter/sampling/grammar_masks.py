@@ -15,29 +15,21 @@ from redrafter.errors import ArgumentError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.guided_text import GuidedText, TextTree, compute_masks
 from redrafter.sampling.prefixes import Prefixes
+from redrafter.sampling.processors import HostProcessor
 from redrafter.tree.token_tree import chain
 
 __all__ = ["GrammarProcessor", "RowGrammars", "check_grammars"]
 
 
-class RowGrammars:
-    """A `Processor` that forbids what the rows' grammars forbid.
+class RowGrammars(HostProcessor[GuidedText | None]):
+    """Forbids what the rows' grammars forbid; each row has its text's state in its grammar, or None for no grammar.
 
     Where something else forbids all that a grammar allows, the grammar wins.
-
-    Attributes:
-        states: State of each row's text in its grammar; None for a row without one, as are rows past the last. They may
-            be changed between steps.
     """
-
-    on_host = True
-
-    def __init__(self, states: list[GuidedText | None]) -> None:
-        self.states = states
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` `[B, N, V]` with -inf at what the grammars forbid."""
-        guided = [(row, state) for row, state in enumerate(self.states[: len(scores)]) if state is not None]
+        guided = [(row, state) for row, state in enumerate(self.of_rows[: len(scores)]) if state is not None]
         if not guided:
             return scores
         packed = self._packed(guided, scores, prefixes)
@@ -129,6 +121,6 @@ class GrammarProcessor(LogitsProcessor):
 def check_grammars(processors: Iterable[object]) -> None:
     """Raise `ArgumentError` if a row's grammar could not be followed to its end."""
     for processor in processors:
-        for row, state in enumerate(processor.states if isinstance(processor, RowGrammars) else ()):
+        for row, state in enumerate(processor.of_rows if isinstance(processor, RowGrammars) else ()):
             if state is not None and state.error is not None:
                 raise ArgumentError(f"row {row}: {state.error}")

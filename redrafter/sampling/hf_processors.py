@@ -6,7 +6,7 @@ same results. What is not known is called once per node, and what cannot be exac
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from redrafter.errors import UnsupportedError
+from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.sampling.grammar_masks import GrammarProcessor
 from redrafter.sampling.processors import (
+    Constant,
+    HostProcessor,
     Processor,
+    ProcessorOfRows,
+    RowBias,
     RowMinimum,
     RowMinP,
     RowPenalties,
+    RowProcessor,
     RowRepetition,
     RowTemperature,
     RowTopK,
@@ -64,7 +69,7 @@ class Call:
 
 def read_processors(
     processors: Iterable[LogitsProcessor], *, width: int, prompt: Tensor, vocabulary: int
-) -> tuple[list[Processor], list[str]]:
+) -> tuple[list[ProcessorOfRows], list[str]]:
     """Turn Hugging Face's logits processors into processors over a tree, in the same order.
 
     Args:
@@ -83,15 +88,39 @@ def read_processors(
     given: list[Any] = list(processors)
     # With min_new_tokens, generate also sets min_length to the padded width + min_new_tokens: too much for a short row.
     implied = {width + p.min_new_tokens for p in given if _known(p) == "MinNewTokensLengthLogitsProcessor"}
-    built: list[Processor] = []
+    built, slow = list[ProcessorOfRows](), list[str]()
     for processor in given:
         _refuse(processor)
         name = _known(processor)
         if name == "MinLengthLogitsProcessor" and processor.min_length in implied:
             continue
         reader = _OUR_READERS.get(type(processor)) or READERS.get(name, _user_made)
-        built.append(reader(processor, call))
-    return built, [p.name for p in built if isinstance(p, PerNode)]
+        read = reader(processor, call)
+        if isinstance(read, PerNode):
+            slow.append(getattr(processor, "__name__", type(processor).__name__))
+        if not isinstance(read, RowProcessor | HostProcessor):
+            read = Constant((name, _constants(vars(processor), width)), read)
+        built.append(read)
+    return built, slow
+
+
+# Attributes that count tokens from the start of the padded prompt.
+_POSITIONS = {"begin_index", "max_length", "regulation_start"}
+
+
+def _constants(value: Any, width: int) -> Hashable:
+    """Return constants of an object as something that equals that of another object which does the same.
+
+    Args:
+        value: Attributes by name, or part of one.
+        width: Length of the padded prompt that the object was made for, which another call's may differ from.
+    """
+    if isinstance(value, Mapping):
+        pairs = ((key, each - width if key in _POSITIONS else each) for key, each in value.items())
+        return tuple((key, _constants(each, width)) for key, each in pairs)
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return tuple(_constants(each, width) for each in value) if isinstance(value, list | tuple) else value
 
 
 def index_of_warpers(processors: Sequence[object]) -> int:
@@ -137,7 +166,7 @@ class TemperaturePerRow(LogitsProcessor):
 
 
 def _user_made(processor: Any, call: Call) -> PerNode:
-    return PerNode(getattr(processor, "__name__", type(processor).__name__), lambda row: processor)
+    return PerNode([processor] * len(call.prompt))
 
 
 def _prefix_constrained(processor: Any, call: Call) -> PerNode:
@@ -147,7 +176,7 @@ def _prefix_constrained(processor: Any, call: Call) -> PerNode:
     def of_row(row: int) -> LogitsProcessor:
         return type(processor)(lambda _, text: allowed(row, text), 1)
 
-    return PerNode(type(processor).__name__, of_row)
+    return PerNode([of_row(row) for row in range(len(call.prompt))])
 
 
 def _temperature(processor: Any, call: Call) -> Processor:
@@ -207,6 +236,22 @@ def _ends(processor: Any, call: Call) -> Tensor:
     return mask.to(call.prompt.device).expand(len(call.prompt), -1)
 
 
+def _bias(processor: Any, call: Call) -> ProcessorOfRows | Processor:
+    """Read biases of single tokens as a tensor per row, whose values captured steps take, and others as constants."""
+    biases = processor.sequence_bias
+    if (largest := max((max(tokens) for tokens in biases), default=0)) >= call.vocabulary:
+        raise ArgumentError(
+            f"bad_words_ids or sequence_bias names token {largest}, but the vocabulary has {call.vocabulary} "
+            "tokens. Make the ids with this model's own tokenizer."
+        )
+    if any(len(tokens) > 1 for tokens in biases):
+        return bias_sequences(processor)
+    bias = torch.zeros(call.vocabulary)
+    for [token], value in biases.items():
+        bias[token] = value
+    return RowBias(bias.to(call.prompt.device).expand(len(call.prompt), -1))
+
+
 def _grammars(processor: Any, call: Call) -> Processor:
     return processor.begin(len(processor.grammars))
 
@@ -228,11 +273,11 @@ def _suppress_at_begin(processor: Any, call: Call) -> Processor:
     return forbid(processor.begin_suppress_tokens, lambda prefixes: prefixes.counts - prefixes.prompt[:, None] == begin)
 
 
-def _without_call(build: Callable[[Any], Processor]) -> Callable[[Any, Call], Processor]:
+def _without_call(build: Callable[[Any], Processor]) -> Callable[[Any, Call], ProcessorOfRows | Processor]:
     return lambda processor, call: build(processor)
 
 
-_OUR_READERS: dict[type, Callable[[Any, Call], Processor]] = {
+_OUR_READERS: dict[type, Callable[[Any, Call], ProcessorOfRows | Processor]] = {
     TokenPenalties: _token_penalties,
     TemperaturePerRow: _temperature_per_row,
     GrammarProcessor: _grammars,
@@ -254,7 +299,7 @@ _WARPERS = (
 )
 
 # By name, since not every supported release of transformers has every class.
-READERS: dict[str, Callable[[Any, Call], Processor]] = {
+READERS: dict[str, Callable[[Any, Call], ProcessorOfRows | Processor]] = {
     "EpsilonLogitsWarper": _without_call(apply_to_scores),
     "EtaLogitsWarper": _without_call(cut_by_eta),
     "ExponentialDecayLengthPenalty": lambda processor, call: decay_length(processor, call.width),
@@ -265,11 +310,11 @@ READERS: dict[str, Callable[[Any, Call], Processor]] = {
     "MinLengthLogitsProcessor": _min_length,
     "MinNewTokensLengthLogitsProcessor": _min_new_tokens,
     "MinPLogitsWarper": _min_p,
-    "NoBadWordsLogitsProcessor": _without_call(bias_sequences),
+    "NoBadWordsLogitsProcessor": _bias,
     "NoRepeatNGramLogitsProcessor": _without_call(ban_repeated_ngrams),
     "PrefixConstrainedLogitsProcessor": _prefix_constrained,
     "RepetitionPenaltyLogitsProcessor": _repetition_penalty,
-    "SequenceBiasLogitsProcessor": _without_call(bias_sequences),
+    "SequenceBiasLogitsProcessor": _bias,
     "SuppressTokensAtBeginLogitsProcessor": _suppress_at_begin,
     "SuppressTokensLogitsProcessor": _suppress,
     "TemperatureLogitsWarper": _temperature,

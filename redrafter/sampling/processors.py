@@ -1,14 +1,15 @@
-"""Logits processors whose settings are tensors with one value per row, so that different requests share a step.
+"""Logits processors of rows that come, move and go, so that different requests share a step.
 
 A row processor gives at every node of a row what the processor of that name in transformers gives for the row's setting
-and the node's text. A captured step takes the settings of another request by copying them into its own tensors. Nothing
-here waits for the device. Processors that no tensor by row can express are in `tree_processors`.
+and the node's text. Its settings are tensors with one value per row, or constants of all rows: a captured step takes
+the settings of another request by copying them into its own tensors, and does not wait for the device. A processor that
+runs on the host holds one object per row instead, which is exchanged before a step.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,10 @@ from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.row_sums import row_softmax, running_sum
 
 __all__ = [
+    "Constant",
+    "HostProcessor",
     "Processor",
+    "ProcessorOfRows",
     "RowBias",
     "RowMinP",
     "RowMinimum",
@@ -33,6 +37,8 @@ Processor = Callable[[Tensor, Prefixes], Tensor]
 """`scores [B, N, V]` float32 -> the same shape, never in place: the raw logits may be returned to the user."""
 
 Kind = TypeVar("Kind", bound="RowProcessor")
+OnHost = TypeVar("OnHost", bound="HostProcessor[Any]")
+OfRow = TypeVar("OfRow")
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,46 @@ class RowProcessor:
         return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
     def _values(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+
+
+@dataclass(frozen=True)
+class Constant(RowProcessor):
+    """A processor that does the same in every row.
+
+    Attributes:
+        constants: What `function` was made of: equal where two of them do the same.
+        function: Processes scores.
+    """
+
+    constants: tuple[object, ...]
+    function: Processor = field(compare=False)
+
+    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return `function(scores, prefixes)`, `[B, N, V]`."""
+        return self.function(scores, prefixes)
+
+
+class HostProcessor(Generic[OfRow]):
+    """A logits processor that runs on the host, with an object for each row. No step with one is captured.
+
+    Attributes:
+        of_rows: The object of each row; rows past the last one stand still. It may be changed between steps.
+    """
+
+    def __init__(self, of_rows: Sequence[OfRow]) -> None:
+        self.of_rows = list(of_rows)
+
+    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return processed scores `[B, N, V]`; the ones given are not written to."""
+        raise NotImplementedError
+
+    def at(self: OnHost, rows: Sequence[int]) -> OnHost:
+        """Return the processor of some of the rows, in that order."""
+        return type(self)([self.of_rows[row] for row in rows])
+
+
+ProcessorOfRows = RowProcessor | HostProcessor[Any]
 
 
 @dataclass(frozen=True)

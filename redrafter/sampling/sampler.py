@@ -1,7 +1,7 @@
 """The sampler: from the target's logits to its own draw at every node."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from redrafter import kernels
 from redrafter.sampling.noise import ACCEPT, branch, gumbel, streams
 from redrafter.sampling.prefixes import Prefixes
-from redrafter.sampling.processors import Processor, RowProcessor, RowTemperature
+from redrafter.sampling.processors import HostProcessor, ProcessorOfRows, RowProcessor, RowTemperature
 from redrafter.sampling.rejection import draw_residual
 from redrafter.tree.token_tree import Tree
 
@@ -36,7 +36,7 @@ class Sampler:
     """
 
     seeds: Tensor | None
-    processors: tuple[Processor, ...]
+    processors: tuple[ProcessorOfRows, ...]
     temperature: Tensor
     prompt: Tensor
     limit: Tensor
@@ -51,13 +51,8 @@ class Sampler:
         return len(self.processors) <= 1 and all(isinstance(processor, RowTemperature) for processor in self.processors)
 
     @property
-    def by_row(self) -> bool:
-        """Whether every processor holds tensors by row and nothing else, so that rows can be selected or replaced."""
-        return all(isinstance(processor, RowProcessor) for processor in self.processors)
-
-    @property
     def kind(self) -> tuple[object, ...]:
-        """What a captured step of a sampler `by_row` depends on: equal where only values of tensors differ."""
+        """What a captured step depends on: equal where only values of tensors differ."""
         kinds = [processor.kind for processor in self.processors if isinstance(processor, RowProcessor)]
         return self.seeds is None, self.greedy is None, self.plain is None, self.fused, *kinds
 
@@ -69,7 +64,7 @@ class Sampler:
     @property
     def capturable(self) -> bool:
         """Whether nothing here runs on the host, so that a step may stand in a CUDA graph."""
-        return not any(getattr(processor, "on_host", False) for processor in self.processors)
+        return not any(isinstance(processor, HostProcessor) for processor in self.processors)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Sampler":
         """Return the sampler with every tensor by row replaced by what `change` gives for it."""
@@ -77,21 +72,17 @@ class Sampler:
         processors = tuple(p.map(change) if isinstance(p, RowProcessor) else p for p in self.processors)
         return replace(self, processors=processors, **tensors)
 
-    def at(self, rows: Tensor) -> "Sampler":
-        """Return the sampler of some rows alone, where the sampler is `by_row`; rows: `[B']` int64."""
-        return self.map(lambda tensor: tensor[rows])
+    def at(self, rows: Sequence[int], index: Tensor) -> "Sampler":
+        """Return the sampler of some rows alone; `index` `[B']` int64 is `rows` on the device."""
+        taken = self.map(lambda tensor: tensor.index_select(0, index))
+        processors = (p.at(rows) if isinstance(p, HostProcessor) else p for p in taken.processors)
+        return replace(taken, processors=tuple(processors))
 
     def buffers(self, rows: int) -> "Sampler":
-        """Return a sampler of this kind over tensors of its own for `rows` rows, which `load` fills."""
-        buffers = self.map(lambda tensor: tensor[:1].expand(rows, *tensor.shape[1:]).clone())
+        """Return a sampler of this kind with room for `rows` rows, none of which is written yet."""
+        buffers = self.at([], self.limit.new_zeros(rows))
         buffers.limit.zero_()
         return buffers
-
-    def load(self, other: "Sampler") -> None:
-        """Copy the settings of another sampler of this kind into the first rows; the rows behind them end at once."""
-        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
-            mine[: len(theirs)] = theirs
-        self.limit[len(other.limit) :] = 0
 
     def _own_tensors(self) -> dict[str, Tensor]:
         names = ("seeds", "temperature", "prompt", "limit", "greedy", "plain")

@@ -1,13 +1,12 @@
-"""Logits processors with constants of their own, as functions over the nodes of a token tree.
+"""Logits processors with constants of their own, as functions over the nodes of a token tree, and a user's own code.
 
 transformers' objects take `input_ids [B, L]` and `scores [B, V]`: one text per row, padded to one length. A tree has a
 text per node, and its rows have no padding. Each builder here makes a function of `scores [B, N, V]` and `Prefixes`
 that gives at every node what the object gives for that node's text alone. Lengths that the object counts over a padded
 prompt of `width` tokens are counted from the row's own prompt.
 
-Nothing here reads a tensor on the host or has a shape that depends on data, so a step can be captured in a CUDA graph;
-constants go to the device in the first call. The exception says so by its attribute `on_host`: `PerNode`, which calls
-code that may do anything.
+No such function reads a tensor on the host or has a shape that depends on data, so a step can be captured in a CUDA
+graph; constants go to the device in the first call. `PerNode`, which calls code that may do anything, runs on the host.
 """
 
 import math
@@ -19,9 +18,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from redrafter.errors import ArgumentError
 from redrafter.sampling.prefixes import Prefixes, marks
-from redrafter.sampling.processors import Processor
+from redrafter.sampling.processors import HostProcessor, Processor
 
 __all__ = [
     "PerNode",
@@ -36,22 +34,14 @@ __all__ = [
 ]
 
 
-class PerNode:
-    """A processor that takes one text at a time, called once for every node before the row's end.
+class PerNode(HostProcessor[Callable[[Tensor, Tensor], Tensor]]):
+    """Each row's processor of one text at a time, called once for every node before the row's end.
+
+    It is a function of ids `[1, L]` and scores `[1, V]`.
 
     A tree may hold texts that the processor itself has forbidden, and a user's grammar need not know how to go on from
     those: an error at a node whose path holds a token of score -inf is not raised, since that node cannot be drawn.
-
-    Attributes:
-        name: What a warning calls the processor.
-        of_row: Gives the processor of a row, a function of ids `[1, L]` and scores `[1, V]`.
     """
-
-    on_host = True
-
-    def __init__(self, name: str, of_row: Callable[[int], Callable[[Tensor, Tensor], Tensor]]) -> None:
-        self.name = name
-        self.of_row = of_row
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` `[B, N, V]` processed node by node."""
@@ -59,8 +49,7 @@ class PerNode:
         whole = tree.tokens.shape[1] == tree.new
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
         processed = scores.clone()
-        for row, counts in enumerate(prefixes.counts.tolist()):
-            processor = self.of_row(row)
+        for row, (processor, counts) in enumerate(zip(self.of_rows, prefixes.counts.tolist(), strict=False)):
             for node, count in enumerate(counts):
                 if count >= limits[row]:
                     continue
@@ -144,7 +133,6 @@ def bias_sequences(processor: Any) -> Processor:
     by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {1: []}  # single tokens first, to sum in the same order
     for sequence, bias in processor.sequence_bias.items():
         by_length.setdefault(len(sequence), []).append((sequence, bias))
-    largest = max((token for sequence in processor.sequence_bias for token in sequence), default=0)
 
     @cache
     def groups(device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -155,11 +143,6 @@ def bias_sequences(processor: Any) -> Processor:
         ]
 
     def apply(scores: Tensor, prefixes: Prefixes) -> Tensor:
-        if largest >= scores.shape[-1]:
-            raise ArgumentError(
-                f"bad_words_ids or sequence_bias names token {largest}, but the vocabulary has {scores.shape[-1]} "
-                "tokens. Make the ids with this model's own tokenizer."
-            )
         total = torch.zeros_like(scores)
         for words, bias in groups(scores.device):  # [M, k + 1], [M]
             begun = (prefixes.last(words.shape[1] - 1)[:, :, None] == words[:, :-1]).all(-1)  # [B, N, M]

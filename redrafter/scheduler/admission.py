@@ -86,8 +86,7 @@ class Admission:
             try:
                 self._blocks.allocate(sequence, slots)
             except CacheFullError as error:
-                # Alone, or where no row may move, it would not fit into an empty cache either.
-                if self._places.running == 1 or not self._batch.sampling.movable:
+                if self._places.running == 1:  # it would not fit into an empty cache either
                     self._places.end(sequence, SequenceDelta((), finish="error", error=error))
                     return True
                 if not (may_preempt and self._free_a_place(settle, slots)):
@@ -146,7 +145,7 @@ class Admission:
         if self._blocks is None:
             return []
         grown = []
-        for sequence in tuple(self._batch.sequences):
+        for sequence in tuple(self._batch.rows):
             while sequence.block_table is not None:  # until it ends or is preempted itself
                 longest = len(sequence.tokens) + sequence.launched * (self._batch.depth + 1)
                 slots = min(longest, sequence.max_length) + self._batch.overshoot

@@ -46,7 +46,7 @@ class Places:
     @property
     def idle(self) -> bool:
         """Whether there is no sequence: none waits, holds a place, or must still be told that it was cancelled."""
-        return not (self._queue or self._cancelled or self.prefilling or self._batch.sequences)
+        return not (self._queue or self._cancelled or self.prefilling or self._batch.rows)
 
     @property
     def waiting(self) -> int:
@@ -56,7 +56,7 @@ class Places:
     @property
     def running(self) -> int:
         """Number of sequences that hold a place: those that step and those whose prompts are being read."""
-        return len(self.prefilling) + len(self._batch.sequences)
+        return len(self.prefilling) + len(self._batch.rows)
 
     @property
     def clients(self) -> int:
@@ -71,9 +71,9 @@ class Places:
     def sequences(self) -> tuple[TokenSequence, ...]:
         """Sequences with a place: those in rows of the batch, then those whose prompts are being read, each once.
 
-        A sequence is in both `batch.sequences` and `prefilling` if an error occurred while its row was added.
+        A sequence is in both `batch.rows` and `prefilling` if an error occurred while its row was added.
         """
-        return tuple(dict.fromkeys((*self._batch.sequences, *self.prefilling)))
+        return tuple(dict.fromkeys((*self._batch.rows, *self.prefilling)))
 
     def enqueue(self, sequences: Sequence[TokenSequence], limits: Limits) -> None:
         """Queue the sequences of one client, all or none of them.

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from redrafter.cache.to_device import to_device
+from redrafter.sampling.processors import HostProcessor
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.sequence import TokenSequence
 
@@ -13,13 +14,7 @@ __all__ = ["CallSampling", "RowSampling"]
 
 
 class RowSampling(Protocol):
-    """Settings of the rows of a running batch, in tensors that captured steps read in place.
-
-    Attributes:
-        movable: Whether rows may change their places, begin later than others and end before them.
-    """
-
-    movable: bool
+    """Settings of the rows of a running batch, in tensors that captured steps read in place."""
 
     def write(self, first: int, sequences: Sequence[TokenSequence]) -> None:
         """Write the settings of sequences into the rows from `first` on."""
@@ -50,19 +45,11 @@ class RowSampling(Protocol):
 
 
 class CallSampling:
-    """The settings of calls of `generate` that differ in nothing but numbers.
-
-    A call whose processors hold more than tensors by row is the only one, and its rows stay where they are.
-
-    Attributes:
-        movable: Whether every processor holds tensors by row and nothing else.
-    """
+    """The settings of calls of `generate` that differ in nothing but numbers."""
 
     def __init__(self, sampler: Sampler, rows: int):
         """Make settings for `rows` rows of calls with samplers of this kind, and take on the call of `sampler`."""
-        self.movable = sampler.by_row
-        self._rows = sampler.buffers(rows) if self.movable else sampler
-        self._call = sampler
+        self._rows, self._call = sampler.buffers(rows), sampler
 
     def begin(self, sampler: Sampler) -> None:
         """Take on another call; its sampler is of the same kind."""
@@ -70,10 +57,9 @@ class CallSampling:
 
     def write(self, first: int, sequences: Sequence[TokenSequence]) -> None:
         """Copy the settings of the sequences' rows in the call; see `RowSampling`."""
-        if self.movable:
-            last, index = first + len(sequences), self._index(sequences)
-            for mine, theirs in zip(self._rows.tensors(), self._call.tensors(), strict=True):
-                mine[first:last] = theirs.index_select(0, index)
+        last, of_call = first + len(sequences), self.sampler_of(sequences)
+        for mine, theirs in zip(self._rows.tensors(), of_call.tensors(), strict=True):
+            mine[first:last] = theirs
 
     def move(self, source: int, to: int) -> None:
         """Copy the settings of one row to another; see `RowSampling`."""
@@ -90,14 +76,15 @@ class CallSampling:
 
     def sampler(self, rows: int, sequences: Sequence[TokenSequence], keep_scores: bool = False) -> Sampler:
         """Return a sampler of the first rows that reads their settings in place; see `RowSampling`."""
-        return self._rows.map(lambda tensor: tensor[:rows]) if self.movable else self._rows
+        return self._rows.map(lambda tensor: tensor[:rows])
 
     def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
-        """Do nothing, since a call's grammars follow their rows by themselves; see `RowSampling`."""
+        """Give the first rows what runs on the host for these sequences; see `RowSampling`."""
+        for mine, of_call in zip(self._rows.processors, self._call.processors, strict=True):
+            if isinstance(mine, HostProcessor) and isinstance(of_call, HostProcessor):
+                mine.of_rows[:] = of_call.at([sequence.index for sequence in sequences]).of_rows
 
     def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
         """Return a sampler for sequences that have no rows yet; see `RowSampling`."""
-        return self._call.at(self._index(sequences)) if self.movable else self._call
-
-    def _index(self, sequences: Sequence[TokenSequence]) -> torch.Tensor:
-        return to_device([sequence.index for sequence in sequences], self._call.prompt.device, torch.long)
+        rows = [sequence.index for sequence in sequences]
+        return self._call.at(rows, to_device(rows, self._call.prompt.device, torch.long))

@@ -53,7 +53,7 @@ class RunningBatch:
     Attributes:
         target: The model that verifies.
         sampling: How the rows draw.
-        rows: Sequence of each row. Rows that may not move stay until all of them have ended.
+        rows: Sequence of each row.
         depth: Greatest number of successive drafts of any of the proposers.
         overshoot: Positions behind the last token of a sequence that a step may write to.
         draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
@@ -120,11 +120,6 @@ class RunningBatch:
         if isinstance(proposer, SearchProposer) and proposer.shared_nodes is not None:
             return min(nodes, max(rows, proposer.shared_nodes))
         return nodes
-
-    @property
-    def sequences(self) -> list[TokenSequence]:
-        """The sequences that go on."""
-        return [sequence for sequence in self.rows if sequence.row is not None]
 
     @property
     def state(self) -> State:
@@ -199,15 +194,10 @@ class RunningBatch:
             self.caches.update(sequences)
 
     def remove(self, sequence: TokenSequence) -> None:
-        """Remove a sequence. The last row moves into its place, if rows may move."""
+        """Remove a sequence. The last row moves into its place."""
         row = sequence.row
         assert row is not None
         sequence.row = None
-        if not self.sampling.movable:
-            self.state.active[row] = False
-            if not self.sequences:
-                self.clear()
-            return
         last = len(self.rows) - 1
         if row != last:
             state = self.state
@@ -220,25 +210,15 @@ class RunningBatch:
             self.rows[row] = self.rows[last]
             self.rows[row].row = row
         self.rows.pop()
-        self._vacate(last)
-
-    def clear(self) -> None:
-        """Remove all sequences."""
-        for row, sequence in enumerate(self.rows):
-            sequence.row = None
-            self._vacate(row)
-        self.rows.clear()
-
-    def _vacate(self, row: int) -> None:
-        """Let a row stand still."""
-        self.state.active[row] = False
-        self.state.length[row] = 0
-        self.caches.clear(row)
+        # The row behind the others stands still.
+        self.state.active[last] = False
+        self.state.length[last] = 0
+        self.caches.clear(last)
 
     @property
     def asks_host(self) -> bool:
         """Whether a step runs Python code of a processor."""
-        return self.sampling.asks_host(self.sequences)
+        return self.sampling.asks_host(self.rows)
 
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the graphs.
@@ -259,7 +239,7 @@ class RunningBatch:
             self.reserve(max(sequence.max_length for sequence, _ in chunks))
         rows, proposer, longest = self._size(len(self.rows)), self._proposer(), self._longest()
         caches = self.caches.of_step(rows, longest, self._longest_draft(), proposer)
-        adapted = any_adapter([*self.sequences, *(sequence for sequence, _ in chunks)])
+        adapted = any_adapter([*self.rows, *(sequence for sequence, _ in chunks)])
         caches.target.adapters = self._adapters.first(rows) if adapted else None
         if self.target.needs_reread(longest):
             state = self._first(rows)
@@ -283,11 +263,10 @@ class RunningBatch:
 
     def _proposer(self) -> Proposer:
         """Return the proposer of the next step."""
-        sequences = self.sequences
-        if not any(sequence.params.speculate for sequence in sequences):
+        if not any(sequence.params.speculate for sequence in self.rows):
             return self._plain
         if self.draft_lengths is not None:
-            return self.draft_lengths.choose([sequence.index for sequence in sequences])
+            return self.draft_lengths.choose([sequence.index for sequence in self.rows])
         proposer = self._proposers[self._size(len(self.rows))]
         pauses = self.draft_pauses
         if proposer.depth and pauses is not None and not pauses.should_draft(len(self.rows)):
@@ -297,17 +276,12 @@ class RunningBatch:
     def _longest(self) -> int:
         """Return the most committed tokens that a row can have."""
         ahead = self.depth + 1  # tokens by which a step may advance a row
-        return max(
-            len(sequence.tokens) - 1 + ahead * (sequence.launched + (sequence.row is None)) for sequence in self.rows
-        )
+        return max(len(sequence.tokens) - 1 + ahead * sequence.launched for sequence in self.rows)
 
     def _longest_draft(self) -> int:
         """Return the most committed tokens that a row can have as the draft model reads it."""
         ahead = self.depth + 1
-        return max(
-            sequence.draft_bound(len(sequence.tokens) + ahead * (sequence.launched + (sequence.row is None))) - 1
-            for sequence in self.rows
-        )
+        return max(sequence.draft_bound(len(sequence.tokens) + ahead * sequence.launched) - 1 for sequence in self.rows)
 
     def _first(self, rows: int) -> State:
         """Return the state of the first rows, which shares memory with `state`."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from redrafter.cache.to_device import to_device
 from redrafter.sampling.grammar_masks import RowGrammars
 from redrafter.sampling.processors import (
-    Processor,
+    ProcessorOfRows,
     RowBias,
     RowMinimum,
     RowMinP,
@@ -36,10 +36,7 @@ class SamplingTensors:
         temperature, repetition, frequency, presence, min_p: `[R]` float32.
         top_p: Probability that sampling keeps, `[R]` float64, as transformers counts it.
         ids: All token ids, `[V]` int64.
-        movable: True: rows may change their places.
     """
-
-    movable = True
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device, ids: Tensor | None = None):
         """Make tensors of parameters that mean nothing before they are written.
@@ -124,7 +121,7 @@ class SamplingTensors:
         self.load_texts(sequences)
         first = slice(rows)
         temperature = RowTemperature(self.temperature[first])
-        processors: tuple[Processor, ...] = () if greedy else (temperature,)
+        processors: tuple[ProcessorOfRows, ...] = () if greedy else (temperature,)
         if not simple:
             bias, stops = self.bias_and_stops
             processors = (
@@ -152,7 +149,7 @@ class SamplingTensors:
 
     def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
         """Let the grammars of the first rows go on from the texts of these sequences."""
-        self._grammars.states[:] = [sequence.guide for sequence in sequences]
+        self._grammars.of_rows[:] = [sequence.guide for sequence in sequences]
 
     def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
         """Return a sampler for sequences that have no rows yet, in their order; see `RowSampling`."""

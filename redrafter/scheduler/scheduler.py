@@ -271,7 +271,7 @@ class Scheduler:
 
     def _read_beside_rows(self) -> list[TokenSequence]:
         """Return the sequences whose prompts are read in the forwards of steps."""
-        if not self.reads_beside or len(self._places.prefilling) > len(self.batch.sequences):
+        if not self.reads_beside or len(self._places.prefilling) > len(self.batch.rows):
             return []
         # A prompt that is scored needs the logits of all its tokens; one with images, a forward of the model's own.
         return [
@@ -300,12 +300,12 @@ class Scheduler:
 
     def _step(self) -> None:
         """Launch a step of all rows, unless what is launched already ends them all."""
-        sequences = self.batch.sequences
+        sequences = self.batch.rows
         # The host's processors must know the texts; and each forward that was launched adds a token at least.
         if self.batch.asks_host or all(s.written + s.launched >= s.max_new_tokens for s in sequences):
             self.settle()
         older = len(self._launched)
-        if self.batch.sequences:
+        if self.batch.rows:
             self._launch_step()
         # The device goes on with this step meanwhile.
         for _ in range(min(older, len(self._launched))):

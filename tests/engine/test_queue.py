@@ -19,7 +19,26 @@ WAYS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "seed": 4, "top_p": 0.9, "temperature": [0.5 + row / 10 for row in range(11)]},
     "penalised": {"do_sample": True, "seed": 9, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "constants": {
+        "do_sample": True,
+        "seed": 5,
+        "logit_bias": {4: 3.0, 6: -100.0},
+        "bad_words_ids": [[5, 7], [17, 3]],
+        "no_repeat_ngram_size": 3,
+        "suppress_tokens": [13, 60],
+        "begin_suppress_tokens": [9, 61],
+        "typical_p": 0.9,
+        "epsilon_cutoff": 1e-4,
+        "exponential_decay_length_penalty": (5, 1.1),
+        "forced_eos_token_id": 2,
+    },
+    "of the host": {
+        "do_sample": False,
+        "prefix_allowed_tokens_fn": lambda row, text: [2 + (row + int(text[-1]) + step) % 50 for step in range(9)],
+        "logits_processor": [lambda ids, scores: scores + (ids[:, -1:] == 7)],
+    },
 }
+SLOW = pytest.mark.filterwarnings("ignore:.*your own code runs in Python")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +60,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     launch_ahead(monkeypatch)
 
 
+@SLOW
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("on", [dense, paged])
@@ -52,7 +72,10 @@ def test_prompts_that_wait_for_their_turn_give_the_same_texts(llama, on, at_once
     assert torch.equal(on(engine_of(llama, at_once)).generate(ids, mask, **arguments), expected)
 
 
-def test_no_step_has_more_rows_than_allowed_and_none_of_a_row_that_has_ended(llama, monkeypatch):
+@SLOW
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("on", [dense, paged])
+def test_no_step_has_more_rows_than_allowed_and_none_of_a_row_that_has_ended(llama, monkeypatch, on, way):
     rows, prepare = [], RunningBatch.prepare_step
 
     def prepare_step(batch: RunningBatch, *args: object) -> object:
@@ -61,10 +84,19 @@ def test_no_step_has_more_rows_than_allowed_and_none_of_a_row_that_has_ended(lla
 
     monkeypatch.setattr(RunningBatch, "prepare_step", prepare_step)
     ids, mask = uneven_batch(rows=11)
-    engine_of(llama, 4).generate(ids, mask, max_new_tokens=30, eos_token_id=ENDS, do_sample=False)
+    on(engine_of(llama, 4)).generate(ids, mask, max_new_tokens=30, eos_token_id=ENDS, **WAYS[way])
     assert max(map(len, rows)) == 4
     assert not any(ended for step in rows for ended in step)
     assert len({len(step) for step in rows}) > 1
+
+
+@SLOW
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_wait_for_blocks_that_others_of_their_call_hold(llama, way):
+    ids, mask = uneven_batch(rows=11)
+    arguments = {"max_new_tokens": 18, "eos_token_id": ENDS} | WAYS[way]
+    expected = engine_of(llama).generate(ids, mask, **arguments)
+    assert torch.equal(paged(engine_of(llama), blocks=12).generate(ids, mask, **arguments), expected)
 
 
 def test_prompts_are_read_together_while_others_are_decoded(llama, monkeypatch):
@@ -82,6 +114,7 @@ def test_prompts_are_read_together_while_others_are_decoded(llama, monkeypatch):
     assert min(sizes[1:-1]) >= 2
 
 
+@SLOW
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("at_once", [3, 11])

@@ -306,13 +306,13 @@ def test_rows_that_ended_or_reached_their_limit_are_left_alone():
     done = prefixes_of("ab", chain(torch.tensor([[EOS]])), 2)
     done.tokens[0, 4], done.length[0] = EOS, 4
     assert torch.equal(rows(scores, done), scores)
-    assert rows.states[0].ended
-    assert rows.states[0].error is None
+    assert rows.of_rows[0].ended
+    assert rows.of_rows[0].error is None
     assert torch.equal(rows(scores, prefixes_of("a", chain(torch.tensor([[70]])), 2, limit=3)), scores)
     assert not torch.equal(rows(scores, prefixes_of("a", chain(torch.tensor([[70]])), 2, limit=4)), scores)
-    rows.states[:] = [None, rows.states[0]]  # of a row that is not in this step
+    rows.of_rows[:] = [None, rows.of_rows[0]]  # of a row that is not in this step
     assert torch.equal(rows(scores, prefixes_of("a", chain(torch.tensor([[70]])), 2)), scores)
-    rows.states[:] = []
+    rows.of_rows[:] = []
     assert torch.equal(rows(scores, prefixes_of("a", chain(torch.tensor([[70]])), 2)), scores)
 
 
@@ -320,7 +320,7 @@ def test_a_text_that_broke_its_grammar_may_only_end():
     rows = RowGrammars([GuidedText(Grammar.regex("ab", TOKENIZER), [EOS])])
     got = rows(torch.randn(1, 1, VOCAB), prefixes_of("ax", chain(torch.tensor([[93]])), 2))
     assert (got[0, 0] > -math.inf).nonzero().tolist() == [[EOS]]
-    assert rows.states[0].error == "grammar: given up after 2 tokens: it does not allow what was written"
+    assert rows.of_rows[0].error == "grammar: given up after 2 tokens: it does not allow what was written"
 
 
 def test_a_free_row_without_any_token_left_stays_as_it_is():

@@ -24,6 +24,7 @@ from redrafter.sampling.hf_processors import (
 )
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.processors import (
+    Constant,
     RowBias,
     RowMinimum,
     RowMinP,
@@ -166,6 +167,8 @@ CASES: dict[str, tuple[Make, bool]] = {  # the bool: whether it must change some
     "bad words": (lambda width: hf.NoBadWordsLogitsProcessor(BAD_WORDS, EOS), True),
     "bad words and no eos": (lambda width: hf.NoBadWordsLogitsProcessor(BAD_WORDS), True),
     "bad words that are all eos": (lambda width: hf.NoBadWordsLogitsProcessor([[5], [2]], EOS), False),
+    "bad single tokens": (lambda width: hf.NoBadWordsLogitsProcessor([[7], [1]], EOS), True),
+    "bias of single tokens": (lambda width: hf.SequenceBiasLogitsProcessor({(3,): 2.0, (1,): -1e8}), True),
     "sequence bias": (lambda width: hf.SequenceBiasLogitsProcessor(BIASES), True),
     "sequence bias as a dict": (lambda width: hf.SequenceBiasLogitsProcessor({(3,): 2.0, (1, 3): -1.0}), True),
     "min length": (lambda width: hf.MinLengthLogitsProcessor(11, EOS), True),
@@ -283,6 +286,8 @@ def test_each_row_gets_what_hugging_face_gives_for_its_own_setting(name: str, se
         "token penalties",
         "repetition penalty without the prompt",
         "temperature per row",
+        "bias of single tokens",
+        "bad single tokens",
     ],
 )
 def test_settings_of_rows_are_read_into_tensors(name: str) -> None:
@@ -296,7 +301,22 @@ def test_settings_of_rows_are_read_into_tensors(name: str) -> None:
 )
 def test_other_settings_are_constants_of_a_function(name: str) -> None:
     [processor], _ = read([CASES[name][0](WIDTH)])
-    assert not isinstance(processor, RowProcessor)
+    assert isinstance(processor, Constant)
+    assert not processor.settings
+
+
+def test_a_step_that_was_captured_for_one_call_serves_others_of_the_same_constants() -> None:
+    """The length of their prompts is no constant."""
+
+    def kind(name: str, width: int) -> tuple:
+        prompt, given = torch.tensor([1, 2, 3]), [CASES[name][0](width)]
+        [processor], _ = read_processors(given, width=width, prompt=prompt, vocabulary=VOCAB)
+        return processor.kind
+
+    kinds = {name: kind(name, WIDTH) for name in CASES}
+    assert all(kind(name, width) == kinds[name] for name in kinds for width in (WIDTH, 4))
+    constants = [kind for kind in kinds.values() if kind[0] is Constant]
+    assert len(set(constants)) == len(constants) > 20
 
 
 def test_processors_of_one_kind_differ_in_settings_alone() -> None:

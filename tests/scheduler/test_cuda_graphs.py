@@ -33,6 +33,7 @@ GREEDY = {
     "repetition_penalty": ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.1}),
     "penalties": ({"frequency_penalty": 0.5}, {"presence_penalty": 1.5}),
     "lengths": ({"min_new_tokens": 9}, {"min_new_tokens": 4, "eos_token_id": [2, 30]}),
+    "bias": ({"logit_bias": {4: 3.0, 6: -2.0}}, {"logit_bias": {7: -100.0}}),
     "min_length": ({"min_length": 16}, {"min_length": 19, "eos_token_id": [2, 30]}),
 }
 
@@ -81,16 +82,24 @@ def test_greedy_decoding_with_other_settings_makes_no_step(engine, steps, name):
     assert torch.equal(texts[0], texts[2])
     for settings, text in zip((first, second), texts, strict=False):
         assert torch.equal(write(engine, speculate=False, **settings), text)
-        if not settings.keys() & {"frequency_penalty", "presence_penalty", "min_length", "min_new_tokens"}:
+        if not settings.keys() & {
+            "frequency_penalty",
+            "presence_penalty",
+            "min_length",
+            "min_new_tokens",
+            "logit_bias",
+        }:
             expected = engine.model.generate(IDS, attention_mask=MASK, max_new_tokens=NEW, **settings)
             assert torch.equal(text, expected)
 
 
-def test_constants_of_a_request_are_captured_for_it_alone(engine, steps):
-    for _ in range(2):
-        before = len(steps)
-        write(engine, do_sample=False, no_repeat_ngram_size=2)
-        assert len(steps) == before + 1
+def test_steps_are_captured_once_for_the_same_constants_and_anew_for_others(engine, steps):
+    made = []
+    for size in (2, 2, 3):
+        text = write(engine, do_sample=False, no_repeat_ngram_size=size)
+        assert torch.equal(text, write(engine, do_sample=False, no_repeat_ngram_size=size, speculate=False))
+        made.append(sum(step.proposer is not engine.plain for step in steps))
+    assert made[0] == made[1] < made[2]
 
 
 def test_rows_that_are_left_keep_their_settings_in_a_smaller_batch(engine, steps):
