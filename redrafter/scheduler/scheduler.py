@@ -206,7 +206,7 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> None:
         """Run the second half of a round: one step of all rows."""
-        with self._ending(lambda: self.batch.sequences):
+        with self._ending(lambda: tuple(self.batch.rows)):
             self._grow_block_tables()
             self._step()
 
@@ -226,7 +226,7 @@ class Scheduler:
         """End sequences with an exception, which goes to `on_failure` and is not raised again."""
         for sequence in sequences:
             self._places.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
-        if not self.batch.sequences:
+        if not self.batch.rows:
             self._launched.clear()  # nobody waits for its draws, and to read them may fail again
         self.on_failure(error, len(sequences))
 
@@ -316,7 +316,7 @@ class Scheduler:
         chunks = self.prefiller.choose_beside(self._read_beside_rows(), self.batch.step_nodes)
         beside = [sequence for sequence, _ in chunks]
         lock = nullcontext() if self._graphs is None else self._graphs.lock
-        with self._ending(lambda: [s for s in dict.fromkeys((*self.batch.sequences, *beside)) if not s.ended]), lock:
+        with self._ending(lambda: [s for s in dict.fromkeys((*self.batch.rows, *beside)) if not s.ended]), lock:
             step, output = self.batch.step(chunks)
             self._launch(step)
             if chunks:
