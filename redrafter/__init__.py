@@ -22,6 +22,7 @@ from redrafter.errors import (
     CacheFullError,
     CheckpointError,
     MismatchError,
+    NotFiniteError,
     ReDrafterError,
     UnsupportedError,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "GenerateStats",
     "Grammar",
     "MismatchError",
+    "NotFiniteError",
     "PromptLookup",
     "ReDrafter",
     "ReDrafterError",

@@ -6,7 +6,8 @@
     │   └── MissingDependencyError  a feature needs a package that is not installed
     ├── MismatchError        a drafter was made for another target
     ├── CheckpointError      a checkpoint's files are missing, truncated or invalid
-    └── CacheFullError       the KV cache has too few free blocks
+    ├── CacheFullError       the KV cache has too few free blocks
+    └── NotFiniteError       a model computes no numbers for a text, as where float16 overflows
 
 A message says what was wrong, what was found, and what to type instead. The command line prints it on one
 line and exits with code 2.
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointError",
     "MismatchError",
     "MissingDependencyError",
+    "NotFiniteError",
     "ReDrafterError",
     "UnsupportedError",
     "did_you_mean",
@@ -56,6 +58,10 @@ class CheckpointError(ReDrafterError):
 
 class CacheFullError(ReDrafterError):
     """The paged cache has too few free blocks for a row."""
+
+
+class NotFiniteError(ReDrafterError):
+    """The model's logits after a text are NaN or infinite, so that no token can follow it."""
 
 
 def first_line(error: BaseException) -> str:

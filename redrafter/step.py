@@ -38,6 +38,7 @@ class StepOutput:
         path: The accepted nodes of the tree.
         levels: Levels of drafts in the tree, at most K.
         drafted: Number of drafts verified in each row, `[B]` int64.
+        finite: How many of the tokens, from the first on, were drawn from logits that are finite numbers, `[B]` int64.
         logits: The target's logits at every node, `[B, N, V]`; undefined at nodes that were not verified.
         scores: The logits after the sampler's processors, `[B, N, V]`; the logits themselves where the sampler is
             fused into one kernel, which keeps no processed scores.
@@ -48,13 +49,17 @@ class StepOutput:
     path: Path
     levels: int
     drafted: Tensor
+    finite: Tensor
     logits: Tensor
     scores: Tensor
     chunk_ends: ChunkEnds | None = None
 
     def pack_for_host(self) -> Tensor:
-        """Return all that the host needs in one tensor: tokens, accepted length, drafts verified, `[B, K+3]` int64."""
-        return torch.cat([self.tokens, self.path.accepted[:, None], self.drafted[:, None]], dim=1)
+        """Return all that the host needs in one tensor, `[B, K+4]` int64.
+
+        It holds the tokens, the accepted length, the number of drafts verified, and how many tokens are finite draws.
+        """
+        return torch.cat([self.tokens, torch.stack([self.path.accepted, self.drafted, self.finite], dim=1)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def step(
         drawn = sampler.draw(scores, noise, tree.depth)  # [B, N]
     else:
         drawn = sampler.draw_residual(scores, noise, tree, state.length + 1)  # [B, N]
-    [drawn] = target.ranks.of_first(drawn)
+    drawn, finite = target.ranks.of_first(drawn, _finite(logits, drawn, sampled=tree.sampled_from is not None))
 
     # 4. Accept. A draft holds if it is the token that was drawn at its parent, and its parent holds.
     #    Never accepted: drafts past a length where the target's rope changes, and those of rows that decode plainly.
@@ -138,7 +143,8 @@ def step(
 
     # 6. Advance. The token drawn at the end of the path is the next pending token.
     tokens = drawn.gather(1, path.nodes)  # [B, K+1]
-    output = StepOutput(tokens, path, tree.levels, _drafted(tree), logits, scores, chunk_ends)
+    finite = finite.gather(1, path.nodes).cumprod(1).sum(1)  # [B]
+    output = StepOutput(tokens, path, tree.levels, _drafted(tree), finite, logits, scores, chunk_ends)
     return _advance(state, tokens, path, hidden), output
 
 
@@ -229,10 +235,11 @@ def draw_first_tokens(
     before = State(tokens, prompt - 1, hidden, torch.ones_like(prompt, dtype=torch.bool))
     tree = chain(before.pending)  # [B, 1], the last prompt token
     scores = sampler.scores(logits[:, None], _prefixes(before, tree, sampler, window))  # [B, 1, V]
-    [drawn] = ranks.of_first(sampler.draw(scores, sampler.noise(prompt, 1), tree.depth))  # [B, 1]
+    drawn = sampler.draw(scores, sampler.noise(prompt, 1), tree.depth)  # [B, 1]
+    drawn, finite = ranks.of_first(drawn, _finite(logits[:, None], drawn))
     path = accept(tree, drawn, max_depth=0)
     return _advance(before, drawn, path, hidden[:, None]), StepOutput(
-        drawn, path, 0, _drafted(tree), logits[:, None], scores
+        drawn, path, 0, _drafted(tree), finite[:, 0], logits[:, None], scores
     )
 
 
@@ -257,6 +264,21 @@ def _commit_drafts(state: State, tree: Tree, path: Path, cache: KVCache) -> None
         cache.commit(state.length if tree.draft_length is None else tree.draft_length, path.nodes)
     if cache.states is not None:
         cache.commit_states(state.length - 1, path.behind_reread(), state.active)
+
+
+def _finite(logits: Tensor, drawn: Tensor, *, sampled: bool = False) -> Tensor:
+    """Return 1 for each node whose draw was made from finite numbers, else 0, `[B, N]` int64.
+
+    An argmax takes a NaN for the largest number. So the logit of the token that was drawn tells, without a pass over
+    the vocabulary: it is no finite number where a model overflows, or writes NaN, and the draw means nothing.
+
+    Args:
+        logits: The target's logits before any processor, `[B, N, V]`.
+        drawn: The tokens that were drawn, `[B, N]` int64.
+        sampled: Whether they were drawn by rejection sampling, whose distribution a single NaN spoils.
+    """
+    highest = logits.amax(-1) if sampled else logits.gather(2, drawn[..., None]).squeeze(2)
+    return highest.isfinite().long()
 
 
 def _drafted(tree: Tree) -> Tensor:

@@ -26,6 +26,7 @@ def test_public_names_are_exactly_those_listed():
         "GenerateStats",
         "Grammar",
         "MismatchError",
+        "NotFiniteError",
         "PromptLookup",
         "ReDrafter",
         "ReDrafterError",

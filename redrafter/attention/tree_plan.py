@@ -82,13 +82,18 @@ class Plan:
         """The rows of the trees, as attention on a CPU takes them."""
         rows, nodes, new = self.sizes
         length, starts = self.length[:-1], self.starts
-        slots = _slots(self.table, rows, torch.arange(int(length.max()) + nodes))
+        offsets = torch.arange(int(length.max()) + nodes)
+        slots = _slots(self.table, rows, offsets)
         scratch = slots.gather(1, length[:, None] + torch.arange(nodes - new, nodes))  # [B, M]
         tokens, index, scratch = slice(int(starts[-1])), None, scratch.flatten()
         if int(starts[-1]) < rows * new:
             index = (torch.arange(new) < (starts[1:] - starts[:-1])[:, None]).flatten().nonzero()[:, 0]
             scratch = scratch[index]
         depth, ancestors = self.depth[:-1].view(rows, nodes), self.ancestors[:-1].view(rows, new, nodes)
+        # What nobody sees is masked, but not a NaN that another text has left there: in its place, the row's first slot
+        # is read.
+        held = length + nodes if index is None else length + nodes - new + starts.diff()
+        slots = slots.where(offsets < held[:, None], slots[:, :1])
         return RowsPlan(tokens, index, scratch, slots, length, depth, ancestors)
 
     @cached_property

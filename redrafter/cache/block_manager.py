@@ -248,6 +248,12 @@ class BlockManager:
                 child.block, self._nodes[block] = block, child
             node = child
 
+    def withdraw(self, block_table: BlockTable) -> None:
+        """Let no later row find the blocks that a row has published, nor those published after them; it keeps them."""
+        for block in block_table.blocks[block_table.reused // BLOCK_SIZE :]:
+            if node := self._nodes.get(block):
+                self._forget(node)
+
     def release(self, block_table: BlockTable) -> None:
         """Take a row's blocks back and empty its block table. Call it once.
 

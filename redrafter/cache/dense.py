@@ -298,8 +298,9 @@ class DenseCache(Cache):
         """
         slots = min(part.window, self.window)
         for pool, part_pool in zip(self.pools, part.pools, strict=True):
-            part_data = part.by_row(part_pool)[:, list(rows), :slots]
-            self.by_row(pool)[:, first : first + len(rows), :slots] = part_data
+            written = self.by_row(pool)[:, first : first + len(rows)]
+            written[:, :, :slots] = part.by_row(part_pool)[:, list(rows), :slots]
+            written[:, :, slots:] = 0  # a NaN that another text has left there would not be masked: it stays one
         self._copy_states(torch.arange(first, first + len(rows)), part, torch.tensor(rows))
 
     def by_row(self, pool: _Pool) -> Tensor:

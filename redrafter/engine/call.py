@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from tqdm import tqdm
@@ -11,6 +11,7 @@ from tqdm import tqdm
 from redrafter.engine.request import Request
 from redrafter.engine.stopping import first_stop
 from redrafter.engine.streaming import StepStreamer
+from redrafter.errors import NotFiniteError
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
 
@@ -83,6 +84,8 @@ class Row:
         return end
 
     def _record(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
+        if isinstance(delta.error, NotFiniteError):
+            delta = replace(delta, error=NotFiniteError(f"row {self._index}: {delta.error}"))
         self._outcome.note(delta)
         if delta.error is not None:
             return

@@ -100,7 +100,7 @@ class CapturedStep:
         draft_cache: The draft model's keys and values of the rows, or None.
         chunks: Buffers of what is read of prompts beside the rows, or None.
         output: What the last replay drew. The next replay overwrites it.
-        report: What `StepOutput.pack_for_host` says of it, `[B, K+3]` int64, overwritten likewise.
+        report: What `StepOutput.pack_for_host` says of it, `[B, K+4]` int64, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
     """
 
@@ -131,7 +131,7 @@ class CapturedStep:
         """Launch one step without waiting for it.
 
         Returns:
-            For each row its tokens, the accepted length, and the number of drafts.
+            For each row what `StepOutput.pack_for_host` says of it.
         """
         if self.graph is None:
             self.run()

@@ -21,7 +21,7 @@ class LaunchedStep:
 
     Attributes:
         sequences: The sequences of its first R rows.
-        report: For each row its tokens, its number of accepted drafts, and of drafts that were verified.
+        report: For each row what `StepOutput.pack_for_host` says of it.
         logits: Logits along the accepted path, `[K+1, V]`, of the rows whose sequences want them.
         scores: Processed logits, likewise.
         levels: Levels of drafts.
@@ -47,11 +47,12 @@ class LaunchedStep:
     def read(self) -> Iterator[tuple[TokenSequence, NewTokens]]:
         """Wait for the step, and yield what it drew for each of its sequences."""
         reports = zip(self.sequences, self.report.read(), strict=False)
-        for row, (sequence, (*tokens, accepted, drafted)) in enumerate(reports):
-            count = accepted + 1
+        for row, (sequence, (*tokens, accepted, drafted, finite)) in enumerate(reports):
+            count = min(accepted + 1, finite)
             logits, scores = (x[row][:count] if row in x else None for x in (self.logits, self.scores))
             took_drafts = self.levels > 0 and sequence.params.speculate
-            yield sequence, NewTokens(tokens[:count], drafted if took_drafts else None, logits, scores)
+            overflowed = finite <= accepted
+            yield sequence, NewTokens(tokens[:count], drafted if took_drafts else None, logits, scores, overflowed)
 
 
 @dataclass(frozen=True)

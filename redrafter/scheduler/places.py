@@ -153,6 +153,8 @@ class Places:
             keep: Whether its keys and values may be reused, which they may not after an error.
         """
         placed = sequence.row is not None or sequence in self.prefilling
+        if self._blocks is not None and not keep:
+            self._blocks.withdraw(sequence)
         self._take_back(sequence, keep)
         with self._lock:
             if placed:

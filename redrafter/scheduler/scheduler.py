@@ -22,6 +22,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from math import isnan
 
 import torch
 
@@ -39,7 +40,7 @@ from redrafter.scheduler.prefill_budget import Chunk, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.sampling_tensors import SamplingTensors
-from redrafter.scheduler.sequence import NewTokens, SequenceDelta, TokenSequence
+from redrafter.scheduler.sequence import NewTokens, SequenceDelta, TokenSequence, not_finite
 from redrafter.scheduler.sequence_blocks import SequenceBlocks
 from redrafter.step import StepOutput
 
@@ -285,7 +286,10 @@ class Scheduler:
             The draws of their first tokens; None where there are none.
         """
         for sequence in rows.sequences:
-            if not sequence.max_new_tokens:
+            if any(isnan(score.logprob) for score in sequence.prompt_scores):
+                error = not_finite(len(sequence.prompt))
+                self._places.end(sequence, SequenceDelta((), finish="error", error=error), keep=False)
+            elif not sequence.max_new_tokens:
                 self._places.end(sequence, SequenceDelta((), finish="length"))
         rows = rows.at([row for row, sequence in enumerate(rows.sequences) if not sequence.ended])
         first = self.batch.begin(rows)
@@ -371,7 +375,7 @@ class Scheduler:
             if drawn.drafted is not None:
                 rows, tokens = rows + 1, tokens + len(drawn.tokens)
                 if self.batch.draft_lengths is not None:
-                    self.batch.draft_lengths.observe(sequence.index, len(drawn.tokens) - 1, step.levels)
+                    self.batch.draft_lengths.observe(sequence.index, max(len(drawn.tokens) - 1, 0), step.levels)
             self._append(sequence, drawn)
         if rows and self.batch.draft_pauses is not None:
             self.batch.draft_pauses.observe(len(step.sequences), rows, tokens)
@@ -387,4 +391,4 @@ class Scheduler:
         if delta.finish is None:
             sequence.sink(sequence, delta)
         else:
-            self._places.end(sequence, delta)
+            self._places.end(sequence, delta, keep=delta.error is None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from redrafter.cache.block_manager import BlockTable
 from redrafter.drafting.vocabulary_map import DraftText
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, NotFiniteError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.guided_text import GuidedText
 from redrafter.scheduler.logprobs import PromptScore, token_logprobs
@@ -17,7 +17,7 @@ from redrafter.scheduler.stats import Stats
 from redrafter.target.adapter_slots import Adapter
 from redrafter.target.images import ImageInputs, ImagePrompt
 
-__all__ = ["Finish", "NewTokens", "SamplingParams", "SequenceDelta", "TokenSequence", "cut"]
+__all__ = ["Finish", "NewTokens", "SamplingParams", "SequenceDelta", "TokenSequence", "cut", "not_finite"]
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
@@ -111,12 +111,14 @@ class NewTokens:
         drafted: Drafts that were verified, 0 where the other rows of the step left none; None without drafts.
         logits: The target's logits that each token was drawn from, `[count, V]`; None where nobody needs them.
         scores: These logits after the sampler's processors, likewise.
+        overflowed: Whether the logits after these tokens, of which there may be none, are no finite numbers.
     """
 
     tokens: list[int]
     drafted: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
+    overflowed: bool = False
 
 
 @dataclass(eq=False)  # a sequence equals only itself: comparing fields would look through whole prompts
@@ -239,9 +241,9 @@ class TokenSequence:
         finish: Finish | None = None
         if ended:
             finish = "stop" if new[-1] in stop_token_ids else "length"
-        if self.find_stop is not None and (stop := self.find_stop(new)) is not None:
+        if new and self.find_stop is not None and (stop := self.find_stop(new)) is not None:
             new, finish = new[: stop + 1], "stop"
-        accepted = min(len(drawn.tokens) - 1, len(new))
+        accepted = min(len(drawn.tokens) - (not drawn.overflowed), len(new))
         if self.written:
             self.stats.count(drawn.drafted, accepted, len(new))
         self.tokens += new
@@ -254,7 +256,17 @@ class TokenSequence:
             delta = replace(delta, logits=drawn.logits[: len(new)])
         if "scores" in self.keeps and drawn.scores is not None:
             delta = replace(delta, scores=drawn.scores[: len(new)])
+        if drawn.overflowed and finish is None:
+            delta = replace(delta, finish="error", error=not_finite(len(self.tokens)))
         return delta
+
+
+def not_finite(count: int) -> NotFiniteError:
+    """Return the error of a text whose logits are no numbers. count: tokens of the text."""
+    return NotFiniteError(
+        f"the model computes no finite number after {count} tokens (NaN or infinite logits): where the model or its "
+        "adapter overflows in float16, load it in bfloat16 or float32 (--dtype)"
+    )
 
 
 def cut(new: Sequence[int], max_new_tokens: int, eos: Collection[int]) -> tuple[list[int], bool]:

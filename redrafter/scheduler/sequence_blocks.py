@@ -147,6 +147,14 @@ class SequenceBlocks:
                     read = sequence.draft_text.ids[: sequence.draft_length(count)]
                     self._graphs.draft_blocks.publish(sequence.draft_block_table, read)
 
+    def withdraw(self, sequence: TokenSequence) -> None:
+        """Let no later sequence find what this one has computed, as after an error nobody knows what is in it."""
+        tables = (self._graphs.blocks, sequence.block_table), (self._graphs.draft_blocks, sequence.draft_block_table)
+        with self._graphs.lock:
+            for blocks, block_table in tables:
+                if blocks is not None and block_table is not None:
+                    blocks.withdraw(block_table)
+
     def release(self, sequence: TokenSequence, keep: bool) -> None:
         """Take the blocks of a sequence back, if it has any.
 

@@ -43,4 +43,5 @@ class DrafterLayer:
         if not cache.has_drafter_layer:
             return  # a cache that was made before the drafter was loaded has no place for them
         for store, states in zip(cache.drafter_stores(), self.remember(ids, positions, hidden), strict=True):
-            store.index_copy_(0, slots, states)
+            # A NaN would stay in the cache, and no mask hides one from the drafter. What it reads changes no text.
+            store.index_copy_(0, slots, states.nan_to_num(0, 0, 0))

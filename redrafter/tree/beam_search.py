@@ -141,6 +141,8 @@ def top_continuations(scores: Tensor, total: Tensor, width: int, ids: Tensor | N
         return score, torch.zeros_like(token), token if ids is None else ids[token]
     log_probs = scores.log_softmax(dim=-1, dtype=torch.float32)
     best, index = log_probs.topk(width, dim=-1)  # [B, w, W]: the best W pairs are among the best W of each beam
+    # As a sort takes a NaN for the largest number, a tree that is cut would lose its root.
+    best = best.masked_fill(best.isnan(), -torch.inf)
     score, pair = rearrange(best + total[:, :, None], "b w n -> b (w n)").topk(width, dim=-1)  # [B, W]
     token = rearrange(index, "b w n -> b (w n)").gather(1, pair)
     return score, pair // width, token if ids is None else ids[token]

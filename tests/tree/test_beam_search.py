@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from redrafter.tree.beam_search import beam_search
 
@@ -107,3 +108,17 @@ def test_sources_say_which_beam_each_one_continues():
     assert seen[0].tolist() == [[0]]
     assert seen[1].tolist() == [[0, 0, 0]]
     assert 2 in seen[2][0].tolist()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("wrong", [1, 2], ids=["from the first step on", "from the second step on"])
+def test_scores_that_are_no_numbers_leave_a_tree_under_its_root(beams, wrong):
+    def expand(k: int, tokens: Tensor, sources: Tensor) -> Tensor:
+        scores = torch.randn(2, tokens.shape[1], 20, generator=torch.Generator().manual_seed(k))
+        return scores.index_fill(0, torch.tensor([1]), torch.nan) if k + 1 >= wrong else scores
+
+    root = torch.tensor([5, 6])
+    tree = beam_search(root, expand, beams=beams, depth=3, nodes=5)
+    assert torch.equal(tree.tokens[:, 0], root)
+    assert (tree.parents[:, 1:] < torch.arange(1, tree.tokens.shape[1])).all()
+    assert torch.equal(tree.depth.gather(1, tree.parents)[:, 1:] + 1, tree.depth[:, 1:])

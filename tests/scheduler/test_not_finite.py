@@ -1,0 +1,216 @@
+"""A row whose logits are no numbers ends with an error of its own, and other rows write what each writes alone."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.adapters import saved
+from helpers.eagle import random_head
+from helpers.models import paged, tiny_drafter, tiny_model, with_tree
+from helpers.recurrent import recurrent_model
+from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, scheduler
+from redrafter import DraftTarget, Engine
+from redrafter.drafting.eagle_drafter import EagleDrafter
+from redrafter.drafting.prompt_lookup import PromptLookupProposer
+from redrafter.errors import NotFiniteError
+from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.row_caches import DenseRows
+from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.sampling_tensors import SamplingTensors
+from redrafter.scheduler.scheduler import Scheduler
+from redrafter.scheduler.sequence import TokenSequence
+from redrafter.target.target import Target
+
+BAD = 90  # an id in no prompt but those that are to fail
+
+
+@pytest.fixture
+def engine() -> Engine:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    return with_tree(model, tiny_drafter(), 4, 4)
+
+
+@contextmanager
+def not_finite(engine: Engine, token: int = BAD) -> Iterator[None]:
+    """Let a token's embedding, and so all that follows the token, be no numbers."""
+    weight = engine.model.get_input_embeddings().weight
+    kept = weight.data[token].clone()
+    weight.data[token] = torch.nan
+    yield
+    weight.data[token] = kept
+
+
+def dense(engine: Engine, speculate: bool = True, max_batch_size: int = 2) -> Scheduler:
+    target, rows = engine.target, max_batch_size
+    sampling = SamplingTensors(rows, target.vocab_size, target.device)
+    batch = RunningBatch(target, sampling, rows, DenseRows(target, engine.draft_model if speculate else None, rows))
+    limits = Limits(rows, sys.maxsize, chunked=False, paced=False)
+    return Scheduler(engine, None, limits, speculate, batch)
+
+
+CACHES = pytest.mark.parametrize(
+    "on", [dense, lambda engine, **how: scheduler(engine, blocks=12, max_batch_size=2, **how)], ids=["dense", "paged"]
+)
+
+
+def serve(served: Scheduler, *sequences: TokenSequence) -> None:
+    served.submit(*sequences)
+    for _ in range(1000):
+        if served.idle:
+            return
+        served.round()
+    raise AssertionError("the rounds do not end")
+
+
+def check(engine: Engine, fine: list[TokenSequence], failed: list[TokenSequence]) -> None:
+    for each in failed:
+        last = each.sink.deltas[-1]
+        assert (last.finish, type(last.error)) == ("error", NotFiniteError)
+    for each in fine:
+        assert each.sink.tokens == alone(engine, each)
+
+
+@CACHES
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "penalised"])
+def test_a_row_in_the_place_of_one_that_failed_writes_its_own_text(on, kind, engine):
+    served = on(engine, speculate=False)
+    long, short = make_sequence([5] * 30, 60, KINDS[kind]), make_sequence([7, 8], 50, KINDS[kind])
+    unwritten = next(token for token in range(80, 97) if token not in alone(engine, long) + alone(engine, short))
+    failed = make_sequence([*range(3, 75), unwritten, *range(3, 12)], 10, KINDS[kind])
+    with not_finite(engine, unwritten):
+        serve(served, long, failed, short)
+    check(engine, [long, short], [failed])
+    assert failed.sink.tokens == []
+
+
+@CACHES
+def test_what_was_written_before_is_kept(on, engine):
+    each = make_sequence([5, 6, 7], 40, KINDS["sampled"])
+    whole = alone(engine, each)
+    end = next(index for index in range(5, 40) if whole[index] not in [5, 6, 7, *whole[:index]])
+    other = make_sequence([5, 6, 7], end + 1, KINDS["sampled"])
+    with not_finite(engine, whole[end]):
+        serve(on(engine, speculate=False), each, other)
+    check(engine, [], [each])
+    assert each.sink.tokens == whole[: end + 1]
+    assert f"after {4 + end} tokens" in str(each.sink.deltas[-1].error)
+    assert other.sink.tokens == whole[: end + 1]  # which ends with the token that nothing can follow
+    assert other.sink.deltas[-1].finish == "length"
+
+
+@CACHES
+def test_rows_with_an_adapter_that_overflows_leave_others_alone(on, engine, tmp_path):
+    wrong, folder = saved(tmp_path / "wrong")
+    for name, weight in wrong.named_parameters():
+        if "lora_" in name:
+            weight.data.fill_(1e30)
+    wrong.save_pretrained(folder)
+    engine.load_adapter("wrong", folder)
+    fine = [make_sequence([5 + n] * (9 + n), 40, KINDS["sampled"]) for n in range(3)]
+    failed = [make_sequence([20 + n] * 30, 40, KINDS["sampled"]) for n in range(2)]
+    for each in failed:
+        each.adapter = engine.target.adapters.hold("wrong")
+    serve(on(engine), fine[0], failed[0], fine[1], failed[1], fine[2])
+    check(engine, fine, failed)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+def test_blocks_of_a_row_that_failed_are_found_by_nobody(ahead, engine):
+    served = scheduler(engine, speculate=False)
+    served.overlap = ahead
+    system = [3 + n % 60 for n in range(2 * BLOCK_SIZE)]
+    first = make_sequence([*system, 9], 5, KINDS["greedy"])
+    serve(served, first)
+    prompt = [*system, BAD, *[4 + n % 50 for n in range(3 * BLOCK_SIZE)]]
+    failed, again = make_sequence(prompt, 20, KINDS["greedy"]), make_sequence(prompt, 20, KINDS["greedy"])
+    with not_finite(engine):
+        serve(served, failed)
+    check(engine, [first], [failed])
+    serve(served, again)
+    check(engine, [again], [])
+    assert again.reused == len(system)  # of the first one, whose blocks stay
+    nothing_is_held(served)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Engine(Target(tiny_model("llama")), PromptLookupProposer(2, 3)),
+        lambda: DraftTarget(Target(tiny_model("llama")), Target(tiny_model("llama")), draft_len=3),
+        lambda: DraftTarget(
+            Target(tiny_model("llama")), Target(tiny_model("llama")), draft_len=3, acceptance="rejection"
+        ),
+        lambda: DraftTarget(Target(recurrent_model("lfm2")), Target(recurrent_model("lfm2")), draft_len=3),
+    ],
+    ids=["prompt lookup", "draft model", "rejection", "recurrent states"],
+)
+@CACHES
+def test_whatever_drafts_leaves_nothing_behind(on, make: Callable[[], Engine]):
+    engine = make()
+    engine.model.generation_config.eos_token_id = None
+    served, before = on(engine), make_sequence([7, 8], 50, KINDS["greedy"])
+    serve(served, before)
+    accepted, after = before.stats.accepted, make_sequence([7, 8], 50, KINDS["greedy"])
+    failed = [make_sequence([*range(3, 30 + n), BAD, *range(30, 40)], 40, KINDS["greedy"]) for n in range(3)]
+    with not_finite(engine):
+        serve(served, *failed)
+    serve(served, after)
+    check(engine, [after], failed)
+    assert after.stats.accepted == accepted
+
+
+@CACHES
+def test_a_head_that_reads_the_cache_drafts_by_numbers_again(on, monkeypatch):
+    engine = with_tree(tiny_model("llama"), random_head(), 4, 3)
+    engine.model.generation_config.eos_token_id = None
+    served, step, drafted = on(engine), EagleDrafter.step, []
+    monkeypatch.setattr(EagleDrafter, "step", lambda *args: drafted.append(step(*args)) or drafted[-1])
+    failed = [make_sequence([*range(3, 70 + n), BAD, *range(30, 32)], 8, KINDS["greedy"]) for n in range(3)]
+    with not_finite(engine):
+        serve(served, *failed)
+    drafted.clear()
+    after = make_sequence([7, 8], 50, KINDS["greedy"])
+    serve(served, after)
+    check(engine, [after], failed)
+    assert all(logits.isfinite().all() for logits, *_ in drafted)
+
+
+@pytest.mark.parametrize("new", [0, 4])
+def test_scores_of_a_prompt_that_are_no_numbers_are_an_error(new, engine):
+    served, params = scheduler(engine), replace(KINDS["greedy"], prompt_logprobs=1)
+    failed, fine = make_sequence([5, BAD, 6, 7], new, params), make_sequence([5, 6, 7], new, params)
+    with not_finite(engine):
+        serve(served, failed, fine)
+    check(engine, [fine] if new else [], [failed])
+    assert fine.sink.deltas[-1].finish == "length"
+
+
+@pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
+def test_a_call_says_which_row_failed_and_the_next_one_is_right(on, engine):
+    ids = torch.tensor([[5, 6, 7], [5, BAD, 7], [8, 9, 4]])
+    expected = engine.generate(ids, max_new_tokens=20, do_sample=False, speculate=False)
+    served = on(engine)
+    with not_finite(engine), pytest.raises(NotFiniteError, match=r"row 1: .* no finite number after 3 tokens"):
+        served.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(served.generate(ids, max_new_tokens=20, do_sample=False), expected)
+
+
+@CACHES
+def test_a_largest_logit_that_is_infinite_is_an_error_and_one_that_is_never_written_is_none(on, engine, monkeypatch):
+    head = engine.model.lm_head.forward
+    for value, failing in ((torch.inf, True), (-torch.inf, False)):
+        served, each = on(engine), make_sequence([5, 6, 7], 6, KINDS["greedy"])
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                engine.model.lm_head,
+                "forward",
+                lambda hidden, value=value: head(hidden).index_fill(-1, torch.tensor([90]), value),
+            )
+            serve(served, each)
+            check(engine, [] if failing else [each], [each] if failing else [])
