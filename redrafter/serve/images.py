@@ -1,14 +1,20 @@
-"""Images in chats: decoded under limits, and put into the prompt by the processor beside the model."""
+"""Images in chats: decoded in processes of their own, and put into the prompt by the processor beside the model."""
 
-import base64
-import binascii
-import io
-from collections.abc import Collection, Sequence
+import asyncio
+import json
+import struct
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 from redrafter.errors import first_line
+from redrafter.sandbox.frames import receive_frame, send_frame
+from redrafter.sandbox.process import SandboxedProcess, Zygote, zygote_of
 from redrafter.serve.config import ServeOptions
+from redrafter.serve.delta_stream import Stopped
 from redrafter.serve.protocol.messages import DATA_URL
 from redrafter.serve.protocol.requests import ApiError
 
@@ -17,9 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageLimits", "ImageReader", "PlacedImages"]
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # of an animation, the first picture is read
-MAX_RATIO = 50  # of an image's sides: a processor may enlarge it until the shorter one has hundreds of pixels
+MAX_AT_ONCE = 4  # requests whose images are decoded and cut up at once: decoded images are large
+MAX_AT_ONCE_PER_CLIENT = 2  # fewer, so that those of others go on beside one client's many
+# Bytes of images that were cut up and that the engine has not read yet; Qwen2-VL makes 294 MiB of 12.8 million pixels.
+MAX_HELD_BYTES = 2 << 30
+POLL_SECONDS = 0.05  # after which a request that waits for room looks again
+WAIT_SECONDS = 60.0  # wall-clock time to decode the images of one request, on a machine that is busy
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class PlacedImages:
 
 
 class ImageReader:
-    """Reads the images of chats, in one thread at a time: decoded images are large."""
+    """Reads the images of chats."""
 
     def __init__(self, processor: Any, names: Collection[str], limits: ImageLimits | None = None):
         """Make a reader.
@@ -62,63 +73,139 @@ class ImageReader:
             limits: What a request may have; None for the defaults.
         """
         self._processor, self._names, self.limits = processor, frozenset(names), limits or ImageLimits()
+        self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "redrafter-images")
+        self._processes: set[SandboxedProcess] = set()
+        self._held: Counter[str] = Counter()  # bytes by client
+        self._closed = False
 
     def check_count(self, count: int) -> None:
         """Raise `ApiError` where a request has more images than it may."""
         if count > self.limits.count:
             raise ApiError(400, f"{count} images in one request; at most {self.limits.count}", "messages")
 
-    def place(self, text: str, urls: Sequence[str]) -> PlacedImages:
+    async def run(self, encode: Callable[[SandboxedProcess], T], client: str) -> T:
+        """Encode a request with images in a thread, when it is its turn.
+
+        A client with `MAX_AT_ONCE_PER_CLIENT` turns, or with half of `MAX_HELD_BYTES`, waits for its own requests. If
+        nobody waits for a request any more, its process is ended at once, and its turn when its thread is free again.
+
+        Args:
+            encode: Encodes the request; called with a process that decodes its images.
+            client: Who asks.
+
+        Raises:
+            Stopped: The reader was closed.
+        """
+        async with self._clients.setdefault(client, asyncio.Semaphore(MAX_AT_ONCE_PER_CLIENT)):
+            while self._held[client] > MAX_HELD_BYTES // 2 or self._held.total() > MAX_HELD_BYTES:
+                if self._closed:
+                    break
+                await asyncio.sleep(POLL_SECONDS)
+            async with self._turns:
+                return await self._run(encode)
+
+    async def _run(self, encode: Callable[[SandboxedProcess], T]) -> T:
+        loop = asyncio.get_running_loop()
+        process = await loop.run_in_executor(self._threads, self.new_process)
+        self._processes.add(process)
+        try:
+            if self._closed:
+                raise Stopped
+            work = loop.run_in_executor(self._threads, encode, process)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                process.end()
+                await asyncio.gather(work, return_exceptions=True)  # its thread is free again
+                raise
+        finally:
+            self._processes.discard(process)
+            process.end()
+
+    async def count(
+        self, deltas: AsyncGenerator[T, None], inputs: Mapping[str, Any], client: str
+    ) -> AsyncGenerator[T, None]:
+        """Yield what the engine writes, and count the images of the prompt as held until it has read them.
+
+        Args:
+            deltas: What the engine writes; closed at the end.
+            inputs: What the model takes of the images.
+            client: Who asks.
+        """
+        size = sum(value.nbytes for value in inputs.values() if hasattr(value, "nbytes"))
+        self._held[client] += size
+        try:
+            async for written in deltas:
+                self._held[client] -= size
+                size = 0
+                yield written
+        finally:
+            self._held[client] -= size
+            self._held += Counter()  # forgets clients without any
+            await deltas.aclose()
+
+    def new_process(self) -> SandboxedProcess:
+        """Return a new process that decodes the images of one request."""
+        return SandboxedProcess(self._zygote)
+
+    def _zygote(self) -> Zygote:
+        limits = json.dumps({"pixels": self.limits.pixels}).encode()
+        return zygote_of(self, lambda: Zygote("redrafter.serve.image_decoder", [limits]))
+
+    def close(self) -> None:
+        """End all processes: those who wait for one get `Stopped`, as does who comes later."""
+        self._closed = True
+        for process in tuple(self._processes):
+            process.end()
+
+    def place(self, text: str, urls: Sequence[str], process: SandboxedProcess | None = None) -> PlacedImages:
         """Decode images, and put the tokens that stand for them into a prompt.
 
         Args:
             text: The prompt as the chat template rendered it, with the processor's mark for each image.
             urls: The images in their order, as `data:` URLs.
+            process: The process to decode them in; None for a new one.
 
         Raises:
-            ApiError: An image is too large or is none, or the template left one out.
+            ApiError: An image is too large or is none, takes too long, or the template left one out.
+            Stopped: The reader was closed meanwhile.
         """
         mark: str = self._processor.image_token
         if (places := text.count(mark)) != len(urls):
             raise ApiError(400, f"the chat template has places for {places} of {len(urls)} images", "messages")
-        left, images = self.limits.pixels, []
-        for url in urls:
-            images.append(self._decode(url, left))
-            left -= images[-1].width * images[-1].height
-        return self._process(text, images)
+        return self._process(text, self._decode(urls, process or self.new_process()))
 
-    def _decode(self, url: str, pixels: int) -> "Image":
-        """Return an image in RGB, of so many pixels at most."""
-        from PIL import Image, ImageOps
+    def _decode(self, urls: Sequence[str], process: SandboxedProcess) -> "list[Image]":
+        """Return images in RGB."""
+        from PIL import Image
 
-        payload = url[DATA_URL.match(url).end() :]  # type: ignore[union-attr]
-        if len(payload) // 4 * 3 > self.limits.size + 2:
-            raise _too_large(f"{len(payload) // 4 * 3} bytes; an image may have {self.limits.size}", "--max-image-size")
+        payloads = [url[DATA_URL.match(url).end() :] for url in urls]  # type: ignore[union-attr]
+        if (size := max(map(len, payloads)) // 4 * 3) > self.limits.size + 2:
+            what = f"{size} bytes; an image may have {self.limits.size} (--max-image-size)"
+            raise ApiError(400, f"an image is too large: {what}", "messages", "image_too_large")
+        images = []
         try:
-            data = base64.b64decode(payload, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise ApiError(400, f"an image is no base64: {error}", "messages") from error
-        try:
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                self._check_size(image.width, image.height, pixels)
-                return ImageOps.exif_transpose(image).convert("RGB")
-        except ApiError:
-            raise
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise _too_large(first_line(error), "--max-image-pixels") from error
-        except Exception as error:  # whatever a decoder of Pillow's raises
-            raise ApiError(
-                400, f"an image cannot be read ({first_line(error)[:80]}): send {', '.join(FORMATS)}", "messages"
-            ) from error
-
-    def _check_size(self, width: int, height: int, pixels: int) -> None:
-        """Raise `ApiError` for an image of more than so many pixels, or one so narrow that processors make it huge."""
-        if width * height > pixels:
-            what = f"{width * height} pixels, and a request's images may have {self.limits.pixels} together"
-            raise _too_large(what, "--max-image-pixels")
-        if max(width, height) > MAX_RATIO * min(width, height):
-            message = f"an image has {width} x {height} pixels: one side may be {MAX_RATIO} times as long as the other"
-            raise ApiError(400, message, "messages", "image_too_narrow")
+            process.connection.settimeout(WAIT_SECONDS)
+            send_frame(process.connection, b"%d" % len(payloads))
+            for payload in payloads:
+                send_frame(process.connection, payload.encode())
+            for _ in payloads:
+                reply = receive_frame(process.connection)
+                if reply[:1] == b"-":
+                    message, code = json.loads(bytes(reply[1:]))
+                    raise ApiError(400, message, "messages", code)
+                width, height = struct.unpack("=II", reply[1:])
+                images.append(Image.frombytes("RGB", (width, height), receive_frame(process.connection)))
+        except (EOFError, OSError) as error:
+            if self._closed:
+                raise Stopped from error
+            what = "an image takes too long or too much memory to be decoded: send it in another form"
+            raise ApiError(400, what, "messages", "image_too_complex") from error
+        finally:
+            process.end()
+        return images
 
     def _process(self, text: str, images: "list[Image]") -> PlacedImages:
         """Let the processor cut the images up and say which tokens stand for them."""
@@ -149,7 +236,3 @@ class ImageReader:
 
         types = self._processor.create_mm_token_type_ids([list(ids)])
         return {name: torch.tensor(types) for name in _TOKEN_TYPES if name in self._names}
-
-
-def _too_large(what: str, flag: str) -> ApiError:
-    return ApiError(400, f"an image is too large: {what} ({flag})", "messages", "image_too_large")

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.chat.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.chat.template import THINK_TAGS, ChatTemplate
 from redrafter.serve.chat.tools import describe_tools, template_tools
@@ -91,8 +92,12 @@ class Prompts:
             raise ApiError(400, "there is no prompt", "prompt")
         return [self._checked(text, "prompt") for text in prompts]
 
-    def encode_chat(self, request: ChatRequest) -> ChatPrompt:
+    def encode_chat(self, request: ChatRequest, decoder: SandboxedProcess | None = None) -> ChatPrompt:
         """Render a chat request with the chat template, and encode it.
+
+        Args:
+            request: The request.
+            decoder: The process to decode its images in; None for a new one.
 
         Raises:
             ApiError: If there is no template, it refuses the request, or the prompt is too long.
@@ -113,7 +118,7 @@ class Prompts:
                 with_tools = self._render(messages, None, variables, marker)
             text = with_tools
         self._check_size(text, "messages")
-        placed = None if reader is None else reader.place(text, urls)
+        placed = None if reader is None else reader.place(text, urls, decoder)
         text, ids = self._control.encode(text if placed is None else placed.text, marker)
         begin, end = THINK_TAGS
         tail = request.messages[-1].text if request.continue_final_message else text.rstrip()[-len(begin) :]

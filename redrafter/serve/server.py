@@ -70,6 +70,12 @@ class Server:
         )
         self.app = create_app(service, policy, options.max_body_size, options.allow_runtime_lora_updating)
 
+    def drain(self) -> None:
+        """Accept nothing new; what is being written goes on, and images are decoded no longer."""
+        self.engine.drain()
+        if isinstance(self.images, ImageReader):
+            self.images.close()
+
     def summary(self, url: str) -> list[str]:
         """Return log lines that say what is served, with a command to try it. url: where it is served."""
         what, *more = self.engine.facts.description

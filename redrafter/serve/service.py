@@ -6,7 +6,6 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.engine.detokenizer import decode_tokens
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
+from redrafter.sandbox.process import SandboxedProcess
 from redrafter.scheduler.sequence import SamplingParams
 from redrafter.serve.answers.chat import ChatFormat
 from redrafter.serve.answers.choice import Choice
@@ -79,7 +79,6 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self._image_thread = ThreadPoolExecutor(1, "redrafter-images")
         facts = self.engine.facts
         self.adapters = dict(facts.adapters)
         self.prompts = Prompts(
@@ -170,7 +169,7 @@ class Service:
     async def chat(self, request: ChatRequest, facts: Facts) -> dict[str, Any] | AsyncIterator[dict[str, Any]]:
         """Answer a request for a chat, as `completion` does."""
         self.check_model(request.model)
-        prompt = await self.encode(self.prompts.encode_chat, request, request.messages)
+        prompt = await self.encode(self.prompts.encode_chat, request, request.messages, facts)
         if prompt.images is not None and request.prompt_logprobs is not None:
             raise ApiError(400, "the tokens of a prompt with images are not scored: leave it out", "prompt_logprobs")
         count = (request.top_logprobs or 0) if request.logprobs else None
@@ -191,17 +190,24 @@ class Service:
         prompts = [prompt.ids] * (request.n or 1)
         return await self._serve(request, prompts, max_new_tokens, params, grammar, form, facts, images=prompt.images)
 
-    async def encode(self, encode: Callable[[R], T], request: R, messages: Sequence[Message] | None) -> T:
-        """Encode a request in a thread, in the only one for chats with images: decoded images are large.
+    async def encode(
+        self,
+        encode: Callable[[R, SandboxedProcess | None], T],
+        request: R,
+        messages: Sequence[Message] | None,
+        facts: Facts,
+    ) -> T:
+        """Encode a request in a thread; one with images when it is its client's turn.
 
         Args:
-            encode: Encodes the request.
+            encode: Encodes the request; called with a process that decodes its images, None where it has none.
             request: The request.
             messages: Its messages; None where it is no chat.
+            facts: What is logged of it.
         """
-        seeing = any(message.images for message in messages or ())
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._image_thread if seeing else None, encode, request)
+        if isinstance(self.images, str) or not any(message.images for message in messages or ()):
+            return await asyncio.to_thread(encode, request, None)
+        return await self.images.run(lambda decoder: encode(request, decoder), _client(facts))
 
     async def _serve(
         self,
@@ -229,6 +235,8 @@ class Service:
         deltas = self.engine.deltas(
             prompts, max_new_tokens, params, make, grammar, client, salt, adapter, images=images
         )
+        if images is not None and not isinstance(self.images, str):
+            deltas = self.images.count(deltas, images, client)
         if not request.stream:
             async with aclosing(deltas):  # or else the engine would go on after an error
                 body = await collect_answer(deltas, choices, form, name, best)

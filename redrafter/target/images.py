@@ -86,6 +86,7 @@ class ImageInputs:
         """
         if self._prompt is None:
             self._prompt = self._encode(model, ids)
+            self.inputs = {}  # pixels take several times as much as what was encoded of them
         return self._prompt
 
     def _encode(self, model: Any, ids: Sequence[int]) -> ImagePrompt:

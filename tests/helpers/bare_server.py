@@ -35,7 +35,7 @@ def load():
         raise CheckpointError("this model is no good")
     load, nothing = SimpleNamespace(running=1), lambda *_: None
     engine = SimpleNamespace(start=nothing, stop=nothing, drain=nothing, idle=IDLE, load=load)
-    return SimpleNamespace(app=app, engine=engine)
+    return SimpleNamespace(app=app, engine=engine, drain=nothing)
 
 IDLE, DRAIN, FILES = True, 1.0, {}
 CHANGES

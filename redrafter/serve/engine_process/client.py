@@ -5,7 +5,7 @@ import concurrent.futures
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
@@ -123,7 +123,7 @@ class EngineClient:
         client: str = "",
         cache_salt: str | None = None,
         adapter: str | None = None,
-        images: Mapping[str, Any] | None = None,
+        images: dict[str, Any] | None = None,
     ) -> AsyncGenerator[tuple[int, ServedSequence, list[SequenceDelta]], None]:
         """Ask for a text after each prompt of one request, after prompt i with seed + i, and yield their deltas.
 
@@ -139,7 +139,8 @@ class EngineClient:
             client: Who asks, as far as fairness goes.
             cache_salt: Prefixes are reused only from requests with the same salt.
             adapter: Name of the LoRA adapter of all texts; None for the model alone.
-            images: What the model takes of the images in each of the prompts, which are equal; None for text.
+            images: What the model takes of the images in each of the prompts, which are equal; None for text. It may
+                be hundreds of megabytes, and is emptied once the engine has it.
 
         Yields:
             The index of a prompt, its sequence, and its deltas since it was yielded last, until all have ended.
@@ -168,7 +169,10 @@ class EngineClient:
             left = len(prompts)
             while left:
                 deltas: defaultdict[int, list[SequenceDelta]] = defaultdict(list)
-                for index, delta in await stream.receive():
+                received = await stream.receive()
+                if images:
+                    images.clear()
+                for index, delta in received:
                     deltas[index].append(delta)
                     left -= delta.finish is not None
                 for index, new in deltas.items():

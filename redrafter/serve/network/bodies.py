@@ -53,8 +53,13 @@ class BodyLimits:
             body.check_length(int(length) if length.isdigit() else 0)
         except Refusal as refusal:
             return await error_answer(refusal)(scope, receive, send)
+
+        async def answer(message: Message) -> None:
+            body.release()  # not before: what waits for its turn, as images do, still holds the body
+            await send(message)
+
         try:
-            await self.app(scope, body.receive, send)
+            await self.app(scope, body.receive, answer)
         finally:
             body.release()
 
@@ -175,7 +180,6 @@ class JsonRequest(Request):
             body: _Body = self.scope["body"]
             self._json = await body.limits.parse(await self.body(), _loads)
             self._body = b""  # it may be large, and a stream may last
-            body.release()
         return self._json
 
 

@@ -49,6 +49,9 @@ class Loaded(Protocol):
     def engine(self) -> "EngineClient":
         """The line to the engine that writes the texts."""
 
+    def drain(self) -> None:
+        """Accept nothing new; what is being written goes on."""
+
 
 LoadedT = TypeVar("LoadedT", bound=Loaded)
 
@@ -163,7 +166,7 @@ class ServerProcess:
             os._exit(0)  # the thread that loads would delay an orderly end
         if self._ending is not None:
             return self._drop()
-        self._loaded.engine.drain()
+        self._loaded.drain()
         running, timeout = self._loaded.engine.load.running, self.options.drain_timeout
         _LOG.info("stopping: %d texts are still written, for %g s at most; once more to drop them", running, timeout)
         self._ending = asyncio.ensure_future(self._drain(self._loaded.engine, timeout))

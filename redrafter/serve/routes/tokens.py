@@ -5,10 +5,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import BaseModel, Field, StrictBool, model_validator
 
 from redrafter.engine.detokenizer import decode_tokens
+from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.fields import MAX_PARTS, Ids, Strict
 from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, ChatRequest, Message, Tool
@@ -91,9 +92,9 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         return service.model_entry(model)
 
     @app.post("/tokenize", response_model=TokenizeAnswer, **options)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         service.check_model(body.model)
-        ids = await service.encode(partial(_tokens, prompts()), body, body.messages)
+        ids = await service.encode(partial(_tokens, prompts()), body, body.messages, request.scope["facts"])
         names = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return {"count": len(ids), "max_model_len": service.context, "tokens": ids, "token_strs": names}
 
@@ -108,13 +109,12 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         return {"prompt": await asyncio.to_thread(decode_tokens, service.tokenizer, body.tokens)}
 
 
-def _tokens(prompts: Prompts, body: TokenizeRequest) -> list[int]:
+def _tokens(prompts: Prompts, body: TokenizeRequest, decoder: SandboxedProcess | None) -> list[int]:
     """Return the tokens that a completion or a chat would read."""
     if body.messages is not None:
         generation = body.add_generation_prompt
-        return prompts.encode_chat(
-            ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=generation)
-        ).ids
+        chat = ChatRequest(messages=body.messages, tools=body.tools, add_generation_prompt=generation)
+        return prompts.encode_chat(chat, decoder).ids
     assert body.prompt is not None
     if body.add_special_tokens is None:
         [ids] = prompts.encode_prompts(body.prompt)

@@ -1,0 +1,101 @@
+"""The process that decodes the images of one request, of which a few kilobytes may take minutes.
+
+`redrafter.sandbox.child` forks it. It imports nothing but Pillow, and ends where its limits of time and memory are.
+"""
+
+import base64
+import binascii
+import io
+import json
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from redrafter.errors import first_line
+from redrafter.sandbox.child import bounded_work, limit_memory
+from redrafter.sandbox.frames import receive_frame, send_frame
+
+__all__ = ["prepare"]
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # of an animation, the first picture is read
+MAX_RATIO = 50  # of an image's sides: a processor may enlarge it until the shorter one has hundreds of pixels
+
+# The dearest images that are no attack (WebP with noise, CMYK) take 0.07 s and 23 MiB for a million pixels.
+OPEN_CPU_SECONDS = 1.0
+CPU_SECONDS_PER_PIXEL = 4e-7
+BYTES, BYTES_PER_PIXEL = 64 << 20, 32
+
+
+class _Refusal(Exception):
+    """An image that is not decoded: a message and, if there is one, a code."""
+
+
+def prepare(limits: bytearray) -> Callable[[socket.socket], None]:
+    """Load the decoders, and return what a process does with its connection.
+
+    It receives the number of images and each one's base64, and sends the width, height and RGB pixels of each, or `-`
+    and a message with a code as JSON.
+
+    Args:
+        limits: The most `pixels` of the images of a request, as JSON.
+    """
+    pixels: int = json.loads(bytes(limits))["pixels"]
+    Image.init()
+    Image.MAX_IMAGE_PIXELS = None  # the limits here are others
+
+    def run(connection: socket.socket) -> None:
+        limit_memory(BYTES + BYTES_PER_PIXEL * pixels)
+        payloads = [receive_frame(connection) for _ in range(int(receive_frame(connection)))]
+        try:
+            with bounded_work(OPEN_CPU_SECONDS, connection):
+                images = _open(payloads, pixels)
+            seconds = OPEN_CPU_SECONDS + CPU_SECONDS_PER_PIXEL * sum(image.width * image.height for image in images)
+            with bounded_work(seconds, connection):
+                decoded = [_decode(image) for image in images]
+        except _Refusal as refusal:
+            return send_frame(connection, b"-", json.dumps(refusal.args).encode())
+        for width, height, content in decoded:
+            send_frame(connection, b"+", struct.pack("=II", width, height))
+            send_frame(connection, content)
+
+    return run
+
+
+def _open(payloads: Sequence[bytearray], pixels: int) -> list[Any]:
+    """Return images of which the headers are read, of so many pixels together at most."""
+    images, left = [], pixels
+    for payload in payloads:
+        try:
+            data = base64.b64decode(payload, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise _Refusal(f"an image is no base64: {error}", None) from error
+        image = _read(lambda: Image.open(io.BytesIO(data), formats=FORMATS))  # noqa: B023  # called at once
+        width, height = image.size
+        left -= width * height
+        if left < 0:
+            what = f"{width * height} pixels, and a request's images may have {pixels} together"
+            raise _Refusal(f"an image is too large: {what} (--max-image-pixels)", "image_too_large")
+        if max(width, height) > MAX_RATIO * min(width, height):
+            what = f"{width} x {height} pixels: one side may be {MAX_RATIO} times as long as the other"
+            raise _Refusal(f"an image has {what}", "image_too_narrow")
+        images.append(image)
+    return images
+
+
+def _decode(image: Any) -> tuple[int, int, bytes]:
+    """Return width, height and RGB pixels of an image, turned as its camera was."""
+    turned = _read(lambda: ImageOps.exif_transpose(image).convert("RGB"))
+    return turned.width, turned.height, turned.tobytes()
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except MemoryError:
+        raise EOFError("the limit of memory") from None  # ends the process, as the limit of time does
+    except Exception as error:  # whatever a decoder of Pillow's raises
+        what = f"an image cannot be read ({first_line(error)[:80]}): send {', '.join(FORMATS)}"
+        raise _Refusal(what, None) from error

@@ -1,0 +1,240 @@
+"""Images that take long to decode are given up, and neither other clients nor a server that stops wait for them."""
+
+import asyncio
+import base64
+import gc
+import io
+import os
+import re
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL")
+pytest.importorskip("fastapi")
+
+import httpx
+import torch
+from PIL import Image
+
+from helpers.chats_with_images import data_url, image_part, llava_processor, llava_with_processor, picture, text_part
+from helpers.processes import children, soon
+from helpers.serving import Program
+from redrafter.sandbox.process import SandboxedProcess
+from redrafter.serve import images
+from redrafter.serve.config import ServeOptions
+from redrafter.serve.delta_stream import Stopped
+from redrafter.serve.images import ImageLimits, ImageReader
+from redrafter.serve.network import bodies
+from redrafter.serve.protocol.requests import ApiError
+from redrafter.serve.routes.app import create_app
+
+NAMES = ("pixel_values",)
+
+
+def of_many_scans(side: int = 1024, count: int = 20_000) -> str:
+    """Return a progressive JPEG whose last scan, which changes nothing, is written so many times: 0.7 MB, 8 s."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), (9, 90, 200)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    last = data[[found.start() for found in re.finditer(b"\xff\xda", data)][-1] : -2]
+    whole = data[:-2] + last * count + data[-2:]
+    return f"data:image/jpeg;base64,{base64.b64encode(whole).decode()}"
+
+
+@pytest.fixture
+def reader() -> Iterator[ImageReader]:
+    gc.collect()
+    assert soon(lambda: not decoders())
+    reader = ImageReader(llava_processor(), NAMES, ImageLimits(pixels=1 << 22))
+    yield reader
+    reader.close()
+
+
+def place(reader: ImageReader, url: str) -> Callable[[SandboxedProcess], Any]:
+    return lambda process: reader.place("<image>", [url], process)
+
+
+def test_an_image_of_many_scans_is_given_up_and_the_next_one_is_read(reader):
+    with pytest.raises(ApiError, match="takes too long or too much memory") as caught:
+        reader.place("<image>", [of_many_scans()])
+    assert caught.value.status == 400
+    assert caught.value.code == "image_too_complex"
+    assert reader.place("<image>", [data_url(picture(1))]).inputs["pixel_values"].shape == (1, 3, 28, 28)
+
+
+def test_the_kernel_knows_the_limit_of_memory(reader):
+    process = reader.new_process()
+    [child] = decoders()
+    bound = (64 << 20) + 32 * reader.limits.pixels
+
+    def limit() -> int:
+        lines = Path(f"/proc/{child}/limits").read_text().splitlines()
+        soft = next(line.split()[3] for line in lines if line.startswith("Max address space"))
+        return 0 if soft == "unlimited" else int(soft)
+
+    assert soon(lambda: bound < limit() < bound + (1 << 30))
+    process.end()
+    assert soon(lambda: not os.path.exists(f"/proc/{child}"))
+
+
+def decoders() -> list[int]:
+    """Return the processes that decode images."""
+    return [child for zygote in children(os.getpid()) for child in children(zygote)]
+
+
+class Held:
+    """Stands for work that takes as long as it is let."""
+
+    def __init__(self) -> None:
+        self.go_on, self.running, self.most, self.lock = threading.Event(), 0, 0, threading.Lock()
+
+    def __call__(self, process: SandboxedProcess) -> str:
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        assert self.go_on.wait(20)
+        with self.lock:
+            self.running -= 1
+        return "held"
+
+
+def test_many_images_of_one_client_leave_a_turn_to_others(reader):
+    held = Held()
+
+    async def ask() -> list[str]:
+        many = [asyncio.ensure_future(reader.run(held, "many")) for _ in range(20)]
+        while held.running < images.MAX_AT_ONCE_PER_CLIENT:
+            await asyncio.sleep(0.01)
+        try:
+            for seed in range(3):
+                placed = await asyncio.wait_for(reader.run(place(reader, data_url(picture(seed))), "few"), 15)
+                assert len(placed.inputs["pixel_values"]) == 1
+            assert not any(task.done() for task in many)
+        finally:
+            held.go_on.set()
+        return await asyncio.gather(*many)
+
+    assert asyncio.run(ask()) == ["held"] * 20
+    assert held.most == images.MAX_AT_ONCE_PER_CLIENT
+
+
+def test_an_image_that_nobody_waits_for_any_more_is_given_up(reader, monkeypatch):
+    begun, ended = [], []
+
+    def work(process: SandboxedProcess) -> None:
+        begun.append(process)
+        try:
+            place(reader, of_many_scans())(process)
+        except BaseException as error:
+            ended.append(error)
+            raise
+
+    async def leave() -> str:
+        asked = [asyncio.ensure_future(reader.run(work, "leaves")) for _ in range(images.MAX_AT_ONCE_PER_CLIENT)]
+        while len(begun) < len(asked):
+            await asyncio.sleep(0.01)
+        started = decoders()
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert all(task.cancelled() for task in asked)
+        assert soon(lambda: not any(os.path.exists(f"/proc/{child}") for child in started))
+        return await reader.run(lambda process: "the next", "leaves")
+
+    assert asyncio.run(leave()) == "the next"
+    assert len(ended) == images.MAX_AT_ONCE_PER_CLIENT
+
+
+def test_a_reader_that_is_closed_keeps_nobody_waiting(reader):
+    async def ask() -> list[BaseException | str]:
+        asked = [asyncio.ensure_future(reader.run(place(reader, of_many_scans()), "one")) for _ in range(4)]
+        while len(decoders()) < images.MAX_AT_ONCE_PER_CLIENT:
+            await asyncio.sleep(0.01)
+        reader.close()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert {type(error) for error in asyncio.run(ask())} == {Stopped}
+
+
+def test_a_server_that_is_told_to_stop_waits_for_no_image(tmp_path):
+    model, processor = llava_with_processor()
+    for part in (model, processor):
+        part.save_pretrained(tmp_path)
+    program = Program(str(tmp_path), "--prompt-lookup", "--device", "cpu", "--drain-timeout", "600")
+    content = [image_part(of_many_scans(4096, 20_000)), text_part("What is it?")]
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        body = {"messages": [{"role": "user", "content": content}]}
+        answers.append(httpx.post(f"{program.url}/v1/chat/completions", json=body, timeout=60))
+
+    asking = threading.Thread(target=ask)
+    before = children(program.process.pid)  # the engine's
+    asking.start()
+    assert soon(lambda: any(children(pid) for pid in children(program.process.pid) if pid not in before), 20)
+    assert program.end() == 0
+    asking.join()
+    assert answers[0].status_code == 503, answers[0].text
+    assert not any("by force" in line for line in program.log)
+
+
+def test_a_body_that_waits_for_its_images_counts_among_those_that_are_held(monkeypatch):
+    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MAX_LARGE_BODIES_BYTES", 5000)
+    decode = asyncio.Event()
+
+    async def chat(request: Any, facts: Any) -> dict[str, Any]:
+        await decode.wait()
+        return {}
+
+    app = create_app(SimpleNamespace(engine=None, chat=chat), max_body_bytes=ServeOptions.max_body_size)
+    body = {"messages": [{"role": "user", "content": [image_part("data:image/png;base64," + "A" * 2000)]}]}
+
+    async def ask() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            send = lambda: client.post("/v1/chat/completions", json=body)  # noqa: E731
+            waiting = [asyncio.ensure_future(send()) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            statuses = [(await send()).status_code]
+            decode.set()
+            statuses += [(await task).status_code for task in waiting]
+            return [*statuses, (await send()).status_code]
+
+    assert asyncio.run(ask()) == [503, 200, 200, 200]
+
+
+def test_images_that_the_engine_has_not_read_make_more_of_their_client_wait_and_none_of_others(reader, monkeypatch):
+    inputs = {"pixel_values": torch.zeros(1000)}
+    monkeypatch.setattr(images, "MAX_HELD_BYTES", 2 * inputs["pixel_values"].nbytes)
+
+    async def ask() -> list[str]:
+        read = [asyncio.Event(), asyncio.Event()]
+
+        async def write(number: int) -> AsyncGenerator[int, None]:
+            await read[number].wait()
+            yield 1
+            yield 2
+
+        async def listen(number: int) -> list[int]:
+            return [delta async for delta in reader.count(write(number), inputs, "many")]
+
+        listening = [asyncio.ensure_future(listen(number)) for number in range(2)]
+        await asyncio.sleep(0)
+        waits = asyncio.ensure_future(reader.run(lambda process: "its next", "many"))
+        other = await asyncio.wait_for(reader.run(lambda process: "another's", "few"), 15)
+        await asyncio.sleep(3 * images.POLL_SECONDS)
+        assert not waits.done()
+        read[0].set()  # the engine has read one of them
+        texts = [other, await asyncio.wait_for(waits, 15)]
+        listening[1].cancel()
+        await asyncio.gather(*listening, return_exceptions=True)
+        assert listening[0].result() == [1, 2]
+        return texts
+
+    assert asyncio.run(ask()) == ["another's", "its next"]
