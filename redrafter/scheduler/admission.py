@@ -1,7 +1,8 @@
 """Admission: which waiting sequences are given places and blocks, and which sequences give theirs up.
 
 Where every place is taken, a client without any is given the place of another client's newest sequence, which goes on
-later with the same tokens. Where blocks run out, the newest sequence waits until there are enough again.
+later with the same tokens. Where blocks run out, the newest sequence waits until there are enough again. Schedulers in
+other threads may hold blocks of the same cache: who has no sequence left to run then waits in turn, holding none.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ class Admission:
     def admit(self, limits: Limits, settle: Settle, *, reads_beside: bool) -> None:
         """Give places and blocks to the next sequences of the queue, as many as there is room for.
 
-        To be called once a round.
+        To be called once a round. If there is room for none while none runs, wait a moment for others to make some.
 
         Args:
             limits: What may run at once.
@@ -51,6 +52,15 @@ class Admission:
             reads_beside: Whether steps read prompts, so that one alone costs no forward.
         """
         self._rounds += 1
+        if self._blocks is None or self._blocks.have_turn:
+            self._admit(limits, settle, reads_beside=reads_beside)
+        if self._blocks is not None:
+            if self._places.waiting and not self._places.running:
+                self._blocks.wait()
+            else:
+                self._blocks.end_wait()
+
+    def _admit(self, limits: Limits, settle: Settle, *, reads_beside: bool) -> None:
         places = self._places
         free = limits.max_batch_size - places.running
         if not reads_beside and places.running and 0 < free < min(limits.admit_together, places.waiting):
@@ -86,7 +96,7 @@ class Admission:
             try:
                 self._blocks.allocate(sequence, slots)
             except CacheFullError as error:
-                if self._places.running == 1:  # it would not fit into an empty cache either
+                if not self._blocks.could_hold(sequence, slots):
                     self._places.end(sequence, SequenceDelta((), finish="error", error=error))
                     return True
                 if not (may_preempt and self._free_a_place(settle, slots)):
@@ -156,8 +166,8 @@ class Admission:
                 except CacheFullError as error:
                     if settle():
                         continue  # a sequence may have ended
-                    if self._places.running == 1:
-                        self._places.end(sequence, SequenceDelta((), finish="error", error=error))
-                    else:
+                    if self._blocks.could_hold(sequence, slots):
                         self._preempt(self._newest(self._places.sequences))
+                    else:
+                        self._places.end(sequence, SequenceDelta((), finish="error", error=error))
         return grown

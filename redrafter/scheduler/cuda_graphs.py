@@ -166,6 +166,9 @@ class CUDAGraphRunner:
         draft_host: The same for those of `draft_blocks`.
         lock: Guards `blocks`, and whatever is launched, against schedulers in several threads: graphs share memory, so
             what a step drew must be copied before another step is launched.
+        released: Condition on `lock`, notified when blocks are given back or `turns` changes.
+        turns: Those who wait for blocks that others hold, the first to come first. While anyone waits, nobody else
+            takes blocks for another sequence, so that a call of many prompts cannot keep a later one waiting.
     """
 
     def __init__(
@@ -180,6 +183,7 @@ class CUDAGraphRunner:
         self.host, self.draft_host = host, draft_host
         self.forget_prefixes()
         self.lock = threading.RLock()
+        self.released, self.turns = threading.Condition(self.lock), list[object]()
         self._capturable = True
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._adapters = active_adapters(target.model)

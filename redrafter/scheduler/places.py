@@ -169,6 +169,8 @@ class Places:
         for sequence in self.sequences:
             self._take_back(sequence, keep=False)
         self._queue.clear()
+        if self._blocks is not None:
+            self._blocks.end_wait()
 
     def _take_back(self, sequence: TokenSequence, keep: bool) -> None:
         """Take back the blocks and the row of a sequence. keep: whether its keys and values may be reused."""

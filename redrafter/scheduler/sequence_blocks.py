@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from redrafter.cache.block_manager import BlockManager, BlockTable
 from redrafter.errors import CacheFullError
@@ -10,6 +11,8 @@ from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.sequence import TokenSequence
 
 __all__ = ["SequenceBlocks", "draft_tables_of", "tables_of"]
+
+LONGEST_WAIT = 0.05  # seconds, after which a call that waits for blocks looks at its deadline and cancellations again
 
 
 def tables_of(sequences: Sequence[TokenSequence]) -> list[BlockTable]:
@@ -48,12 +51,41 @@ class SequenceBlocks:
         # Without a draft model, no prompt is read into the cache of drafts, so none of its prefixes can be reused.
         self._publishes = reuse and (graphs.draft_store is None or has_draft_model)
         self._rope = graphs.target.rope
-        self._refused: tuple[object, str] | None = None  # the last allocation that failed, and why
+        self._refused: tuple[tuple[object, ...], str] | None = None  # the last allocation that failed, and why
 
     @property
     def free(self) -> int:
         """Number of blocks that could be handed out now."""
         return self._graphs.blocks.num_free_blocks
+
+    def could_hold(self, sequence: TokenSequence, slots: int) -> bool:
+        """Tell whether so many positions of a sequence fit into an empty cache."""
+        fits = slots <= self._graphs.blocks.num_blocks * BLOCK_SIZE
+        if sequence.draft_text is None or self._graphs.draft_blocks is None:
+            return fits
+        return fits and sequence.draft_bound(slots) <= self._graphs.draft_blocks.num_blocks * BLOCK_SIZE
+
+    @property
+    def have_turn(self) -> bool:
+        """Whether nobody waits for blocks of the same cache who came before."""
+        turns = self._graphs.turns[:1]
+        return not turns or turns[0] is self
+
+    def wait(self) -> None:
+        """Wait in turn for blocks that others hold, but not for long. The caller's own sequences hold none."""
+        with self._graphs.released:
+            if self not in self._graphs.turns:
+                self._graphs.turns.append(self)
+            # What was released since the last attempt might be enough.
+            if not self.have_turn or (self._refused and self._refused[0] == self._attempt(*self._refused[0][:2])):
+                self._graphs.released.wait(LONGEST_WAIT)
+
+    def end_wait(self) -> None:
+        """Let others take blocks, if this one has waited for some."""
+        if self in self._graphs.turns:
+            with self._graphs.released:
+                self._graphs.turns.remove(self)
+                self._graphs.released.notify_all()
 
     def allocate(self, sequence: TokenSequence, slots: int) -> None:
         """Give an admitted sequence blocks for so many positions, with the longest cached prefix of its tokens.
@@ -72,7 +104,7 @@ class SequenceBlocks:
                 self._refused = self._attempt(sequence, slots), str(error)
                 raise
 
-    def _attempt(self, sequence: TokenSequence, slots: int) -> tuple[object, ...]:
+    def _attempt(self, sequence: Any, slots: Any) -> tuple[object, ...]:
         """Return what decides whether an allocation fails: it fails again as long as this stays equal."""
         managers = [x for x in (self._graphs.blocks, self._graphs.draft_blocks) if x is not None]
         return sequence, slots, *((manager, manager.freed) for manager in managers)
@@ -166,11 +198,12 @@ class SequenceBlocks:
             return
         if keep:
             self.publish(sequence, sequence.prefilled if sequence.row is None else self._cached(sequence))
-        with self._graphs.lock:
+        with self._graphs.released:
             self._graphs.blocks.release(sequence.block_table)
             if sequence.draft_block_table is not None:
                 assert self._graphs.draft_blocks is not None
                 self._graphs.draft_blocks.release(sequence.draft_block_table)
+            self._graphs.released.notify_all()
         sequence.block_table = sequence.draft_block_table = None
 
     def _is_steady(self, sequence: TokenSequence) -> bool:

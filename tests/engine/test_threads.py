@@ -1,6 +1,7 @@
-"""Requests that share an engine, or a model, on the dense cache: each writes what it writes alone."""
+"""Requests that share an engine, or a model, in several threads: each writes what it writes alone."""
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 
 from helpers.drafters import random_drafter
-from helpers.models import in_threads, tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter import DraftTarget, Engine, PromptLookup
+from helpers.models import in_threads, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from redrafter import CacheFullError, DraftTarget, Engine, PromptLookup
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
+from redrafter.scheduler.sequence_blocks import SequenceBlocks
 
 THREADS, ROUNDS = 6, 2
 WAYS = [
@@ -81,3 +83,99 @@ def test_first_requests_at_once_make_one_set_of_graphs(monkeypatch):
     monkeypatch.setattr(CUDAGraphRunner, "on", slowly)
     engine = with_tree(tiny_model("llama"), tiny_drafter(), 2, 2)
     assert len(set(in_threads(lambda _: engine.open_graphs(), 4))) == len(made) == 1
+
+
+class Gate:
+    """A streamer that holds its call, and so the blocks of its rows, from the first token on until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def put_step(self, *_: object) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that is set once a call waits for blocks of others."""
+    event, wait = threading.Event(), SequenceBlocks.wait
+    monkeypatch.setattr(SequenceBlocks, "wait", lambda blocks: (event.set(), wait(blocks)))
+    return event
+
+
+def prompts(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def test_a_call_waits_for_blocks_that_a_call_of_another_thread_holds(waiting):
+    greedy = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
+    batches, gate = [prompts(12, 9), prompts(2, 11)], Gate()
+    expected = [engine_of("drafter").generate(batch, **greedy) for batch in batches]
+    engine = paged(engine_of("drafter"), blocks=1 + 8 * 4)
+
+    def work(index: int) -> torch.Tensor:
+        if not index:
+            return engine.generate(batches[0], streamer=gate, **greedy)
+        assert gate.reached.wait(60)
+        return engine.generate(batches[1], **greedy)
+
+    def open_when_one_waits(index: int) -> torch.Tensor:
+        if index < 2:
+            return work(index)
+        assert waiting.wait(60)
+        gate.opened.set()
+        return torch.empty(0)
+
+    assert all(map(torch.equal, in_threads(open_when_one_waits, 3), expected))
+    assert engine.graphs.blocks.num_free_blocks == engine.graphs.blocks.num_blocks
+    assert not engine.graphs.turns
+
+
+@pytest.mark.parametrize("kind", ["drafter", "draft model"])
+def test_calls_that_fill_the_cache_together_all_come_to_their_ends(kind):
+    engine = paged(engine_of(kind), blocks=8)
+
+    def work(index: int) -> torch.Tensor:
+        return engine.generate(prompts(3, 5 + index), max_new_tokens=12, **WAYS[index % len(WAYS)])
+
+    alone = [work(index) for index in range(THREADS)]
+    for beside_others, expected in zip(in_threads(work, THREADS), alone, strict=True):
+        assert torch.equal(beside_others, expected)
+
+
+def test_what_never_fits_is_refused_though_others_hold_blocks(waiting):
+    engine, gate = paged(engine_of("drafter"), blocks=5), Gate()
+
+    def work(index: int) -> torch.Tensor:
+        if not index:
+            return engine.generate(prompts(1, 5), max_new_tokens=4, do_sample=False, streamer=gate)
+        assert gate.reached.wait(60)
+        with pytest.raises(CacheFullError):
+            engine.generate(prompts(1, 60), max_new_tokens=20, do_sample=False)
+        gate.opened.set()
+        return torch.empty(0)
+
+    assert in_threads(work, 2)[0].shape[1] > 5
+    assert not waiting.is_set()
+
+
+def test_a_call_whose_deadline_passes_while_it_waits_returns_its_prompts(waiting):
+    engine, gate = paged(engine_of("drafter"), blocks=5), Gate()
+
+    def work(index: int) -> torch.Tensor:
+        if not index:
+            return engine.generate(prompts(1, 9), max_new_tokens=20, do_sample=False, streamer=gate)
+        assert gate.reached.wait(60)
+        out = engine.generate(prompts(1, 9), max_new_tokens=20, do_sample=False, max_time=0.2)
+        gate.opened.set()
+        return out
+
+    out = in_threads(work, 2)[1]
+    assert out.dtype == torch.long
+    assert torch.equal(out, prompts(1, 9))
+    assert waiting.is_set()
+    assert not engine.graphs.turns

@@ -10,7 +10,7 @@ from helpers.scheduling import KINDS, Sink, alone, nothing_is_held, random_seque
 from redrafter import Engine
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.admission import MIN_ROUNDS_IN_PLACE
-from redrafter.scheduler.limits import QueueFullError
+from redrafter.scheduler.limits import Limits, QueueFullError
 from redrafter.scheduler.places import MAX_CANCELLATIONS_PER_ROUND
 from redrafter.scheduler.prefill import PrefilledRows
 from redrafter.scheduler.prefill_budget import (
@@ -22,6 +22,7 @@ from redrafter.scheduler.prefill_budget import (
     padded_tokens,
 )
 from redrafter.scheduler.row_caches import RowCaches
+from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 from redrafter.scheduler.waiting_queue import MAX_REMEMBERED_CLIENTS, SPARE_HEAP_ENTRIES, WaitingQueue
 
@@ -553,3 +554,40 @@ def test_a_request_is_served_for_its_client_and_under_its_salt(engine, monkeypat
     for wrong in ("", "x" * (MAX_SALT_CHARACTERS + 1), 7):
         with pytest.raises(ValidationError):
             CompletionRequest(prompt="a", cache_salt=wrong)
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_schedulers_that_share_a_cache_take_turns_when_it_is_full(engine, evicts):
+    """The cache has room for one sequence: who waits comes before what others submitted earlier but have not begun."""
+    first = scheduler(engine, blocks=5, guaranteed_no_evict=not evicts)
+    second = Scheduler(engine, first.graphs, Limits(guaranteed_no_evict=not evicts))
+    mine, theirs = [[make_sequence("", list(range(5, 25)), 9) for _ in range(3)] for _ in range(2)]
+    begun: list[TokenSequence] = []
+    first.submit(*mine)
+    first.round()
+    second.submit(*theirs)
+    for _ in range(1000):
+        for each in (first, first, second):
+            each.round()
+            begun += [sequence for sequence in (*mine, *theirs) if sequence.written and sequence not in begun]
+        if first.idle and second.idle:
+            break
+    assert begun == [sequence for pair in zip(mine, theirs, strict=True) for sequence in pair]
+    for sequence in begun:
+        assert sequence.sink.tokens == alone(engine, sequence)
+    nothing_is_held(first)
+    assert not first.graphs.turns
+
+
+def test_a_scheduler_that_is_given_up_while_it_waits_keeps_nobody_waiting(engine):
+    first = scheduler(engine, blocks=5, guaranteed_no_evict=True)
+    second = Scheduler(engine, first.graphs, Limits(guaranteed_no_evict=True))
+    mine = [make_sequence("", list(range(5, 25)), 9) for _ in range(2)]
+    first.submit(*mine)
+    first.round()
+    second.submit(make_sequence("", [5, 6, 7], 9))
+    second.round()
+    assert first.graphs.turns
+    second.abandon()
+    run(first, [])
+    assert [sequence.written for sequence in mine] == [9, 9]
