@@ -1,7 +1,9 @@
 """Sequences for a scheduler, and what `generate` writes for each of them alone."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +31,11 @@ KINDS = {
 
 
 class Sink:
-    """Keeps the deltas that it is called with."""
+    """Keeps the deltas that it is called with, and a prompt's images, which an engine drops when it has read them."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: Mapping[str, Any] | None = None) -> None:
         self.deltas: list[SequenceDelta] = []
+        self.images = dict(images or {})
 
     def __call__(self, sequence: TokenSequence, delta: SequenceDelta) -> None:
         assert not self.deltas or self.deltas[-1].finish is None
@@ -54,7 +57,7 @@ def seeing_sequence(
     inputs = prompts_with_images(engine.model, [layout], seed)
     ids = inputs.pop("input_ids")[0].tolist()
     del inputs["attention_mask"]
-    return TokenSequence(ids, count, replace(params, seed=seed), Sink(), images=ImageInputs(inputs))
+    return TokenSequence(ids, count, replace(params, seed=seed), Sink(inputs), images=ImageInputs(inputs))
 
 
 def launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +95,7 @@ def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
     ids = torch.tensor([list(sequence.prompt)])
     ends = sorted(params.stop_token_ids) or None
     kinds["adapter"] = None if sequence.adapter is None else sequence.adapter.name
-    if sequence.images is not None:
-        kinds |= sequence.images.inputs
+    kinds |= getattr(sequence.sink, "images", {})
     found = engine.generate(ids, max_new_tokens=sequence.max_new_tokens, eos_token_id=ends, speculate=False, **kinds)
     return found[0, ids.shape[1] :].tolist()
 

@@ -75,7 +75,7 @@ def test_a_preempted_sequence_is_read_again_with_its_images(engine, monkeypatch,
 def test_two_images_behind_the_same_ids_share_no_blocks(engine):
     first = seeing_sequence(engine, LONG, 1, KINDS["greedy"])
     other = seeing_sequence(engine, LONG, 2, KINDS["greedy"])
-    second = replace(first, images=other.images, sink=Sink())
+    second = replace(first, images=other.images, sink=Sink(other.sink.images))
     assert len(first.prompt) > 2 * BLOCK_SIZE
     expected = [alone(engine, sequence) for sequence in (first, second)]
     assert expected[0] != expected[1]
