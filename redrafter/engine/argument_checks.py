@@ -39,6 +39,22 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (None, 1, 1.0),
 }
 
+# Settings of transformers' own speculation and reading of prompts, which change no token: argument, and the values that
+# leave it off. They are refused where a call asks for them and ignored where only the checkpoint's config does.
+_NOT_OURS: dict[str, tuple[Any, ...]] = {
+    "use_mtp": (None, False),
+    "speculation_type": (None,),
+    "is_assistant": (None, False),
+    "num_assistant_tokens": (None, 20),
+    "num_assistant_tokens_schedule": (None, "constant"),
+    "assistant_confidence_threshold": (None, 0.4),
+    "assistant_ensemble_weight": (None,),
+    "assistant_lookbehind": (None, 10),
+    "target_lookbehind": (None, 10),
+    "max_matching_ngram_size": (None,),
+    "prefill_chunk_size": (None,),
+}
+
 
 def known_arguments() -> set[str]:
     """Return the names that `generate` has a meaning for."""
@@ -61,16 +77,21 @@ def check_modes(config: GenerationConfig, own: GenerationConfig) -> None:
 
     Args:
         config: The call's, as it was given or with the model's own merged into it.
-        own: The checkpoint's, whose choice of a cache nobody made in the call. It is ignored where it changes no token,
-            as only a cache that rounds keys and values does.
+        own: The checkpoint's, whose choices nobody made in the call. Those of a cache or of drafts are ignored, as they
+            change no token, but for a cache that rounds keys and values.
     """
-    for name in _REFUSED:
+    for name in (*_REFUSED, *_NOT_OURS):
         value = getattr(config, name, None)
-        if name == "cache_implementation" and value == own.cache_implementation != "quantized":
-            continue
-        _refuse_mode(name, value)
+        ignored = name in _NOT_OURS or (name == "cache_implementation" and value != "quantized")
+        if not ignored or value != getattr(own, name, None):
+            _refuse_mode(name, value)
 
 
 def _refuse_mode(name: str, value: Any) -> None:
     if name in _REFUSED and value not in _REFUSED[name]:
         raise UnsupportedError(f"{name}={value!r} cannot be honoured with exact speculation; leave it out")
+    if name in _NOT_OURS and value not in _NOT_OURS[name]:
+        raise UnsupportedError(
+            f"{name}={value!r} is for transformers' own way of reading prompts and drafting; leave it out: what drafts "
+            "here, and how far, is an argument of from_pretrained"
+        )
