@@ -1,6 +1,7 @@
 """A target, its drafter and its tokenizer, loaded as command-line options say, and timed runs of `generate` on them."""
 
 import os
+import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,7 +158,7 @@ class Pair:
         arguments: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
             "do_sample": sampling,
-            "seed": options.seed,
+            "seed": secrets.randbits(61) if options.seed is None else options.seed,
             "speculate": options.speculate,
         }
         if options.sampling:

@@ -292,7 +292,8 @@ class Engine:
             generation_config: As in transformers, after the arguments and before the model's own.
             streamer: A streamer of transformers, or a `StepStreamer`.
             seed: An int s gives s, s+1, ... to the output rows (after `num_return_sequences`), a list gives one to
-                each. A row with its seed draws the same tokens alone, in any batch, and with `speculate=False`.
+                each. A row with its seed draws the same tokens alone, in any batch, and with `speculate=False`. None
+                draws s from torch's CPU generator, which `torch.manual_seed` and `transformers.set_seed` set.
             adapter: Name of a LoRA adapter that `load_adapter` has loaded, or a list of one or None per prompt; None
                 for the model alone.
             speculate: False for plain decoding in the same engine.

@@ -103,7 +103,7 @@ def read_request(
         criteria: Stopping criteria.
         prepared: What else would have been given to the model, by name.
         options: Limits of lengths.
-        seed: One int, or one per row; None for fresh ones.
+        seed: One int, or one per row; None to draw one from torch's CPU generator.
         temperature: One value per row, in place of the config's; None for the config's.
         adapters: LoRA adapter of each row, None for the model alone; empty for none at all.
 
