@@ -56,7 +56,7 @@ def temperature_divisor(processors: Sequence[ProcessorOfRows], rows: int, device
 
 
 def _check_temperatures(temperature: Any, rows: int) -> None:
-    values = torch.as_tensor(temperature, dtype=torch.float32)
+    values = torch.as_tensor(temperature, dtype=torch.float64)
     if values.shape != (rows,) or not bool((values > 0).all()):
         raise ArgumentError(
             f"temperature must be positive, one value or one per output row ({rows}); got {temperature}"

@@ -45,6 +45,8 @@ from redrafter.sampling.tree_processors import (
 
 __all__ = ["READERS", "REFUSED", "TemperaturePerRow", "TokenPenalties", "index_of_warpers", "read_processors"]
 
+# Scores over a smaller temperature may be past any float32. At this one already, the likeliest token is drawn.
+SMALLEST_TEMPERATURE = 1e-30
 SMALLEST_TOP_K = 64  # bounds on k are this or a higher power of two, so that captured steps serve many k
 
 
@@ -180,11 +182,12 @@ def _prefix_constrained(processor: Any, call: Call) -> PerNode:
 
 
 def _temperature(processor: Any, call: Call) -> Processor:
-    return RowTemperature(call.per_row(processor.temperature))
+    return RowTemperature(call.per_row(max(processor.temperature, SMALLEST_TEMPERATURE)))
 
 
 def _temperature_per_row(processor: Any, call: Call) -> Processor:
-    return RowTemperature(torch.as_tensor(processor.temperature, dtype=torch.float32, device=call.prompt.device))
+    temperature = torch.as_tensor(processor.temperature, dtype=torch.float64).clamp(min=SMALLEST_TEMPERATURE)
+    return RowTemperature(temperature.to(call.prompt.device, torch.float32))
 
 
 def _top_k(processor: Any, call: Call) -> Processor:
