@@ -1,6 +1,6 @@
 """The draft length of the next step, chosen by how many drafts were accepted so far."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from redrafter.drafting.proposer import Proposer
 
@@ -19,13 +19,14 @@ class AdaptiveDraftLength:
     samples are not biased.
     """
 
-    def __init__(self, proposers: Mapping[int, Proposer], rows: int, cost: float):
+    def __init__(self, proposers: Mapping[int, Proposer], rows: int, cost: Callable[[int], float]):
         """Begin with the prior for every row.
 
         Args:
             proposers: The proposers to choose from, by draft length.
-            rows: Rows of the batch.
-            cost: Time that one more draft adds to a step, as a part of the time of a step without drafts.
+            rows: Rows of the call, not all of which need step together.
+            cost: Gives the time that one more draft adds to a step of so many rows, as a part of the time of a step
+                without drafts.
         """
         self._proposers, self._cost = proposers, cost
         self._accepted, self._judged = [PRIOR_ACCEPTED] * rows, [PRIOR_JUDGED] * rows
@@ -50,4 +51,5 @@ class AdaptiveDraftLength:
 
     def _tokens_per_time(self, length: int, chances: Sequence[float]) -> float:
         """Return the expected tokens of rows with these chances in the time of a step without drafts."""
-        return sum(sum(chance**depth for depth in range(length + 1)) for chance in chances) / (1 + length * self._cost)
+        tokens = sum(sum(chance**depth for depth in range(length + 1)) for chance in chances)
+        return tokens / (1 + length * self._cost(len(chances)))

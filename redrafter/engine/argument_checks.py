@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from redrafter.errors import ArgumentError, UnsupportedError
 
-__all__ = ["OPENAI_ARGUMENTS", "check_arguments", "check_modes", "known_arguments"]
+__all__ = ["OPENAI_ARGUMENTS", "check_arguments", "check_bound", "check_modes", "known_arguments"]
 
 # Arguments of `model.generate` that are not in its GenerationConfig and are honoured here.
 _CALL_ARGUMENTS = frozenset(
@@ -54,6 +54,16 @@ _NOT_OURS: dict[str, tuple[Any, ...]] = {
     "max_matching_ngram_size": (None,),
     "prefill_chunk_size": (None,),
 }
+
+
+def check_bound(engine: type, given: object, kind: Any) -> None:
+    """Refuse a part that the constructor of an engine does not take and its `from_pretrained` may."""
+    if not isinstance(given, kind):
+        shown = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
+        raise ArgumentError(
+            f"{engine.__name__}() takes parts that are loaded and bound, not {shown}; "
+            f"{engine.__name__}.from_pretrained takes names, directories and models of transformers"
+        )
 
 
 def known_arguments() -> set[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -92,7 +93,7 @@ class Row:
         self.text += delta.tokens
         for recorded, new in ((self.scores, delta.scores), (self.logits, delta.logits)):
             if new is not None:
-                recorded.append(new.float())
+                recorded.append(new.to(torch.float32, copy=True))  # a view would keep those of rejected drafts
         if self._stream is not None:
             self._stream.put_step(self._index, delta.tokens, delta.accepted, delta.finish is not None)
 

@@ -13,6 +13,7 @@ from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularie
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
+from redrafter.engine.argument_checks import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, UnsupportedError
@@ -72,6 +73,8 @@ class DraftTarget(Engine):
     ):
         """Take the arguments of `from_pretrained`, with both models bound and their tokenizers compared."""
         _check(draft_len, num_beams, node_budget, acceptance, adaptive)
+        check_bound(type(self), target, Target)
+        check_bound(type(self), draft_model, Target)
         if vocabulary is not None:
             if draft_model.keeps_states:
                 raise UnsupportedError(
@@ -236,13 +239,14 @@ class DraftTarget(Engine):
         engine.load_adapters(adapters)
         return engine
 
-    def lengths_for(self, rows: int) -> AdaptiveDraftLength | None:
-        """Return what chooses the draft length of each step of `rows` rows; None where it is fixed."""
+    def draft_lengths_of(self, texts: int) -> AdaptiveDraftLength | None:
+        """Return what chooses the draft length of each step of a call of `texts` rows; None where it is fixed."""
         if not self.adaptive:
             return None
         # Where drafts end in doubt too, only those that promise something are made, about every other one.
         share = 1.0 if self._by_length[self.draft_len].confidence is None else 0.5
-        return AdaptiveDraftLength(self._by_length, rows, share * self._draft_cost + self._node_cost * (rows - 1))
+        cost, node_cost = share * self._draft_cost, self._node_cost
+        return AdaptiveDraftLength(self._by_length, texts, lambda rows: cost + node_cost * (rows - 1))
 
     def _doubt(self, rows: int) -> float:
         """Return how likely a draft must be right to be worth another one behind it, in a step of `rows` rows."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
-from redrafter.engine.argument_checks import check_arguments, check_modes, known_arguments
+from redrafter.engine.argument_checks import check_arguments, check_bound, check_modes, known_arguments
 from redrafter.engine.batch_invariance import make_batch_invariant
 from redrafter.engine.call_arguments import (
     NEUTRAL,
@@ -42,7 +42,7 @@ from redrafter.engine.prompt_checks import check_shapes
 from redrafter.engine.request import Request, read_request
 from redrafter.engine.row_adapters import AdapterNames, row_adapters
 from redrafter.engine.row_seeds import Seed
-from redrafter.engine.streaming import ColumnStream, StepStreamer
+from redrafter.engine.streaming import ColumnStream, StepStreamer, takes_columns
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.sampling.grammar_masks import check_grammars
 from redrafter.scheduler.cuda_graphs import MOST_ROWS, CUDAGraphRunner
@@ -84,6 +84,7 @@ class Engine:
     do_sample: bool | None = None
 
     def __init__(self, target: Target, proposer: Proposer, options: EngineOptions | None = None):
+        check_bound(type(self), target, Target)
         self.target, self.proposer, self.options = target, proposer, options or EngineOptions()
         if self.options.kv_host_cache_gib and target.ranks.size > 1:
             raise UnsupportedError(
@@ -100,6 +101,12 @@ class Engine:
         self.lender: Engine | None = None  # whose graphs are used, when not its own
         self._warned = False
         self._lock = threading.Lock()  # of two first requests at once, one makes the graphs of both
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"a {type(self).__name__} cannot be pickled or copied: it holds locks and memory of the device; make one "
+            "in each process with from_pretrained"
+        )
 
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows."""
@@ -176,13 +183,13 @@ class Engine:
             admit_together=max(rows // 8, min(rows // 4, 2), 1),  # measured on a GPU: docs/benchmarks.md
         )
         scheduler = Scheduler(drafting, graphs, limits, speculate, batch)
-        batch.draft_lengths = self.lengths_for(len(request.lengths)) if speculate else None
+        batch.draft_lengths = self.draft_lengths_of(len(request.lengths)) if speculate else None
         batch.reserve(max(request.limits))
         yield scheduler
         owner.batches.keep(batch)
 
-    def lengths_for(self, rows: int) -> AdaptiveDraftLength | None:
-        """Return what chooses the draft length of each step of `rows` rows; None for one length throughout."""
+    def draft_lengths_of(self, texts: int) -> AdaptiveDraftLength | None:
+        """Return what chooses the draft length of each step of a call of `texts` rows; None where it is fixed."""
         return None
 
     @property
@@ -313,6 +320,7 @@ class Engine:
             UnsupportedError: For modes that cannot be honoured (beam search, classifier-free guidance, ...).
         """
         # 1. Read the arguments: drop those that ask for nothing, refuse those that cannot be honoured.
+        theirs = streamer if takes_columns(streamer) else None
         kwargs, images = separate_inputs(generation_kwargs, self.target, known_arguments() | NEUTRAL)
         kwargs = without_neutral(kwargs)
         input_ids = prompt_of(input_ids, kwargs.pop("inputs", None))
@@ -349,7 +357,7 @@ class Engine:
                 input_ids.to(self.target.device),
                 attention_mask=None if attention_mask is None else attention_mask.to(self.target.device),
                 generation_config=generation_config,
-                streamer=streamer if isinstance(streamer, BaseStreamer) else None,
+                streamer=theirs,
                 custom_generate=decode_prepared,
                 **images,
                 **kwargs,
@@ -432,8 +440,8 @@ class Engine:
                 adapters=held,
             )
             stream: Any = streamer
-            if isinstance(streamer, BaseStreamer):
-                stream = ColumnStream(streamer, len(input_ids), request.pad_token)
+            if takes_columns(streamer):
+                stream = ColumnStream(stream, len(input_ids), request.pad_token)
 
             # 3. Decode.
             with self.scheduler_for(request, speculate) as scheduler:

@@ -22,6 +22,7 @@ from redrafter.drafting.eagle_drafter import EagleDrafter
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.engine.argument_checks import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning
@@ -67,6 +68,8 @@ class ReDrafter(Engine):
             options: Limits of memory and lengths; None for the defaults.
             tuning: Shapes by batch size, in place of `shape`.
         """
+        check_bound(type(self), target, Target)
+        check_bound(type(self), drafter, Drafter)
         config = drafter.config
         self._default = TreeShape(config.draft_beams, config.draft_len_per_beam)
         shape = (shape or TreeShape()).over(self._default)

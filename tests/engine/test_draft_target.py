@@ -323,7 +323,9 @@ def test_what_cannot_be_is_refused_by_name(llama, similar, arguments, error, nam
 
 def test_a_row_whose_drafts_are_kept_is_drafted_far():
     def after(*accepted, cost=0.1, rows=None, drafted=8):
-        lengths = AdaptiveDraftLength({length: length for length in range(1, 9)}, len(accepted), cost)
+        lengths = AdaptiveDraftLength(
+            {length: length for length in range(1, 9)}, len(accepted), lambda rows: cost * rows
+        )
         for _ in range(40):
             for row, kept in enumerate(accepted):
                 if kept is not None:
@@ -334,6 +336,8 @@ def test_a_row_whose_drafts_are_kept_is_drafted_far():
     assert after(0) == 1
     assert 1 < after(2) < 8
     assert after(8, cost=1.5) == 1  # a draft that costs more than it can bring
+    assert after(8, 8, cost=0.8) == after(8, 8, rows=[0], cost=1.6) == 1
+    assert after(8, 8, rows=[0], cost=0.4) == 8  # the rows of the step count, not those that wait or have ended
     assert after(8, 0, rows=[0]) == 8
     assert after(8, 0, rows=[1]) == 1
     assert after(8, None) > 1  # of a row that stands still nothing is reported
@@ -341,7 +345,7 @@ def test_a_row_whose_drafts_are_kept_is_drafted_far():
 
 
 def test_how_long_ago_decides_what_a_draft_counts():
-    lengths = AdaptiveDraftLength({length: length for length in (1, 2, 4, 8)}, 1, 0.1)
+    lengths = AdaptiveDraftLength({length: length for length in (1, 2, 4, 8)}, 1, lambda rows: 0.1)
     for _ in range(30):
         lengths.observe(0, 8, 8)
     assert lengths.choose([0]) == 8

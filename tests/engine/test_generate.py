@@ -1,12 +1,19 @@
 """What `generate` takes, gives back and refuses."""
 
+import copy
+import pickle
+import random
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 from helpers.generation import Collect, Steps
 from helpers.models import HIDDEN, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
-from redrafter import ArgumentError, MismatchError, ReDrafter
+from redrafter import ArgumentError, DraftTarget, Engine, MismatchError, ReDrafter, UnsupportedError
+from redrafter.engine import decoding
+from redrafter.engine.streaming import ColumnStream
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -29,6 +36,73 @@ def test_a_streamer_gets_what_model_generate_would_give_it(llama, engine):
     llama.generate(IDS, attention_mask=MASK, streamer=theirs, **GREEDY)
     assert torch.equal(torch.cat(ours.columns, 1), torch.cat(theirs.columns, 1))
     assert ours.ended
+
+
+def test_a_streamer_that_is_only_like_transformers_gets_the_same(llama, engine):
+    ours, theirs = Collect(), Collect()
+    engine.generate(IDS, MASK, streamer=SimpleNamespace(put=ours.put, end=ours.end), **GREEDY)
+    llama.generate(IDS, attention_mask=MASK, streamer=theirs, **GREEDY)
+    assert torch.equal(torch.cat(ours.columns, 1), torch.cat(theirs.columns, 1))
+    assert ours.ended
+
+
+@pytest.mark.parametrize("streamer", ["x", print, 3])
+def test_what_is_no_streamer_is_named(engine, streamer):
+    with pytest.raises(ArgumentError, match="streamer is an object with the methods put and end"):
+        engine.generate(IDS, MASK, streamer=streamer, **GREEDY)
+
+
+def test_rows_are_looked_at_once_for_the_columns_of_a_streamer_and_not_for_each_row(monkeypatch):
+    looks, send = [], vars(ColumnStream)["_send"]
+    monkeypatch.setattr(ColumnStream, "_send", lambda stream, ready: (looks.append(ready), send(stream, ready)))
+    made = random.Random(1)
+    texts = [[made.randrange(9) for _ in range(made.randrange(1, 12))] for _ in range(200)]
+    columns, left = Collect(), {row: list(text) for row, text in enumerate(texts)}
+    stream = ColumnStream(columns, len(texts), pad=99)
+    while left:
+        row = made.choice(list(left))
+        count = made.randrange(min(len(left[row]), 4) + 1)
+        tokens, left[row] = left[row][:count], left[row][count:]
+        stream.put_step(row, tokens, 0, ended=not left[row])
+        if not left[row]:
+            del left[row]
+    assert looks == sorted(set(looks))  # each look completes columns: at most one look per column
+    stream.end()
+    longest = max(map(len, texts))
+    padded = torch.tensor([text + [99] * (longest - len(text)) for text in texts])
+    assert torch.equal(torch.cat(columns.columns, 1), padded)
+
+
+def test_recorded_scores_hold_no_memory_of_drafts_that_were_refused(engine, monkeypatch):
+    kept, columns = [], vars(decoding)["_columns"]
+
+    def seen(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        kept.extend(piece for pieces in rows for piece in pieces)
+        return columns(rows)
+
+    monkeypatch.setattr(decoding, "_columns", seen)
+    engine.generate(IDS, MASK, output_scores=True, output_logits=True, return_dict_in_generate=True, **GREEDY)
+    assert all(piece.untyped_storage().nbytes() == piece.numel() * 4 for piece in kept)
+    assert len(kept) > 40
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_engine_that_is_pickled_or_copied_says_what_to_do(engine, way):
+    with pytest.raises(UnsupportedError, match="make one in each process with from_pretrained"):
+        way(engine)
+
+
+@pytest.mark.parametrize("drafter", ["my-drafter", None, 3])
+def test_constructors_name_what_from_pretrained_takes(llama, engine, drafter):
+    for make in (
+        lambda: ReDrafter(llama, engine.drafter),
+        lambda: ReDrafter(engine.target, drafter),
+        lambda: DraftTarget(engine.target, drafter),
+        lambda: DraftTarget(llama, engine.target),
+        lambda: Engine("my-model", engine.plain),
+    ):
+        with pytest.raises(ArgumentError, match="from_pretrained takes names, directories and models of transformers"):
+            make()
 
 
 def test_a_step_streamer_gets_each_rows_tokens_and_how_many_were_drafts(oracle):
