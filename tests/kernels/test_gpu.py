@@ -308,3 +308,21 @@ def test_batch_invariant_steps_change_no_bit(architecture, dtype):
     row = engine.generate(ids[:1, mask[0].argmax() :], **arguments, do_sample=False)
     whole = engine.generate(ids, mask, **arguments, do_sample=False)
     assert torch.equal(torch.stack(row.logits)[:, 0], torch.stack(whole.logits)[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore:.*your own code runs in Python")
+@pytest.mark.parametrize("on_host", [False, True])
+def test_rows_with_constants_and_with_code_on_the_host_wait_for_their_turn(on_host):
+    ids, mask = (each.cuda() for each in uneven_batch(rows=11))
+    options = EngineOptions(kv_cache_free_gpu_memory_fraction=0.1, max_batch_size=4, compile=False)
+    engine = ReDrafter(Target(tiny_model("llama").cuda()), tiny_drafter().cuda(), TreeShape(3, 3, 10), options=options)
+    arguments = {"max_new_tokens": NEW, "no_repeat_ngram_size": 3, "suppress_tokens": [13, 60], "logit_bias": {4: 2.0}}
+    arguments |= {"eos_token_id": [2, 5, 11, 30, 31, 32, 40], "do_sample": True, "seed": 5, "epsilon_cutoff": 1e-4}
+    if on_host:
+        arguments["prefix_allowed_tokens_fn"] = lambda row, text: list(range(2 + row, 40 + row))
+    expected = engine.generate(ids, mask, speculate=False, **arguments)
+    idle = len(engine.batches.idle)
+    for _ in range(2):
+        assert torch.equal(engine.generate(ids, mask, **arguments), expected)
+    assert len(engine.batches.idle) == idle == (not on_host)  # the steps of one call serve the next
+    assert all(len(step.state.length) <= 4 for each in engine.batches.idle for step in each.captured_steps.values())
