@@ -1,6 +1,7 @@
 """Sequences for a scheduler, and what `generate` writes for each of them alone."""
 
 import random
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,9 @@ from helpers.seeing_models import Layout, prompts_with_images
 from redrafter import Engine
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
+from redrafter.scheduler.row_caches import DenseRows
+from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
 from redrafter.target.images import ImageInputs
@@ -80,6 +84,15 @@ def scheduler(
     return Scheduler(engine, graphs, Limits(**limits), speculate)
 
 
+def dense_scheduler(engine: Engine, max_batch_size: int, speculate: bool = True) -> Scheduler:
+    """Return a scheduler of sequences of any kind on the dense cache."""
+    target, draft_model = engine.target, engine.draft_model if speculate else None
+    sampling = SamplingTensors(max_batch_size, target.vocab_size, target.device)
+    batch = RunningBatch(target, sampling, max_batch_size, DenseRows(target, draft_model, max_batch_size))
+    limits = Limits(max_batch_size, sys.maxsize, chunked=False, paced=False)
+    return Scheduler(engine, None, limits, speculate, batch)
+
+
 def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
     """Return what `generate` writes for a sequence without drafts."""
     params = sequence.params
@@ -94,6 +107,7 @@ def alone(engine: Engine, sequence: TokenSequence) -> list[int]:
         kinds["logit_bias"] = params.logit_bias
     ids = torch.tensor([list(sequence.prompt)])
     ends = sorted(params.stop_token_ids) or None
+    kinds["attention_mask"] = torch.ones_like(ids)  # a text that is continued may hold the id of padding
     kinds["adapter"] = None if sequence.adapter is None else sequence.adapter.name
     kinds |= getattr(sequence.sink, "images", {})
     found = engine.generate(ids, max_new_tokens=sequence.max_new_tokens, eos_token_id=ends, speculate=False, **kinds)

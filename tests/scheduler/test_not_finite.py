@@ -1,6 +1,5 @@
 """A row whose logits are no numbers ends with an error of its own, and other rows write what each writes alone."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,16 +11,12 @@ from helpers.adapters import saved
 from helpers.eagle import random_head
 from helpers.models import paged, tiny_drafter, tiny_model, with_tree
 from helpers.recurrent import recurrent_model
-from helpers.scheduling import KINDS, alone, make_sequence, nothing_is_held, scheduler
+from helpers.scheduling import KINDS, alone, dense_scheduler, make_sequence, nothing_is_held, scheduler
 from redrafter import DraftTarget, Engine
 from redrafter.drafting.eagle_drafter import EagleDrafter
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.errors import NotFiniteError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.limits import Limits
-from redrafter.scheduler.row_caches import DenseRows
-from redrafter.scheduler.running_batch import RunningBatch
-from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.target.target import Target
@@ -46,16 +41,13 @@ def not_finite(engine: Engine, token: int = BAD) -> Iterator[None]:
     weight.data[token] = kept
 
 
-def dense(engine: Engine, speculate: bool = True, max_batch_size: int = 2) -> Scheduler:
-    target, rows = engine.target, max_batch_size
-    sampling = SamplingTensors(rows, target.vocab_size, target.device)
-    batch = RunningBatch(target, sampling, rows, DenseRows(target, engine.draft_model if speculate else None, rows))
-    limits = Limits(rows, sys.maxsize, chunked=False, paced=False)
-    return Scheduler(engine, None, limits, speculate, batch)
-
-
 CACHES = pytest.mark.parametrize(
-    "on", [dense, lambda engine, **how: scheduler(engine, blocks=12, max_batch_size=2, **how)], ids=["dense", "paged"]
+    "on",
+    [
+        lambda engine, **how: dense_scheduler(engine, 2, **how),
+        lambda engine, **how: scheduler(engine, blocks=12, max_batch_size=2, **how),
+    ],
+    ids=["dense", "paged"],
 )
 
 
