@@ -199,13 +199,16 @@ def gathered_attention(
         for store, x in zip(stores, (key, value), strict=True):
             write_slots(store, part.new_slots, x[part.tokens])
         k, v = (rearrange(read_slots(store, part.slots, query.dtype), "b s h d -> b h s d") for store in stores)
-        q, mask = rearrange(part.by_row(query), "b m h d -> b h m d"), part.mask(window, chunk_size, query.dtype)
-        if not softcap and sinks is None:
-            grouped = q.shape[1] != k.shape[1]
-            attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        plain = not softcap and sinks is None
+        # Queries that share a key head stand one after the other: enable_gqa would copy the keys for each of them.
+        group = query.shape[1] // key.shape[1] if plain else 1
+        q = rearrange(part.by_row(query), "b m (h g) d -> b h (g m) d", g=group)
+        mask = part.mask(window, chunk_size, query.dtype, group)
+        if plain:
+            attended = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         else:
             attended = explicit_attention(q, k, v, mask, scale, softcap, sinks)
-        out[part.tokens] = part.flat(rearrange(attended, "b h m d -> b m h d"))
+        out[part.tokens] = part.flat(rearrange(attended, "b h (g m) d -> b m (h g) d", g=group))
 
     for part in (plan.trees, *plan.chunks):
         attend(part)

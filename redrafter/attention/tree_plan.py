@@ -146,23 +146,24 @@ class RowsPlan:
         return x.flatten(0, 1) if self.index is None else x.flatten(0, 1)[self.index]
 
     @cached_property
-    def masks(self) -> dict[tuple[int, int, torch.dtype], Tensor]:
-        """Masks that were made already, by window, chunk size and dtype."""
+    def masks(self) -> dict[tuple[int, int, torch.dtype, int], Tensor]:
+        """Masks that were made already, by window, chunk size, dtype and group."""
         return {}
 
-    def mask(self, window: int, chunk_size: int, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask `[B, 1, M, S]` of a layer.
+    def mask(self, window: int, chunk_size: int, dtype: torch.dtype, group: int) -> Tensor:
+        """Return the additive mask `[B, 1, G M, S]` of a layer.
 
         Args:
             window: Positions that it looks back, 0 for all.
             chunk_size: Positions of a chunk, of which a node sees its own alone; 0 for one chunk.
             dtype: Dtype of the mask.
+            group: G, how often it is repeated.
         """
-        key = window, chunk_size, dtype
+        key = window, chunk_size, dtype, group
         if key not in self.masks:
             kind = AttentionKind(window or None, chunk_size or None)
             seen = visible_slots(self.length, self.depth, self.ancestors, self.slots.shape[1], kind)
-            self.masks[key] = additive_mask(seen, dtype)
+            self.masks[key] = additive_mask(seen, dtype).repeat(1, 1, group, 1)
         return self.masks[key]
 
 

@@ -1,7 +1,6 @@
 """Running batches that no call uses now, kept with their captured steps for later calls."""
 
 import threading
-from collections import defaultdict
 from weakref import WeakKeyDictionary
 
 from redrafter.drafting.vocabulary_map import VocabularyMap
@@ -15,17 +14,20 @@ from redrafter.target.target import Target
 __all__ = ["IdleBatches"]
 
 Key = tuple[object, ...]
+MAX_IDLE_BYTES = 1 << 30  # that idle batches hold together, as `RunningBatch.num_bytes` counts them
 
 
 class IdleBatches:
     """Gives each call a running batch of its own, if possible one that an earlier call has left.
 
     Calls share batches where they differ in nothing but the numbers of their rows, which are loaded. A batch whose
-    steps run code on the host is made for one call alone, as is a dense cache, which is as large as its texts.
+    steps run code on the host is made for one call alone, as is a dense cache, which is as large as its texts. Where
+    idle batches hold more than `MAX_IDLE_BYTES`, those that were used least recently are given up with their captured
+    steps.
     """
 
     def __init__(self) -> None:
-        self._idle: defaultdict[Key, list[RunningBatch]] = defaultdict(list)
+        self._idle: list[tuple[Key, RunningBatch]] = []  # the one used last at the end
         self._keys: WeakKeyDictionary[RunningBatch, Key] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -58,7 +60,8 @@ class IdleBatches:
         capacity = bucket(max(rows, max_batch_size) if all(x.dim() == 1 for x in sampler.tensors()) else rows)
         key = (sampler.kind, capacity, draft_model is not None)
         with self._lock:
-            batch = self._idle[key].pop() if sampler.capturable and self._idle[key] else None
+            found = [at for at, (known, _) in enumerate(self._idle) if known == key] if sampler.capturable else []
+            batch = self._idle.pop(found[-1])[1] if found else None
         if batch is None:
             caches = PagedRows(graphs, draft_model is not None, vocabulary)
             batch = RunningBatch(target, CallSampling(sampler, capacity), capacity, caches, graphs)
@@ -73,15 +76,24 @@ class IdleBatches:
         key = self._keys.get(batch)
         if key is not None:
             with self._lock:
-                self._idle[key].append(batch)
+                self._idle.append((key, batch))
+            self._shrink(MAX_IDLE_BYTES)
 
     def drop(self) -> None:
         """Forget all idle batches and their captured steps, so that their GPU memory can be freed."""
+        self._shrink(-1)
+
+    def _shrink(self, most: int) -> None:
+        """Give up the batches that were used least recently, until the others hold `most` bytes at most."""
         with self._lock:
-            self._idle.clear()
+            sizes = [batch.num_bytes for _, batch in self._idle]
+            count = next((n for n in range(len(sizes)) if sum(sizes[n:]) <= most), len(sizes))
+            given_up, self._idle = self._idle[:count], self._idle[count:]
+        for _, batch in given_up:
+            batch.free()
 
     @property
     def idle(self) -> list[RunningBatch]:
         """The batches that no call uses now."""
         with self._lock:
-            return [batch for batches in self._idle.values() for batch in batches]
+            return [batch for _, batch in self._idle]

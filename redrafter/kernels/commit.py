@@ -12,9 +12,9 @@ __all__ = ["commit"]
 CHUNK = 256  # elements of each slot that one program moves
 
 
-@triton.jit(do_not_specialize=["blocks", "depth"])
+@triton.jit(do_not_specialize=["blocks", "table_stride", "depth"])
 def _move_kernel(
-    POOL, LENGTH, NODES, TABLE, layer_stride, width, blocks, depth,
+    POOL, LENGTH, NODES, TABLE, layer_stride, width, blocks, table_stride, depth,
     PAGE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Copy the keys (or values) of a row's accepted nodes to the slots behind its committed tokens, in one layer.
@@ -29,8 +29,8 @@ def _move_kernel(
     destination = n + d
     source = n + tl.load(NODES + row * depth + d, d < depth, 0)
     inside = (d < depth) & (destination // PAGE < blocks) & (source // PAGE < blocks)
-    from_slot = tl.load(TABLE + row * blocks + source // PAGE, inside, 0).to(tl.int64) * PAGE + source % PAGE
-    to_block = tl.load(TABLE + row * blocks + destination // PAGE, inside, 0).to(tl.int64)
+    from_slot = tl.load(TABLE + row * table_stride + source // PAGE, inside, 0).to(tl.int64) * PAGE + source % PAGE
+    to_block = tl.load(TABLE + row * table_stride + destination // PAGE, inside, 0).to(tl.int64)
     to_slot = to_block * PAGE + destination % PAGE
     mask = inside[:, None] & (c < width)[None, :]
     pool = POOL + layer * layer_stride
@@ -44,7 +44,7 @@ def commit(pool: Tensor, table: Tensor, length: Tensor, nodes: Tensor) -> None:
 
     Args:
         pool: Keys or values of G layers, `[G, slots, heads, dim]`; written in place.
-        table: Blocks of each row, `[B, M]` int32.
+        table: Blocks of each row, `[B, M]` int32; it may be the first columns of a wider one.
         length: Committed tokens of each row, `[B]` int64.
         nodes: Accepted nodes by depth, `[B, K+1]` int64.
     """
@@ -52,6 +52,6 @@ def commit(pool: Tensor, table: Tensor, length: Tensor, nodes: Tensor) -> None:
     layers, slots, heads, dim = pool.shape
     width = heads * dim
     _move_kernel[(rows, layers, triton.cdiv(width, CHUNK))](
-        as_bytes(pool), length, nodes.contiguous(), table, slots * width, width, table.shape[1], depth,
+        as_bytes(pool), length, nodes.contiguous(), table, slots * width, width, table.shape[1], table.stride(0), depth,
         PAGE=BLOCK_SIZE, BLOCK_D=triton.next_power_of_2(depth), CHUNK=CHUNK,
     )  # fmt: skip

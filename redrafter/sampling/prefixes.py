@@ -3,8 +3,9 @@
 Shapes depend on `N` and on `window`, which the host knows, never on data.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,15 @@ class Prefixes:
     limit: Tensor
     tree: Tree
     window: int
+
+    def of_rows(self, rows: Tensor) -> "Prefixes":
+        """Return the texts of rows `rows` `[S]` int64 alone, of trees that no forward can be made of."""
+        own = {name: getattr(self, name)[rows] for name in ("tokens", "length", "prompt", "limit")}
+        nodes: dict[str, Any] = {
+            name: getattr(self.tree, name)[rows] for name in ("tokens", "parents", "depth", "ancestors")
+        }
+        nodes |= dict.fromkeys(("sampled_from", "slots", "draft_length", "counts", "total"))
+        return replace(self, tree=replace(self.tree, **nodes), **own)
 
     @property
     def counts(self) -> Tensor:

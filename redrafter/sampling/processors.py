@@ -3,7 +3,8 @@
 A row processor gives at every node of a row what the processor of that name in transformers gives for the row's setting
 and the node's text. Its settings are tensors with one value per row, or constants of all rows: a captured step takes
 the settings of another request by copying them into its own tensors, and does not wait for the device. A processor that
-runs on the host holds one object per row instead, which is exchanged before a step.
+runs on the host holds one object per row instead, which is exchanged before a step. On a CPU,
+where nothing is captured, a processor passes over the rows whose setting changes nothing.
 """
 
 import math
@@ -20,6 +21,7 @@ from redrafter.sampling.row_sums import row_softmax, running_sum
 __all__ = [
     "Constant",
     "HostProcessor",
+    "OfSomeRows",
     "Processor",
     "ProcessorOfRows",
     "RowBias",
@@ -47,6 +49,20 @@ class RowProcessor:
 
     def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return processed scores `[B, N, V]`; the ones given are not written to."""
+        if scores.device.type != "cpu":  # the shapes of a captured step do not depend on settings
+            return self.process(scores, prefixes)
+        rows = self.asking.nonzero()[:, 0]
+        if len(rows) == len(scores):
+            return self.process(scores, prefixes)
+        return OfSomeRows(rows, (self,))(scores, prefixes) if len(rows) else scores
+
+    @property
+    def asking(self) -> Tensor:
+        """Whether the setting of a row changes any score, `[B]` bool."""
+        raise NotImplementedError
+
+    def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return the processed scores of all rows, as `__call__` does; on a CPU all of them are asking."""
         raise NotImplementedError
 
     @property
@@ -104,7 +120,27 @@ class HostProcessor(Generic[OfRow]):
         return type(self)([self.of_rows[row] for row in rows])
 
 
-ProcessorOfRows = RowProcessor | HostProcessor[Any]
+@dataclass(frozen=True)
+class OfSomeRows:
+    """Row processors that are applied to some rows alone, so that the others cost nothing.
+
+    Attributes:
+        rows: The rows, `[S]` int64; the same one may stand there several times.
+        processors: Processors of all rows, in their order.
+    """
+
+    rows: Tensor
+    processors: tuple[RowProcessor, ...]
+
+    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return processed scores `[B, N, V]`; the ones given are not written to."""
+        part, prefixes = scores[self.rows], prefixes.of_rows(self.rows)
+        for processor in self.processors:
+            part = processor.map(lambda tensor: tensor[self.rows])(part, prefixes)
+        return scores.index_copy(0, self.rows, part)
+
+
+ProcessorOfRows = RowProcessor | HostProcessor[Any] | OfSomeRows
 
 
 @dataclass(frozen=True)
@@ -117,7 +153,12 @@ class RowTemperature(RowProcessor):
 
     temperature: Tensor
 
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    @property
+    def asking(self) -> Tensor:
+        """Rows whose setting changes scores; see `RowProcessor`."""
+        return self.temperature != 1
+
+    def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` divided by the temperatures."""
         return scores / self.temperature[:, None, None]
 
@@ -132,7 +173,12 @@ class RowBias(RowProcessor):
 
     bias: Tensor
 
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    @property
+    def asking(self) -> Tensor:
+        """Rows whose setting changes scores; see `RowProcessor`."""
+        return (self.bias != 0).any(dim=1)
+
+    def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` plus the biases."""
         return scores + self.bias[:, None]
 
@@ -149,7 +195,12 @@ class RowRepetition(RowProcessor):
     penalty: Tensor
     first: Tensor | None = None
 
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    @property
+    def asking(self) -> Tensor:
+        """Rows whose setting changes scores; see `RowProcessor`."""
+        return self.penalty != 1
+
+    def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with the tokens that were seen penalised."""
         penalty = self.penalty[:, None, None]
         first = torch.zeros_like(prefixes.prompt) if self.first is None else self.first
@@ -173,7 +224,12 @@ class RowPenalties(RowProcessor):
     frequency: Tensor
     presence: Tensor
 
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    @property
+    def asking(self) -> Tensor:
+        """Rows whose setting changes scores; see `RowProcessor`."""
+        return (self.frequency != 0) | (self.presence != 0)
+
+    def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` less the penalties."""
         count = prefixes.occurrences(scores.shape[-1], prefixes.prompt)  # [B, M, V]
         penalty = self.frequency[:, None, None] * count + self.presence[:, None, None] * (count > 0)
@@ -192,7 +248,12 @@ class RowMinimum(RowProcessor):
     tokens: Tensor
     ends: Tensor
 
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    @property
+    def asking(self) -> Tensor:
+        """Rows whose setting changes scores; see `RowProcessor`."""
+        return self.tokens > 0
+
+    def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at end tokens of texts that are too short."""
         early = prefixes.counts - prefixes.prompt[:, None] < self.tokens[:, None]  # [B, M]
         return scores.masked_fill(early[..., None] & self.ends[:, None], -math.inf)
@@ -204,40 +265,66 @@ class RowTopK(RowProcessor):
 
     Attributes:
         k: Tokens that each row keeps, `[B]` int64; 0 for all.
-        largest_k: Bound on every `k`, none of which is 0 then, known to the host; None sorts the whole vocabulary.
+        largest_k: Bound on every `k`, none of which is 0 then, known to the host; None sorts the whole vocabulary where
+            the host may not wait for the device to tell.
     """
 
     k: Tensor
     largest_k: int | None = None
 
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    @property
+    def asking(self) -> Tensor:
+        """Rows whose setting changes scores; see `RowProcessor`."""
+        return self.k > 0
+
+    def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at all but the k likeliest tokens, and at none that ties with the last of them."""
-        vocabulary = scores.shape[-1]
-        if self.largest_k is None:
+        vocabulary, largest = scores.shape[-1], self.largest_k
+        kept = torch.where(self.k > 0, self.k, vocabulary)  # [B]
+        if largest is None and scores.device.type == "cpu":
+            largest = int(kept.max())
+        if largest is None:
             descending = scores.sort(dim=-1, descending=True).values
         else:
-            descending = scores.topk(min(self.largest_k, vocabulary)).values
-        last = torch.where(self.k > 0, self.k, vocabulary).clamp(max=descending.shape[-1]) - 1  # [B]
+            descending = scores.topk(min(largest, vocabulary)).values
+        last = kept.clamp(max=descending.shape[-1]) - 1  # [B]
         least = descending.gather(2, last[:, None, None].expand(-1, scores.shape[1], 1))  # [B, M, 1]
         return scores.masked_fill(scores < least, -math.inf)
 
 
 @dataclass(frozen=True)
 class RowTopP(RowProcessor):
-    """Keep the likeliest tokens that together hold probability p.
+    """Keep the likeliest tokens that together hold probability p, of the k likeliest ones.
 
     Attributes:
         p: Probability that each row keeps, `[B]` float64, as 1 - p is rounded only once then; 1 for all.
+        k: Tokens that each row keeps before, as by `RowTopK`, from the same sort, `[B]` int64; 0 for all. None where no
+            row does.
     """
 
     p: Tensor
+    k: Tensor | None = None
 
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    @property
+    def asking(self) -> Tensor:
+        """Rows whose setting changes scores; see `RowProcessor`."""
+        return self.p < 1 if self.k is None else (self.p < 1) | (self.k > 0)
+
+    def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at the unlikeliest tokens, which together hold 1 - p at most."""
         ascending, index = scores.sort(dim=-1, stable=True)  # of equal scores, the same ones are kept in any batch
+        below: Tensor | None = None
+        if self.k is not None:
+            vocabulary = scores.shape[-1]
+            first = vocabulary - torch.where(self.k > 0, self.k, vocabulary).clamp(max=vocabulary)  # [B]
+            least = ascending.gather(2, first[:, None, None].expand(-1, scores.shape[1], 1))  # [B, M, 1]
+            below = ascending < least
+            ascending = ascending.masked_fill(below, -math.inf)  # in the order that a sort would leave them in
         removed = running_sum(row_softmax(ascending)) <= (1 - self.p).float()[:, None, None]
         removed[..., -1] = False
         removed &= (self.p < 1)[:, None, None]
+        if below is not None:
+            removed |= below
         return scores.masked_fill(removed.scatter(-1, index, removed), -math.inf)
 
 
@@ -251,7 +338,12 @@ class RowMinP(RowProcessor):
 
     p: Tensor
 
-    def __call__(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+    @property
+    def asking(self) -> Tensor:
+        """Rows whose setting changes scores; see `RowProcessor`."""
+        return self.p > 0
+
+    def process(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Return `scores` with -inf at tokens that are too unlikely."""
         probs = row_softmax(scores)
         top = probs.max(dim=-1, keepdim=True)

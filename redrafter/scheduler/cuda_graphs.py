@@ -5,6 +5,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -99,7 +100,8 @@ class CapturedStep:
         sampler: Buffers of how the rows draw.
         draft_cache: The draft model's keys and values of the rows, or None.
         chunks: Buffers of what is read of prompts beside the rows, or None.
-        output: What the last replay drew. The next replay overwrites it.
+        output: What the last replay drew. The next replay overwrites it. Logits and scores are empty unless they were
+            asked for: a graph would hold them for good, beside those of every other graph.
         report: What `StepOutput.pack_for_host` says of it, `[B, K+4]` int64, overwritten likewise.
         graph: The captured step; None where it cannot be captured and runs as it is.
     """
@@ -113,7 +115,10 @@ class CapturedStep:
         sampler: Sampler,
         draft_cache: KVCache | None = None,
         chunks: PromptChunks | None = None,
+        *,
+        keeps_logits: bool = True,
     ):
+        self._keeps_logits = keeps_logits
         self.state, self.proposer, self.target, self.sampler = state, proposer, target, sampler
         self.cache, self.draft_cache, self.chunks = cache, draft_cache, chunks
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -126,6 +131,17 @@ class CapturedStep:
         self.state.length.copy_(state.length)
         self.state.hidden.copy_(state.hidden)
         self.report = self.output.pack_for_host()
+        if not self._keeps_logits:
+            nothing = self.output.logits.new_empty(0)
+            self.output = replace(self.output, logits=nothing, scores=nothing)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the logits and scores that the step holds."""
+        output = getattr(self, "output", None)  # none before the first run
+        return (
+            0 if output is None else output.logits.nbytes + output.scores.nbytes * (output.scores is not output.logits)
+        )
 
     def replay(self) -> PendingReport:
         """Launch one step without waiting for it.

@@ -61,11 +61,16 @@ class RowCaches(Protocol):
     def clear(self, row: int) -> None:
         """Let nobody find what a row holds."""
 
-    def of_step(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that rows hold for positions, used or not."""
+
+    def of_step(self, rows: int, window: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
         """Return the caches of the first rows, ready for a step.
 
         Args:
             rows: How many rows.
+            window: Positions of each that the step sees.
             longest: Committed tokens of the longest of them.
             longest_draft: Tokens of the longest of them as the draft model reads it.
             proposer: What drafts in the step.
@@ -97,10 +102,16 @@ class PagedRows:
     def reserve(self, rows: int, positions: int) -> None:
         """Make block tables for so many rows and positions; see `RowCaches`."""
         self.tables = _enlarged(self.tables, rows, positions // BLOCK_SIZE)
-        if self._vocabulary is not None and self.draft_tables is not None:
-            slots = len(self._vocabulary.start) + self._vocabulary.max_pieces * positions
-            self.draft_tables = _enlarged(self.draft_tables, rows, -(-slots // BLOCK_SIZE))
+        if self.draft_tables is not None:
+            self.draft_tables = _enlarged(self.draft_tables, rows, self._draft_blocks(positions))
         self.state_rows = pad(self.state_rows, (0, rows - len(self.state_rows)))
+
+    def _draft_blocks(self, positions: int) -> int:
+        """Return how many blocks of the draft model a text of so many positions has at most."""
+        if self._vocabulary is None:
+            return positions // BLOCK_SIZE
+        slots = len(self._vocabulary.start) + self._vocabulary.max_pieces * positions
+        return -(-slots // BLOCK_SIZE)
 
     def of_prompts(self, sequences: Sequence[TokenSequence]) -> CachePair:
         """Return the caches of sequences that hold blocks; see `RowCaches`."""
@@ -163,9 +174,16 @@ class PagedRows:
             tables[row] = 0
         self.state_rows[row] = 0
 
-    def of_step(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
-        """Return the caches of the first rows; see `RowCaches`."""
-        return self._on(self.tables[:rows], self._all_tables()[-1][:rows], self.state_rows[:rows])
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the block tables; see `RowCaches`."""
+        return sum(tables.nbytes for tables in self._all_tables())
+
+    def of_step(self, rows: int, window: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
+        """Return the caches of the first rows, which know the blocks of the window; see `RowCaches`."""
+        tables = self.tables[:rows, : window // BLOCK_SIZE]
+        draft_tables = self._all_tables()[-1][:rows, : self._draft_blocks(window)]
+        return self._on(tables, draft_tables, self.state_rows[:rows])
 
     def _all_tables(self) -> list[Tensor]:
         return [self.tables] if self.draft_tables is None else [self.tables, self.draft_tables]
@@ -222,7 +240,14 @@ class DenseRows:
     def clear(self, row: int) -> None:
         """Do nothing: rows that are not in use take no part in steps; see `RowCaches`."""
 
-    def of_step(self, rows: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values; see `RowCaches`."""
+        return (
+            0 if self._caches is None else sum(p.data.nbytes for cache in self._pair(self._caches) for p in cache.pools)
+        )
+
+    def of_step(self, rows: int, window: int, longest: int, longest_draft: int, proposer: Proposer) -> CachePair:
         """Return the caches, with the first rows in use; see `RowCaches`."""
         for cache, committed in zip(self._pair(self._caches), (longest, longest_draft), strict=False):
             cache.use_rows(rows)

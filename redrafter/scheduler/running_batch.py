@@ -2,10 +2,16 @@
 
 All buffers stay where they are, so that a step over the first 1, 2, 4, ... rows is captured once and serves whichever
 sequences occupy them.
+
+Buffers are as long as the longest sequence may become, and stay so. A step sees only a window of them, the first
+positions: as many as the sequences have reached, rounded up to a power of two. So a step costs what the text that is
+there costs, within a factor of two, and is captured once for each window.
 """
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +38,12 @@ from redrafter.target.target import Target
 
 __all__ = ["RunningBatch", "overshoot"]
 
-# Positions that the buffers of each row have at least, by type of device; the number doubles for longer sequences.
+# Positions that the buffers of each row and the window of a step have at least, by type of device.
 MIN_POSITIONS = {"cpu": 256, "cuda": 2048}
+# Captured steps of one batch; those that were used least recently are forgotten. Seven numbers of rows, five kinds of
+# sampling and four sizes of chunks make 140 for one window and one proposer.
+MAX_CAPTURED_STEPS = 512
+GRAPH_BYTES = 2 << 20  # a captured step is reckoned to hold beside its output: some hundred kernels and their arguments
 
 
 def overshoot(proposer: Proposer) -> int:
@@ -43,6 +53,28 @@ def overshoot(proposer: Proposer) -> int:
     by K + 1 more. Standing still, it is then drafted for K further.
     """
     return 3 * proposer.depth + 2
+
+
+class StepKey(NamedTuple):
+    """What a captured step was made for.
+
+    Attributes:
+        rows: How many rows.
+        window: Positions of each row that it sees.
+        sampling: What sampling depends on; see `RowSampling.kind`.
+        proposer: Id of the proposer.
+        chunks: Chunks of prompts that there is room for.
+        keeps_logits: Whether it keeps logits and scores, which are as large as the vocabulary.
+        adapters: Version of the adapters' stacks; 0 for no adapter.
+    """
+
+    rows: int
+    window: int
+    sampling: Hashable
+    proposer: int
+    chunks: int
+    keeps_logits: bool
+    adapters: int
 
 
 class RunningBatch:
@@ -58,8 +90,7 @@ class RunningBatch:
         overshoot: Positions behind the last token of a sequence that a step may write to.
         draft_lengths: Chooses the proposer of each step by how drafts were accepted; None where that is fixed.
         draft_pauses: Decides which steps draft nothing, as drafts gain too little; None where all of them draft.
-        captured_steps: The steps so far, by number of rows, what their sampling depends on, id of the proposer, and
-            chunks of prompts that there is room for, and version of the adapters' stacks, 0 for no adapter.
+        captured_steps: The steps so far, the one used last at the end.
     """
 
     def __init__(
@@ -80,7 +111,7 @@ class RunningBatch:
         self.rows: list[TokenSequence] = []
         self.draft_lengths: AdaptiveDraftLength | None = None
         self.draft_pauses: DraftPauses | None = None
-        self.captured_steps: dict[tuple[int, Hashable, int, int, int], CapturedStep] = {}
+        self.captured_steps: dict[StepKey, CapturedStep] = {}
         self._positions = 0  # of a row's buffers
         self._state: State | None = None
         self._chunk_buffers: ChunkBuffers | None = None
@@ -238,20 +269,28 @@ class RunningBatch:
         if chunks:
             self.reserve(max(sequence.max_length for sequence, _ in chunks))
         rows, proposer, longest = self._size(len(self.rows)), self._proposer(), self._longest()
-        caches = self.caches.of_step(rows, longest, self._longest_draft(), proposer)
+        window = min(self._round_up(longest + self.overshoot), self._positions)
+        caches = self.caches.of_step(rows, window, longest, self._longest_draft(), proposer)
         adapted = any_adapter([*self.rows, *(sequence for sequence, _ in chunks)])
         caches.target.adapters = self._adapters.first(rows) if adapted else None
         if self.target.needs_reread(longest):
-            state = self._first(rows)
+            state = self._first(rows, window)
             self.target.reread(state.tokens, state.length, state.active, caches.target)
         self.sampling.load_texts(self.rows)
         beside = self._load(chunks)
         stacks = self.target.adapters.stacks
         version = stacks.version if adapted and stacks is not None else 0
-        key = (rows, self.sampling.kind(self.rows), id(proposer), 0 if beside is None else beside.count, version)
-        if key not in self.captured_steps:
-            self.captured_steps[key] = self._capture(rows, proposer, caches, beside)
-        return self.captured_steps[key]
+        kind, keeps_logits = self.sampling.kind(self.rows), any(sequence.keeps_logits for sequence in self.rows)
+        key = StepKey(rows, window, kind, id(proposer), 0 if beside is None else beside.count, keeps_logits, version)
+        step = self.captured_steps.pop(key, None)
+        if step is None:
+            for old in [old for old in self.captured_steps if 0 < old.adapters < version]:
+                del self.captured_steps[old]  # no forward has those layers alone any more
+            while len(self.captured_steps) >= MAX_CAPTURED_STEPS:
+                del self.captured_steps[next(iter(self.captured_steps))]
+            step = self._capture(key, proposer, caches, beside)
+        self.captured_steps[key] = step
+        return step
 
     def _load(self, chunks: Sequence[Chunk]) -> PromptChunks | None:
         """Write chunks of prompts where a step reads them; None for no chunks."""
@@ -283,19 +322,23 @@ class RunningBatch:
         ahead = self.depth + 1
         return max(sequence.draft_bound(len(sequence.tokens) + ahead * sequence.launched) - 1 for sequence in self.rows)
 
-    def _first(self, rows: int) -> State:
-        """Return the state of the first rows, which shares memory with `state`."""
+    def _first(self, rows: int, window: int) -> State:
+        """Return the state of the first rows and positions, which shares memory with `state`."""
         state = self.state
         shift = None if state.position_shift is None else state.position_shift[:rows]
-        return State(state.tokens[:rows], state.length[:rows], state.hidden[:rows], state.active[:rows], shift)
+        return State(state.tokens[:rows, :window], state.length[:rows], state.hidden[:rows], state.active[:rows], shift)
 
-    def _capture(self, rows: int, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None) -> CapturedStep:
+    def _capture(
+        self, key: StepKey, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None
+    ) -> CapturedStep:
         """Make a step over the first rows, and capture it if the device can."""
-        state = self._first(rows)
+        state = self._first(key.rows, key.window)
         keep_scores = self._rejection_sampling and proposer is not self._plain
-        sampler = self.sampling.sampler(rows, self.rows, keep_scores=keep_scores)
+        sampler = self.sampling.sampler(key.rows, self.rows, keep_scores=keep_scores)
         drafts = None if proposer.model is None else caches.draft
-        step = CapturedStep(state, proposer, self.target, caches.target, sampler, drafts, chunks)
+        step = CapturedStep(
+            state, proposer, self.target, caches.target, sampler, drafts, chunks, keeps_logits=key.keeps_logits
+        )
         if self._graphs is not None:
             active = state.active.clone()
             state.active.zero_()  # the run that is captured must change nothing
@@ -308,10 +351,9 @@ class RunningBatch:
         positions = longest + self.overshoot
         if positions <= self._positions:
             return
-        device = self.target.device
-        positions = max(MIN_POSITIONS.get(device.type, 0), 1 << (positions - 1).bit_length())
-        if self._state is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)  # a step may still run in the buffers that are given up
+        positions = self._round_up(positions)
+        if self._state is not None:
+            self._wait_for_device()
         # First: where there is no memory for all of the buffers, the rows go on in some that are larger than before.
         self.captured_steps.clear()
         self._chunk_buffers = None
@@ -322,3 +364,37 @@ class RunningBatch:
             larger = replace(self._state, tokens=larger.tokens)
         self.caches.reserve(self._all_rows, positions)
         self._state, self._positions = larger, positions
+
+    def _round_up(self, positions: int) -> int:
+        """Return how many positions are provided where some are needed: few numbers, and no more than a text can have.
+
+        They are a multiple of the size of a block.
+        """
+        whole = -(-positions // BLOCK_SIZE) * BLOCK_SIZE
+        size = max(MIN_POSITIONS.get(self.target.device.type, 0), 1 << (whole - 1).bit_length())
+        if self.target.context is None:
+            return size
+        most = -(-(self.target.context + self.overshoot) // BLOCK_SIZE) * BLOCK_SIZE
+        return max(whole, min(size, most))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the batch holds for texts and for captured steps; what sampling holds is not counted."""
+        texts = 0 if self._state is None else self._state.tokens.nbytes + self.caches.num_bytes
+        return texts + sum(
+            step.num_bytes + GRAPH_BYTES * (step.graph is not None) for step in self.captured_steps.values()
+        )
+
+    def free(self) -> None:
+        """Give up all buffers and captured steps, while there are no sequences."""
+        assert not self.rows, "rows are in the buffers"
+        # No graph may be freed while another is captured.
+        with nullcontext() if self._graphs is None else self._graphs.lock:
+            self._wait_for_device()
+            self.captured_steps.clear()
+            self._state, self._chunk_buffers, self._positions = None, None, 0
+
+    def _wait_for_device(self) -> None:
+        """Wait until no step runs in the buffers, which are given up."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)

@@ -1,6 +1,7 @@
 """Sampling parameters of rows as tensors, which captured steps read in place."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from redrafter.cache.to_device import to_device
 from redrafter.sampling.grammar_masks import RowGrammars
 from redrafter.sampling.processors import (
+    OfSomeRows,
     ProcessorOfRows,
     RowBias,
     RowMinimum,
@@ -19,9 +21,33 @@ from redrafter.sampling.processors import (
     RowTopP,
 )
 from redrafter.sampling.sampler import Sampler
+from redrafter.scheduler.cuda_graphs import bucket
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 
 __all__ = ["SamplingTensors"]
+
+
+FEW = 8  # a step that sorts the scores of few rows sorts one in so many
+
+
+class Kind(NamedTuple):
+    """What a captured step depends on.
+
+    A step has the processors that one of its rows asks for, in two groups: what changes the scores of single tokens is
+    computed in one pass over all rows, what cuts off unlikely tokens takes a sort, of few rows or of all. Eight kinds
+    without a grammar are little enough for every one to be captured, and no row waits for a sort that nobody asked for.
+
+    Attributes:
+        greedy: Whether every row takes the likeliest token.
+        edits: Whether scores of single tokens change.
+        sorted_rows: Rows whose scores may be sorted: none, one in `FEW`, or all.
+        guided: Whether a row follows a grammar.
+    """
+
+    greedy: bool
+    edits: bool
+    sorted_rows: int
+    guided: bool
 
 
 class SamplingTensors:
@@ -56,6 +82,8 @@ class SamplingTensors:
         self.temperature, self.repetition, self.frequency, self.presence, self.min_p = self._floats
         [self.top_p] = self._doubles
         self._grammars = RowGrammars([])
+        self._cut_rows: list[int] = []
+        self._cut_index = torch.zeros(rows, dtype=torch.long, device=device)  # the same, where steps look for it
         self._bias_and_stops: tuple[Tensor, Tensor] | None = None  # as large as the logits: made when first needed
 
     @property
@@ -97,16 +125,13 @@ class SamplingTensors:
         for tensor in self._bias_and_stops or ():
             tensor[to] = tensor[source]
 
-    def kind(self, sequences: Sequence[TokenSequence]) -> tuple[bool, bool, bool]:
-        """Return what the sampler of these rows depends on.
-
-        Returns:
-            Whether a temperature is all that they need, whether the likeliest token is, and whether one of them follows
-            a grammar.
-        """
-        simple = all(sequence.params.simple for sequence in sequences)
-        greedy = simple and all(sequence.params.greedy for sequence in sequences)
-        return simple, greedy, self.asks_host(sequences)
+    def kind(self, sequences: Sequence[TokenSequence]) -> Kind:
+        """Return what the sampler of these rows depends on; see `RowSampling`."""
+        params = [sequence.params for sequence in sequences]
+        rows, cut = bucket(len(params)), sum(each.cuts for each in params)
+        sorted_rows = rows if cut > rows // FEW else rows // FEW * bool(cut)
+        greedy, edits = all(each.greedy for each in params), any(each.edits for each in params)
+        return Kind(greedy, edits, sorted_rows, self.asks_host(sequences))
 
     def asks_host(self, sequences: Sequence[TokenSequence]) -> bool:
         """Tell whether one of these sequences follows a grammar; see `RowSampling`."""
@@ -117,27 +142,32 @@ class SamplingTensors:
 
         The processors have the order of those of transformers.
         """
-        simple, greedy, guided = self.kind(sequences)
+        greedy, edits, sorted_rows, guided = self.kind(sequences)
         self.load_texts(sequences)
         first = slice(rows)
-        temperature = RowTemperature(self.temperature[first])
-        processors: tuple[ProcessorOfRows, ...] = () if greedy else (temperature,)
-        if not simple:
+        processors: list[ProcessorOfRows] = []
+        if edits:
             bias, stops = self.bias_and_stops
-            processors = (
+            processors += [
                 RowBias(bias[first]),
                 RowRepetition(self.repetition[first]),
                 RowMinimum(self.minimum[first], stops[first]),
                 RowPenalties(self.frequency[first], self.presence[first]),
-                *([self._grammars] if guided else []),
-                temperature,
-                RowTopK(self.top_k[first]),
-                RowTopP(self.top_p[first]),
-                RowMinP(self.min_p[first]),
-            )
+            ]
+        if guided:
+            processors.append(self._grammars)
+        if not greedy:
+            processors.append(RowTemperature(self.temperature[first]))
+        if sorted_rows:
+            top_k, top_p, min_p = self.top_k[first], self.top_p[first], RowMinP(self.min_p[first])
+            # A captured step sorts once for both. A CPU sorts for top-p alone, as it can look how many top-k needs.
+            on_gpu = top_k.is_cuda
+            cuts = (RowTopP(top_p, top_k), min_p) if on_gpu else (RowTopK(top_k), RowTopP(top_p), min_p)
+            few = sorted_rows < rows
+            processors += [OfSomeRows(self._cut_index[:sorted_rows], cuts)] if few else cuts
         return Sampler(
             seeds=None if greedy else self.seeds[first],
-            processors=processors,
+            processors=tuple(processors),
             temperature=self.temperature[first],
             prompt=self.prompt[first],
             limit=self.limit[first],
@@ -148,8 +178,12 @@ class SamplingTensors:
         )
 
     def load_texts(self, sequences: Sequence[TokenSequence]) -> None:
-        """Let the grammars of the first rows go on from the texts of these sequences."""
+        """Let the grammars of the first rows go on from the texts of these sequences, and note which rows are cut."""
         self._grammars.of_rows[:] = [sequence.guide for sequence in sequences]
+        cut = [row for row, sequence in enumerate(sequences) if sequence.params.cuts]
+        if cut and cut != self._cut_rows:  # where few rows are sorted, the first one fills the places that are left
+            self._cut_rows = cut
+            self._cut_index.copy_(to_device(cut + cut[:1] * (len(self.seeds) - len(cut)), self.ids.device, torch.long))
 
     def sampler_of(self, sequences: Sequence[TokenSequence]) -> Sampler:
         """Return a sampler for sequences that have no rows yet, in their order; see `RowSampling`."""

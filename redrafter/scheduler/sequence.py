@@ -68,12 +68,15 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def simple(self) -> bool:
-        """Whether sampling needs no logits processor but a temperature."""
-        cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+    def edits(self) -> bool:
+        """Whether scores change for single tokens: by a penalty, a bias, or a least number of tokens."""
         penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-        plain = not penalised and not self.logit_bias and not self.min_new_tokens and self.grammar is None
-        return plain and (self.greedy or not cut)
+        return penalised or bool(self.logit_bias) or self.min_new_tokens > 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether unlikely tokens are never sampled, which takes a sort of the vocabulary."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,11 @@ class TokenSequence:
     def wants_logits(self) -> bool:
         """Whether logits are needed beside its tokens."""
         return self.params.logprobs is not None or "logits" in self.keeps
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether logits or processed scores are needed beside its tokens."""
+        return self.wants_logits or "scores" in self.keeps
 
     def draft_length(self, count: int) -> int:
         """Return how many tokens of the draft model the first `count` tokens are."""

@@ -25,6 +25,7 @@ from redrafter.sampling.hf_processors import (
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.processors import (
     Constant,
+    OfSomeRows,
     RowBias,
     RowMinimum,
     RowMinP,
@@ -253,6 +254,14 @@ ROW_CASES: dict[str, tuple[RowProcessor, list[Make | None]]] = {
         RowTopP(torch.tensor([0.8, 1.0, 0.2], dtype=torch.float64)),
         [lambda w: hf.TopPLogitsWarper(0.8), None, lambda w: hf.TopPLogitsWarper(0.2)],
     ),
+    "top p of top k": (
+        RowTopP(torch.tensor([0.8, 1.0, 0.2], dtype=torch.float64), torch.tensor([5, 3, 0])),
+        [
+            lambda w: LogitsProcessorList([hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.8)]),
+            lambda w: hf.TopKLogitsWarper(3),
+            lambda w: hf.TopPLogitsWarper(0.2),
+        ],
+    ),
     "min p": (
         RowMinP(torch.tensor([0.0, 0.1, 1.0])),
         [None, lambda w: hf.MinPLogitsWarper(0.1), lambda w: hf.MinPLogitsWarper(1.0)],
@@ -266,11 +275,36 @@ def test_each_row_gets_what_hugging_face_gives_for_its_own_setting(name: str, se
     processor, makes = ROW_CASES[name]
     prefixes = random_prefixes(seed, STARTS[seed])
     scores = random_scores(seed, prefixes)
-    got, kept = processor(scores, prefixes), scores.clone()
-    for row, make in enumerate(makes):
-        expected = scores if make is None else reference(make, scores, prefixes)
-        torch.testing.assert_close(got[row], expected[row], rtol=0, atol=0)
+    kept = scores.clone()
+    for got in (processor(scores, prefixes), processor.process(scores, prefixes)):  # as on a CPU, as in a captured step
+        for row, make in enumerate(makes):
+            expected = scores if make is None else reference(make, scores, prefixes)
+            torch.testing.assert_close(got[row], expected[row], rtol=0, atol=0)
     assert torch.equal(scores, kept)
+
+
+@pytest.mark.parametrize("name", ROW_CASES)
+def test_rows_whose_setting_changes_nothing_are_not_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, makes = ROW_CASES[name]
+    prefixes, computed, process = random_prefixes(0), list[int](), type(processor).process
+
+    def process_counted(self: RowProcessor, scores: Tensor, texts: Prefixes) -> Tensor:
+        computed.append(len(scores))
+        return process(self, scores, texts)
+
+    monkeypatch.setattr(type(processor), "process", process_counted)
+    processor(random_scores(0, prefixes), prefixes)
+    assert computed == [sum(make is not None for make in makes)]
+
+
+def test_processors_of_some_rows_leave_the_others_as_they_are() -> None:
+    prefixes, [bias, top_p] = random_prefixes(1), [ROW_CASES[name][0] for name in ("bias", "top p")]
+    scores = random_scores(1, prefixes)
+    got, whole = OfSomeRows(torch.tensor([2, 0, 2]), (bias, top_p))(scores, prefixes), scores
+    for processor in (bias, top_p):
+        whole = processor.process(whole, prefixes)
+    torch.testing.assert_close(got[[0, 2]], whole[[0, 2]], rtol=0, atol=0)
+    torch.testing.assert_close(got[1], scores[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

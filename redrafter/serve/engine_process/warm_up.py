@@ -3,6 +3,7 @@
 import itertools
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
@@ -18,13 +19,24 @@ _LOG = logging.getLogger(__name__)
 
 PROMPT_TOKENS = (1, 5, 17, 40, 100, 200, 500, 1000)  # lengths of prompts for which kernels differ
 GREEDY, SAMPLED = SamplingParams(temperature=0), SamplingParams()
-TOP_P = SamplingParams(top_p=0.9)  # with logits processors
+PENALISED, TOP_P = SamplingParams(presence_penalty=0.1), SamplingParams(top_p=0.9)
+# How the first row draws and how the others do, for every kind of step (`sampling_tensors.Kind`) without a grammar.
+KINDS = (
+    (GREEDY, GREEDY),
+    (replace(PENALISED, temperature=0), GREEDY),
+    (SAMPLED, SAMPLED),
+    (PENALISED, SAMPLED),
+    (TOP_P, TOP_P),
+    (TOP_P, SAMPLED),
+    (replace(PENALISED, top_p=0.9), TOP_P),
+    (TOP_P, PENALISED),
+)
 
 
 def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     """Decode sequences that nobody reads: prompts of many lengths, and steps of every number of rows.
 
-    The first sequence longer than `MIN_POSITIONS` still waits for its own steps.
+    The first sequences that come to `MIN_POSITIONS`, and to each power of two after it, still wait for their own steps.
 
     Args:
         scheduler: A scheduler without sequences.
@@ -36,38 +48,44 @@ def warm_up(scheduler: Scheduler, adapter: Adapter | None = None) -> None:
     longest = min(scheduler.longest, MIN_POSITIONS[scheduler.engine.target.device.type]) - scheduler.batch.overshoot - 2
     lengths = [length for length in PROMPT_TOKENS if length < longest]
     fillings = [1 + room * TOKENS_PER_CHUNK for room in (0, *ROOMS[:-1])]  # tokens that need each room at least
-    for rows, params in itertools.product(scheduler.batch.sizes, (GREEDY, SAMPLED, TOP_P)):
+    scheduler.batch.reserve(scheduler.longest)  # larger buffers would need new steps
+    for rows, kind in itertools.product(scheduler.batch.sizes, KINDS):
         for speculate in (True, False):
-            _write(scheduler, min(rows, limits.max_batch_size), 1, replace(params, speculate=speculate), adapter)
+            params = [replace(each, speculate=speculate) for each in kind]
+            _write(scheduler, min(rows, limits.max_batch_size), 1, params, adapter)
         for length in fillings if scheduler.reads_beside else ():
-            _read_beside(scheduler, min(rows, limits.max_batch_size - 1), min(length, longest - 1), params, adapter)
+            _read_beside(scheduler, min(rows, limits.max_batch_size - 1), min(length, longest - 1), kind, adapter)
     for length in lengths:
-        _write(scheduler, 1, length, GREEDY, adapter)
-        _write(scheduler, min(2, limits.max_batch_size), length, GREEDY, adapter)
+        _write(scheduler, 1, length, KINDS[0], adapter)
+        _write(scheduler, min(2, limits.max_batch_size), length, KINDS[0], adapter)
     _LOG.info("captured %d steps in %.1f s", len(scheduler.batch.captured_steps), time.monotonic() - began)
     scheduler.limits, scheduler.batch.draft_pauses = limits, pauses
     scheduler.graphs.forget_prefixes()
     scheduler.prefiller.restart_pace()  # so that these first durations slow no later forward
 
 
-def _write(scheduler: Scheduler, rows: int, length: int, params: SamplingParams, adapter: Adapter | None) -> None:
+def _write(
+    scheduler: Scheduler, rows: int, length: int, kind: Sequence[SamplingParams], adapter: Adapter | None
+) -> None:
     """Decode two tokens after each of some prompts: one by prefill, one by a step."""
     prompts = [[1 + row % 7] * length for row in range(rows)]
-    scheduler.submit(*(_unread(prompt, 2, params, adapter) for prompt in prompts))
+    scheduler.submit(*(_unread(prompt, 2, kind[row > 0], adapter) for row, prompt in enumerate(prompts)))
     while not scheduler.idle:
         scheduler.round()
 
 
-def _read_beside(scheduler: Scheduler, rows: int, length: int, params: SamplingParams, adapter: Adapter | None) -> None:
+def _read_beside(
+    scheduler: Scheduler, rows: int, length: int, kind: Sequence[SamplingParams], adapter: Adapter | None
+) -> None:
     """Read a prompt beside so many rows that go on."""
     if not rows:
         return
-    going_on = [_unread([1], scheduler.longest - 1, params, adapter) for _ in range(rows)]
+    going_on = [_unread([1], scheduler.longest - 1, kind[row > 0], adapter) for row in range(rows)]
     scheduler.submit(*going_on)
     while scheduler.waiting or len(scheduler.batch.rows) < rows:
         scheduler.round()
-    salt = f"{rows} {params}"  # so that no part of the prompt is in the cache
-    read = _unread([1] * length, 1, params, adapter, salt)
+    salt = f"{rows} {kind}"  # so that no part of the prompt is in the cache
+    read = _unread([1] * length, 1, kind[0], adapter, salt)
     scheduler.submit(read)
     while not read.ended and scheduler.batch.rows:
         scheduler.round()
