@@ -17,6 +17,7 @@ __all__ = [
     "candidates",
     "choose",
     "deeper",
+    "describe",
     "nodes_per_row",
     "shape_of",
     "step_costs",
@@ -134,6 +135,14 @@ def shape_of(proposer: Proposer) -> TreeShape | None:
     if not isinstance(proposer, SearchProposer):
         return None
     return TreeShape(proposer.beams, proposer.depth, proposer.nodes, proposer.shared_nodes)
+
+
+def describe(shape: TreeShape | None) -> str:
+    """Return the shape of a tree as tables show it, such as `5 x 5, 26 nodes`; `off` for plain decoding."""
+    if shape is None:
+        return "off"
+    nodes = f"{shape.node_budget} nodes" if shape.shared_nodes is None else f"{shape.shared_nodes} shared"
+    return f"{shape.num_beams} x {shape.draft_len_per_beam}, {nodes}"
 
 
 def nodes_per_row(shape: TreeShape | None, batch: int) -> int:

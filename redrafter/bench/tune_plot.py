@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redrafter.bench.tree_choice import Timing
+from redrafter.bench.tree_choice import Timing, describe
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.files.atomic_file import write_figure
 from redrafter.measure.picture import batch_size_axis
@@ -40,7 +40,9 @@ def plot(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: 
     axes.plot(sizes, [ratio[shapes[n], n] for n in sizes], color=CHOSEN_COLOR, marker="o", linewidth=2, label="chosen")
     for size in sizes:
         style = {"textcoords": "offset points", "xytext": (0, 8), "ha": "center", "fontsize": 8}
-        axes.annotate(_label(shapes[size]), (size, ratio[shapes[size], size]), color=CHOSEN_COLOR, **style)
+        axes.annotate(
+            describe(shapes[size]).replace(", ", "\n"), (size, ratio[shapes[size], size]), color=CHOSEN_COLOR, **style
+        )
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--", label="plain decoding")
     axes.plot([], [], color=OTHER_COLOR, marker=".", linewidth=0.8, label="other trees")
     batch_size_axis(axes, sorted(plain))
@@ -55,10 +57,3 @@ def plot(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: 
 def _of_a_row(shape: TreeShape, batch: int) -> TreeShape:
     """Return the shape with the nodes that are shared counted for each row, which are equally many at all sizes."""
     return shape if shape.shared_nodes is None else replace(shape, shared_nodes=shape.shared_nodes // batch)
-
-
-def _label(shape: TreeShape | None) -> str:
-    if shape is None:
-        return "off"
-    nodes = f"{shape.node_budget} nodes" if shape.shared_nodes is None else f"{shape.shared_nodes} shared"
-    return f"{shape.num_beams} x {shape.draft_len_per_beam}\n{nodes}"

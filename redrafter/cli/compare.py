@@ -1,8 +1,6 @@
 """`redrafter compare`: measure drafting methods on the same prompts, and compare their outputs token by token."""
 
 import argparse
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,8 +16,7 @@ from redrafter.cli.differences import describe_differences
 from redrafter.cli.options import CompareOptions
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
-from redrafter.files.dtype_names import dtype_name
-from redrafter.measure.facts import hardware, versions
+from redrafter.measure.facts import conditions, describe_pair
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
 
@@ -53,10 +50,21 @@ def run(args: argparse.Namespace) -> int:
         methods.append(_assisted_method(pairs, generation, load.trust_remote_code))
     batches = [prompts[start : start + options.batch_size] for start in range(0, len(prompts), options.batch_size)]
     _warm_up(methods, batches)
-    facts = _facts(pairs[0], prompts, left_out, asdict(load) | asdict(draft) | asdict(generation) | asdict(options))
+    lengths = [len(prompt) for prompt in prompts]
+    found = {"count": len(prompts), "left_out": left_out, "shortest": min(lengths), "longest": max(lengths)}
+    facts = conditions(pairs[0].engine.target) | {
+        "model": pairs[0].name,
+        "prompts": {"file": options.prompts} | found,
+        "options": asdict(load) | asdict(draft) | asdict(generation) | asdict(options),
+    }
     report = Report(facts, path=output, flag="--output")
-    for line in _head(facts, options, generation):
+    for line in describe_pair(facts):
         report.line(line)
+    report.line(
+        f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, {left_out} longer ones left out; "
+        f"{options.batch_size} at once, up to {generation.max_new_tokens} new tokens each, "
+        f"temperature {generation.temperature:g}"
+    )
     decode_batches(methods, batches, options, report)
     decode = pairs[0].tokenizer.decode
     report.document["texts"] = [
@@ -104,37 +112,6 @@ def select_prompts(
     if not short_enough:
         raise ArgumentError(f"no prompt has {most} tokens or fewer: raise --max-input-len")
     return short_enough[: options.num_prompts], len(prompts) - len(short_enough)
-
-
-def _facts(pair: Pair, prompts: list[list[int]], left_out: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the first entries of the JSON document."""
-    target, lengths = pair.engine.target, [len(prompt) for prompt in prompts]
-    return {
-        "command": shlex.join(["redrafter", *sys.argv[1:]]),
-        "model": pair.name,
-        "hardware": hardware(target.device),
-        "dtype": dtype_name(target.dtype),
-        "versions": versions(),
-        "prompts": {
-            "file": options["prompts"],
-            "count": len(prompts),
-            "left_out": left_out,
-            "shortest": min(lengths),
-            "longest": max(lengths),
-        },
-        "options": options,
-    }
-
-
-def _head(facts: dict[str, Any], options: CompareOptions, generation: GenerationOptions) -> list[str]:
-    """Return the lines above the table."""
-    prompts = facts["prompts"]
-    return [
-        f"{facts['model']}, {facts['dtype']}, {facts['hardware']}",
-        f"{prompts['count']} prompts of {prompts['shortest']} to {prompts['longest']} tokens, "
-        f"{prompts['left_out']} longer ones left out; {options.batch_size} at once, "
-        f"up to {generation.max_new_tokens} new tokens each, temperature {generation.temperature:g}",
-    ]
 
 
 def _warm_up(methods: Sequence[Method], batches: Sequence[list[list[int]]]) -> None:

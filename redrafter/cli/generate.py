@@ -17,9 +17,8 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.cli.images import encode_with_images
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError
-from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.divergence import first_difference
-from redrafter.measure.facts import versions
+from redrafter.measure.facts import conditions
 from redrafter.measure.run import Run
 from redrafter.parallel.launched import launched_processes
 from redrafter.parallel.ranks import Ranks, join_ranks
@@ -104,7 +103,7 @@ class _GenerateJob:
 
     def document(self, run: Run, comparison: "_Comparison | None") -> dict[str, Any]:
         """Return the document that `--json` prints; lists have one entry per output row."""
-        proposer, target = self.pair.engine.proposer_for(len(self.prompts)), self.pair.engine.target
+        proposer = self.pair.engine.proposer_for(len(self.prompts))
         return {
             "prompts": self.prompts,
             "texts": [self.pair.tokenizer.decode(row, skip_special_tokens=True) for row in run.tokens],
@@ -119,10 +118,7 @@ class _GenerateJob:
             "drafter": self.pair.drafting_model,
             "shape": draft_shape(proposer),
             "options": asdict(self.options),
-            "dtype": dtype_name(target.dtype),
-            "device": str(target.device),
-            "versions": versions(),
-        }
+        } | conditions(self.pair.engine.target)
 
 
 @dataclass(frozen=True)

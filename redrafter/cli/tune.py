@@ -2,16 +2,12 @@
 
 import argparse
 import json
-import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-
-import torch
-import transformers
 
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
@@ -22,6 +18,7 @@ from redrafter.bench.tree_choice import (
     SHARING_ROWS,
     candidates,
     choose,
+    describe,
     step_costs,
     table,
 )
@@ -35,9 +32,10 @@ from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, ta
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.dtype_names import dtype_name
+from redrafter.measure.facts import versions
 from redrafter.measure.picture import check_picture
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.version import __version__
+from redrafter.measure.report import format_table
 
 __all__ = ["run"]
 
@@ -112,12 +110,7 @@ def _tuning(engine: ReDrafter, tuner: Tuner, shapes: dict[int, TreeShape | None]
         dtype=dtype_name(engine.target.dtype),
         target=target_fingerprint(engine.target),
         drafter=drafter_fingerprint(engine.drafter),
-        versions={
-            "redrafter": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        versions={name: version for name, version in versions().items() if version},
         step_costs={size: round(cost, 3) for size, cost in step_costs(tuner.timings, shapes).items()},
         prompts=prompts,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -126,16 +119,8 @@ def _tuning(engine: ReDrafter, tuner: Tuner, shapes: dict[int, TreeShape | None]
 
 
 def _format_table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    yield "batch  shape             tokens/step  step ms  x plain  tokens/s  plain tokens/s  ratio"
-    for row in rows:
-        yield (
-            f"{row['batch']:5d}  {_format_shape(row['shape']):<16s}{row['tokens_per_step']:13.2f}{row['step_ms']:9.2f}"
-            f"{row['step_cost']:9.2f}{row['tokens_per_second']:10.1f}{row['plain_tokens_per_second']:16.1f}{row['ratio']:7.2f}"
-        )
-
-
-def _format_shape(shape: dict[str, int] | None) -> str:
-    if shape is None:
-        return "off"
-    nodes = f"{shape['shared_nodes']} shared" if "shared_nodes" in shape else f"{shape['node_budget']} nodes"
-    return f"{shape['num_beams']} x {shape['draft_len_per_beam']}, {nodes}"
+    columns = ("tokens_per_step", "step_ms", "step_cost", "tokens_per_second", "plain_tokens_per_second", "ratio")
+    names = ("batch", "shape", "tokens/step", "step ms", "x plain", "tokens/s", "plain tokens/s", "ratio")
+    shapes = (row["shape"] and TreeShape(**row["shape"]) for row in rows)
+    cells = ((row["batch"], describe(shape), *map(row.get, columns)) for row, shape in zip(rows, shapes, strict=True))
+    return format_table(names, cells, indent="")

@@ -3,6 +3,7 @@
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,13 +11,24 @@ import transformers
 
 from redrafter.cache.dense import stored_as
 from redrafter.engine.kv_cache_dtype import kv_dtype_of
-from redrafter.engine.recurrent import ReDrafter
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.workload import Workload
+from redrafter.target.target import Target
 from redrafter.version import __version__
 
-__all__ = ["facts", "hardware", "head", "versions"]
+__all__ = ["conditions", "describe_pair", "facts", "hardware", "head", "versions"]
+
+
+def conditions(target: Target) -> dict[str, Any]:
+    """Return the command, the hardware, the dtype and the versions, which all documents of measurements state."""
+    return {
+        "command": shlex.join(["redrafter", *sys.argv[1:]]),
+        "hardware": hardware(target.device),
+        "device": str(target.device),
+        "dtype": dtype_name(target.dtype),
+        "versions": versions(),
+    }
 
 
 def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -29,13 +41,10 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
     """
     engine, target = work.engine, work.engine.target
     lengths = [len(prompt) for prompt in work.prompts]
+    stored = stored_as(target.shapes, kv_dtype_of(engine.options.kv_cache_dtype))
     return {
-        "command": shlex.join(["redrafter", *sys.argv[1:]]),
+        **conditions(target),
         **names,
-        "hardware": hardware(target.device),
-        "device": str(target.device),
-        "dtype": dtype_name(target.dtype),
-        "versions": versions(),
         "seed": work.seed,
         "temperature": work.temperature,
         "max_new_tokens": work.max_new_tokens,
@@ -44,19 +53,13 @@ def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dic
         "captured_steps": target.varlen.ok,
         "why_not_captured": target.varlen.reason,
         "tuned": engine.tuning is not None,
-        "bytes": _bytes(engine),
+        "bytes": {  # that a step reads: weights by forward and by draft, keys and values by token
+            "weights_per_forward": forward_bytes(engine.model),
+            "drafter_weights_per_step": draft_bytes(engine.drafter, engine.proposer.depth),
+            "keys_and_values_per_token": slot_bytes(stored),
+        },
         "prefix_reuse": "none: every run reads its prompts from the first token on",
         "options": options,
-    }
-
-
-def _bytes(engine: ReDrafter) -> dict[str, int]:
-    """Return the bytes that a step reads: weights by forward and by draft, keys and values by token."""
-    stored = stored_as(engine.target.shapes, kv_dtype_of(engine.options.kv_cache_dtype))
-    return {
-        "weights_per_forward": forward_bytes(engine.model),
-        "drafter_weights_per_step": draft_bytes(engine.drafter, engine.proposer.depth),
-        "keys_and_values_per_token": slot_bytes(stored),
     }
 
 
@@ -79,23 +82,30 @@ def hardware(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-def head(document: dict[str, Any]) -> list[str]:
-    """Return the lines of text that state what `facts` returned, for the top of a printed report."""
+def describe_pair(document: dict[str, Any]) -> Iterator[str]:
+    """Yield lines that state the command, the pair, the hardware and the versions of a document."""
     used = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
+    drafter = f", drafter {document['drafter']}" if "drafter" in document else ""
+    yield document["command"]
+    if document.get("padded"):
+        yield document["padded"]
+    yield f"{document['model']}{drafter}, {document['dtype']}"
+    yield f"{document['hardware']}; {used}"
+
+
+def head(document: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of text that state what `facts` returned, for the top of a printed report."""
     prompts, size = document["prompt_tokens"], document["bytes"]
-    padded = [document["padded"]] if document["padded"] else []
-    return [
-        document["command"],
-        *padded,
-        f"{document['model']}, drafter {document['drafter']}, {document['dtype']}",
-        f"{document['hardware']}; {used}",
+    yield from describe_pair(document)
+    yield (
         f"{prompts['prompts']} prompts of {prompts['shortest']} to {prompts['longest']} tokens from "
         f"{document['prompts']}; {document['max_new_tokens']} new tokens, end of text ignored; "
-        f"temperature {document['temperature']:g}, seed {document['seed']}",
+        f"temperature {document['temperature']:g}, seed {document['seed']}"
+    )
+    yield (
         f"read per forward: {size['weights_per_forward'] / 1e9:.3f} GB of weights, "
         f"{size['keys_and_values_per_token'] / 1e3:.1f} kB a token of keys and values; "
-        f"per step by the drafter: {size['drafter_weights_per_step'] / 1e9:.3f} GB",
-        "steps are captured CUDA graphs"
-        if document["captured_steps"]
-        else f"steps are not captured: {document['why_not_captured']}",
-    ]
+        f"per step by the drafter: {size['drafter_weights_per_step'] / 1e9:.3f} GB"
+    )
+    why_not = document["why_not_captured"]
+    yield "steps are captured CUDA graphs" if document["captured_steps"] else f"steps are not captured: {why_not}"

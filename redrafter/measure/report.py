@@ -1,11 +1,11 @@
-"""A benchmark's report: tables on stdout as they are measured, progress on stderr, one JSON document at the end."""
+"""The report of a measurement: tables on stdout, progress on stderr, one JSON document at the end."""
 
 import json
 import math
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -14,7 +14,10 @@ from typing import Any
 from redrafter.errors import ReDrafterError, first_line
 from redrafter.files.atomic_file import check_writable, write_atomically
 
-__all__ = ["Report", "Table", "plain_data"]
+__all__ = ["Report", "Table", "format_table", "plain_data"]
+
+
+MIN_WIDTH = 5  # of a column of `format_table`: that of a share with three decimals
 
 
 class Report:
@@ -107,19 +110,36 @@ class Table:
 
     def row(self, *values: Any) -> None:
         """Print a row, one value a column; all but the first are aligned right."""
+        names, widths = zip(*self._columns, strict=True)
         if not self._begun:
             self._begun = True
-            self._report.line(f"\n{self._title}")
-            if self._report.note is not None:
-                self._report.line(self._report.note)
-            self._print([name for name, _ in self._columns])
-        self._print([_cell(value) for value in values])
+            note = [] if self._report.note is None else [self._report.note]
+            for line in (f"\n{self._title}", *note, _line(names, widths)):
+                self._report.line(line)
+        self._report.line(_line([_cell(value) for value in values], widths))
 
-    def _print(self, cells: Sequence[str]) -> None:
-        widths = [width for _, width in self._columns]
-        first, *rest = zip(cells, widths, strict=True)
-        line = f"{first[0]:<{first[1]}}" + "".join(f" {cell:>{width}}" for cell, width in rest)
-        self._report.line(line.rstrip())
+
+def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, indent: str = "  ") -> Iterator[str]:
+    """Format a table whose rows are all known, each column as wide as its widest cell.
+
+    Args:
+        columns: Names of the columns; all but the first are aligned right.
+        rows: Values of each row, one a column.
+        indent: What begins each line.
+
+    Yields:
+        The names of the columns as a line, then a line for each row.
+    """
+    lines = [list(columns), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(MIN_WIDTH, *map(len, column)) for column in zip(*lines, strict=True)]
+    yield from (indent + _line(cells, widths, gap="  ") for cells in lines)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], gap: str = " ") -> str:
+    first, *rest = (
+        f"{cell:{'>' if at else '<'}{width}}" for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return gap.join([first, *rest]).rstrip()
 
 
 def _cell(value: Any) -> str:

@@ -17,11 +17,11 @@ from redrafter.target.target import Target
 from redrafter.train.evaluate import other_texts
 from redrafter.train.evaluate.advice import advise
 from redrafter.train.evaluate.explain import explain_temperature
-from redrafter.train.evaluate.explain_report import describe_explanation, format_explanation
 from redrafter.train.evaluate.explanation import Bucket, Explanation, Form, StepCounts, TemperatureExplanation
 from redrafter.train.evaluate.misses import MISSES
 from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.other_texts import prompts_in_both_forms, read_training_texts
+from redrafter.train.evaluate.report import describe_explanation, format_explanation
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts
 

@@ -33,14 +33,18 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.picture import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
-from redrafter.train.evaluate.explain_report import describe_explanation, format_explanation
 from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.plot import plot
 from redrafter.train.evaluate.prompt_choice import PromptChoice, prompts_of_lengths
 from redrafter.train.evaluate.prompts import prompts_by_category
 from redrafter.train.evaluate.replay import replay
-from redrafter.train.evaluate.report import TextsResult, make_report
-from redrafter.train.evaluate.tables import format_report
+from redrafter.train.evaluate.report import (
+    TextsResult,
+    describe_explanation,
+    format_explanation,
+    format_report,
+    make_report,
+)
 from redrafter.train.evaluate.texts import write_texts
 
 __all__ = ["evaluate", "main"]
@@ -134,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pair = Pair.load(replace(read_options(LoadOptions, args), tuning="none"))
         if options.adapter is not None:
             merge_adapter(pair.engine.model, options.adapter)
-        document = {"command": shlex.join(["redrafter", "evaluate", *argv])} | evaluate(pair, options)
+        document = evaluate(pair, options) | {"command": shlex.join(["redrafter", "evaluate", *argv])}
         print(*format_report(document), sep="\n")
         if options.explain:
             print(*format_explanation(document["explanation"]), sep="\n")

@@ -1,22 +1,30 @@
-"""Report of an evaluation, as a JSON document."""
+"""Report of an evaluation, as a JSON document and as tables."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
-from redrafter.files.dtype_names import dtype_name
-from redrafter.measure.facts import hardware, versions
+from redrafter.measure.facts import conditions, describe_pair
+from redrafter.measure.report import format_table
+from redrafter.train.evaluate.advice import advise
+from redrafter.train.evaluate.explanation import Explanation
 from redrafter.train.evaluate.options import EvaluateOptions
 from redrafter.train.evaluate.prompt_choice import PromptChoice
 from redrafter.train.evaluate.replay import ReplayStats
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts, repeated_share
 
-__all__ = ["REPEATED_TOKENS", "TextsResult", "make_report"]
+__all__ = ["TextsResult", "describe_explanation", "format_explanation", "format_report", "make_report"]
 
 REPEATED_TOKENS = 4  # tokens of a run that counts as repeated if it occurred before
+MISS_NAMES = {
+    "outside_head": "head's vocabulary",
+    "near_miss": "near miss",
+    "wrong_guess": "wrong guess",
+    "node_budget": "node budget",
+}
 
 
 @dataclass(frozen=True)
@@ -47,15 +55,10 @@ def make_report(
         prompts: Prompts of the texts, in the order of the texts.
         results: What was measured at each temperature, after prompts of each length.
     """
-    target = pair.engine.target
-    return {
+    return conditions(pair.engine.target) | {
         "model": short_name(pair.name),
         "drafter": short_name(str(pair.drafting_model)),
         "adapter": options.adapter and short_name(options.adapter),
-        "hardware": hardware(target.device),
-        "device": str(target.device),
-        "dtype": dtype_name(target.dtype),
-        "versions": versions(),
         "seed": options.seed,
         "seeds": "prompt i, of all in their order, is written on under seed + i",
         "sampling": "temperature alone: no top-k, no top-p, no penalty",
@@ -136,3 +139,117 @@ def _describe_stats(shape: Shape, stats: list[ReplayStats]) -> dict[str, Any]:
 def _mean(values: list[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if present else None
+
+
+def format_report(document: dict[str, Any]) -> Iterator[str]:
+    """Format the JSON document that `make_report` made as lines of text and tables."""
+    prompts, measured = document["prompts"], document["temperatures"]
+    counts, files = prompts["categories"], ", ".join(prompts["files"]) or "the package"
+    yield from describe_pair(document)
+    yield (
+        f"{sum(counts.values())} prompts in {len(counts)} categories from {files}; at most {document['new_tokens']} "
+        f"new tokens; seed {document['seed']}; {document['sampling']}"
+    )
+    if prompts["lengths"]:
+        yield "after each length of prompts the model goes on from the same tokens; what stands before them differs"
+    if prompts["lengths_left_out"]:
+        lengths = ", ".join(map(str, prompts["lengths_left_out"]))
+        yield f"not measured: prompts of {lengths} tokens, for the longest prompt has {prompts['longest']}"
+    yield "depth d: the share of the steps that accepted d - 1 drafts, and whose text went on, that accepted one more"
+    at_once = len(prompts["lengths"]) or 1
+    for results in (measured[first : first + at_once] for first in range(0, len(measured), at_once)):
+        yield from ("", f"temperature {results[0]['temperature']:g}")
+        yield from _format_lengths(results) if prompts["lengths"] else _format_categories(results[0])
+
+
+def _format_categories(result: dict[str, Any]) -> Iterator[str]:
+    """Format one result: in each table, a line for each category and one for all."""
+    yield from _format_texts({**result["texts"], "all texts": result["all_texts"]})
+    for tree in result["trees"]:
+        several = len(tree["categories"]) > 1
+        rows = {**tree["categories"], "mean of categories": tree["mean_of_categories"]} if several else {}
+        yield from _format_tree(tree, {**rows, "all steps": tree["all_steps"]})
+
+
+def _format_lengths(results: list[dict[str, Any]]) -> Iterator[str]:
+    """Format the results of one temperature: in each table, a line for each length of prompts."""
+    names = [f"prompts of {result['prompt_length']} tokens" for result in results]
+    yield from _format_texts(dict(zip(names, (result["all_texts"] for result in results), strict=True)))
+    for trees in zip(*(result["trees"] for result in results), strict=True):
+        yield from _format_tree(trees[0], dict(zip(names, (tree["all_steps"] for tree in trees), strict=True)))
+
+
+def _format_texts(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    columns = {
+        "texts": "texts",
+        "tokens": "tokens",
+        f"repeated {REPEATED_TOKENS}-grams": f"repeated_{REPEATED_TOKENS}_grams",
+    }
+    columns["ended by itself"] = "ended"
+    cells = ((name, *map(row.get, columns.values())) for name, row in rows.items())
+    return format_table(["written by the model", *columns], cells)
+
+
+def _format_tree(tree: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    cells = ((name, row["tokens_per_step"], row["drafts_per_step"], *row["acceptance"]) for name, row in rows.items())
+    yield ""
+    yield from format_table([tree["tree"], "tokens/step", "drafts/step", *_depths(tree["depth"])], cells)
+
+
+def _depths(depth: int) -> list[str]:
+    return ["depth 1", *map(str, range(2, depth + 1))]
+
+
+def describe_explanation(explanation: Explanation) -> dict[str, Any]:
+    """Return the part of the JSON document that explains the acceptance, with lines of advice."""
+    files = [short_name(file) for file in explanation.data]
+    return asdict(explanation) | {"data": files, "advice": list(advise(explanation))}
+
+
+def format_explanation(document: dict[str, Any]) -> Iterator[str]:
+    """Format what `describe_explanation` returned as lines of text and tables."""
+    names = MISS_NAMES.values()
+    for result in document["temperatures"]:
+        counts = result["all_steps"]
+        yield from ("", f"why drafts were missed: {document['tree']}, temperature {result['temperature']:g}")
+        columns = zip(counts["tried"], counts["accepted"], counts["misses"], strict=True)
+        by_depth = (
+            (depth, tried, hit, *map(missed.get, MISS_NAMES)) for depth, (tried, hit, missed) in enumerate(columns, 1)
+        )
+        yield from format_table(["depth", "tried", "accepted", *names], by_depth)
+        yield ""
+        endings = (
+            (
+                name,
+                ends["steps"],
+                *(sum(depth[miss] for depth in ends["misses"]) for miss in MISS_NAMES),
+                ends["all_accepted"],
+                ends["text_ended"],
+            )
+            for name, ends in {**result["categories"], "all": counts}.items()
+        )
+        yield from format_table(["how steps ended", "steps", *names, "all accepted", "text ended"], endings)
+        for title, kind in (("the base gave its token", "by_probability"), ("tokens before the draft", "by_context")):
+            buckets = [bucket for bucket in result[kind] if bucket["drafts"]]
+            missed = sum(bucket["drafts"] - bucket["accepted"] for bucket in buckets)
+            shares = (
+                (name, drafts, accepted / drafts, (drafts - accepted) / missed if missed else None)
+                for name, drafts, accepted in (bucket.values() for bucket in buckets)
+            )
+            yield ""
+            yield from format_table([title, "drafts", "acceptance", "share of misses"], shares)
+    guesses = {
+        f"the base's text, temperature {one['temperature']:g}": one["best_guess"] for one in document["temperatures"]
+    }
+    if document["best_guess_on_data"] is not None:
+        guesses[", ".join(document["data"])] = document["best_guess_on_data"]
+    depths = _depths(document["depth"])
+    yield ""
+    yield from format_table(["best guess is right", *depths], ((name, *shares) for name, shares in guesses.items()))
+    if document["form_prompts"]:
+        forms = (
+            (name, document[name]["tokens_per_step"], *document[name]["acceptance"]) for name in ("plain", "template")
+        )
+        yield ""
+        yield from format_table([f"{document['form_prompts']} prompts, greedy", "tokens/step", *depths], forms)
+    yield from ("", "what to do", *(f"  {line}" for line in document["advice"]))
