@@ -1,17 +1,19 @@
 """Plain and speculative decoding in turn on the same prompts: speed, acceptance, equality of texts, memory."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from redrafter.drafting.search_proposer import SearchProposer
-from redrafter.measure.divergence import Equality, compare
+from redrafter.measure.differences import find_differences
 from redrafter.measure.floors import resident_bytes
 from redrafter.measure.run import StreamedRun
 from redrafter.measure.workload import Workload
 
-__all__ = ["DecodingSpeed", "Memory", "Throughput", "measure_speedup", "peak_memory"]
+__all__ = ["DecodingSpeed", "Equality", "Memory", "Throughput", "measure_speedup", "peak_memory"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,53 @@ class Memory:
     pools: int
     beyond: int
     reserved: int
+
+
+@dataclass(frozen=True)
+class Equality:
+    """The outcome of comparing the rows of plain and of speculative decoding.
+
+    Attributes:
+        equal: Whether no row differs.
+        rows: Rows compared.
+        divergent: Rows that differ.
+        first: The difference at the earliest new token, of those that rounding cannot explain if there are such: its
+            `prompt`, its `token`, the ids that were written there (`plain`, `speculative`), by how much the best logit
+            leads the second (`margin`), whether these are the two ids (`top_two`), and whether it is a `near_tie`. None
+            where all rows are equal; `margin` and `top_two` are None when sampling.
+        largest_margin: Largest margin of any row that differs; None where none has a margin.
+    """
+
+    equal: bool
+    rows: int
+    divergent: int
+    first: dict[str, Any] | None
+    largest_margin: float | None
+
+    @classmethod
+    def of(cls, work: Workload, plain: Sequence[Sequence[int]], speculative: Sequence[Sequence[int]]) -> "Equality":
+        """Compare new tokens by row; row i continues prompt i of the workload, modulo the number of prompts."""
+        prompts = [work.prompts[row % len(work.prompts)] for row in range(len(plain))]
+        arguments = work.arguments() | {"seed": work.seed}
+        differences = find_differences(work.engine, arguments, prompts, plain, [speculative])
+        first = min(differences, key=lambda difference: (difference.near_tie, difference.token), default=None)
+        return cls(
+            equal=not differences,
+            rows=len(plain),
+            divergent=len(differences),
+            first=None
+            if first is None
+            else {
+                "prompt": first.prompt % len(work.prompts),
+                "token": first.token,
+                "plain": first.plain,
+                "speculative": first.other,
+                "margin": first.lead,
+                "top_two": first.top_two,
+                "near_tie": first.near_tie,
+            },
+            largest_margin=max((each.lead for each in differences if each.lead is not None), default=None),
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +163,7 @@ def measure_speedup(work: Workload, rows: int, repeats: int) -> Throughput:
         speedup=statistics.median(ratios),
         tokens_per_step=emitted / steps,
         accepted_by_depth=[sum(depth) / steps for depth in depths],
-        equality=compare(work, *texts),
+        equality=Equality.of(work, *texts),
         memory=memory,
     )
 

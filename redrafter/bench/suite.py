@@ -118,13 +118,12 @@ def _report_details(report: Report, rows: int, result: Throughput) -> None:
     report.line(f"batch {rows}: share of steps that accept 1, 2, ... drafts: {depths}; {_first_requests(result)}")
     first = result.equality.first
     if first is not None:
-        margin = ""
-        if first.margin is not None:
-            largest, which = result.equality.largest_margin, "" if first.top_two else "not "
-            margin = (
-                f", where the best logit leads by {first.margin:.3g} ({which}these two; most of any: {largest:.3g})"
-            )
-        report.line(f"  tokens differ first at new token {first.token} of prompt {first.prompt}{margin}")
+        margin = "" if first["near_tie"] else ", which rounding does not explain"
+        if first["margin"] is not None:
+            largest, which = result.equality.largest_margin, "" if first["top_two"] else "not "
+            margin += f"; the best logit leads by {first['margin']:.3g} ({which}these two; most of any: {largest:.3g})"
+        kind = "a near-tie" if first["near_tie"] else "OTHER TOKENS"
+        report.line(f"  {kind} at new token {first['token']} of prompt {first['prompt']}{margin}")
     if result.memory is not None:
         gib = {name: size / 2**30 for name, size in vars(result.memory).items()}
         report.line(

@@ -12,10 +12,10 @@ from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.cli.compared_methods import ASSISTED, AssistedMethod, Method, MethodResult, load_pairs, measure_result
-from redrafter.cli.differences import describe_differences
 from redrafter.cli.options import CompareOptions
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
+from redrafter.measure.differences import describe_differences
 from redrafter.measure.facts import conditions, describe_pair
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report

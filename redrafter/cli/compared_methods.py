@@ -23,8 +23,8 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.checkpoints.merged import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
-from redrafter.cli.differences import Difference, find_differences
 from redrafter.engine.outputs import GenerateStats
+from redrafter.measure.differences import Difference, find_differences
 from redrafter.measure.run import Run
 from redrafter.measure.stopwatch import Stopwatch
 from redrafter.scheduler.stats import Stats
@@ -197,7 +197,8 @@ def measure_result(method: Method, plain: Method, prompts: Sequence[Sequence[int
     repeats = range(len(method.repeats))
     if method is not plain and method.exact and compare:
         outputs = [method.texts(repeat) for repeat in repeats]
-        differences = find_differences(plain.pair, plain.generation, prompts, plain.texts(), outputs)
+        arguments, decode = plain.pair.arguments(plain.generation), plain.pair.tokenizer.decode
+        differences = find_differences(plain.pair.engine, arguments, prompts, plain.texts(), outputs, decode)
         same, near_ties = len(prompts) - len(differences), sum(difference.near_tie for difference in differences)
     pair = method.pair
     true_differences = (difference for difference in differences if not difference.near_tie)

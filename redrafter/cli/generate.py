@@ -17,7 +17,7 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.cli.images import encode_with_images
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError
-from redrafter.measure.divergence import first_difference
+from redrafter.measure.differences import first_difference
 from redrafter.measure.facts import conditions
 from redrafter.measure.run import Run
 from redrafter.parallel.launched import launched_processes

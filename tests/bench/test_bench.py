@@ -14,6 +14,7 @@ from redrafter import ArgumentError, CheckpointError, ReDrafterError, Unsupporte
 from redrafter.app import loading
 from redrafter.bench.padded_model import SHAPES, PadShape
 from redrafter.bench.rivals import measure_rivals
+from redrafter.bench.speedup import Equality
 from redrafter.bench.standing_batch import long_texts, open_standing_batch
 from redrafter.bench.steady_state import measure_steady_state, steady_rate
 from redrafter.bench.step_parts import measure_parts, random_drafter
@@ -28,7 +29,7 @@ from redrafter.data.rows import Row
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.measure import picture, stopwatch
 from redrafter.measure.bandwidth import Bandwidth, copy_bandwidth
-from redrafter.measure.divergence import compare, first_difference
+from redrafter.measure.differences import first_difference
 from redrafter.measure.floors import draft_bytes, forward_bytes, resident_bytes, slot_bytes
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
@@ -400,21 +401,23 @@ def test_first_difference():
 def test_a_divergence_is_found_with_its_margin():
     work = workload()
     plain = [run for batch in work.batches(1) for run in work.run(batch, False).tokens]
-    assert compare(work, plain, plain).equal
+    assert Equality.of(work, plain, plain).equal
     other = [plain[0], [*plain[1][:5], (plain[1][5] + 1) % VOCAB, *plain[1][6:]]]
-    found = compare(work, plain, other)
+    found = Equality.of(work, plain, other)
     with torch.no_grad():
         logits = work.engine.model(torch.tensor([[*PROMPTS[1], *plain[1][:5]]])).logits[0, -1]
     best = logits.topk(2)
     assert int(best.indices[0]) == plain[1][5]
     assert (found.rows, found.divergent, found.equal) == (2, 1, False)
-    assert (found.first.prompt, found.first.token) == (1, 5)
-    assert (found.first.plain, found.first.speculative) == (plain[1][5], other[1][5])
-    assert found.first.margin == found.largest_margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
-    assert found.first.top_two == (other[1][5] == int(best.indices[1]))
-    sampled = compare(workload(temperature=1.0), plain, other)
+    assert (found.first["prompt"], found.first["token"]) == (1, 5)
+    assert (found.first["plain"], found.first["speculative"]) == (plain[1][5], other[1][5])
+    assert (
+        found.first["margin"] == found.largest_margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
+    )
+    assert found.first["top_two"] == (other[1][5] == int(best.indices[1]))
+    sampled = Equality.of(workload(temperature=1.0), plain, other)
     assert sampled.divergent == 1
-    assert sampled.first.margin is None
+    assert sampled.first["margin"] is None
     assert sampled.largest_margin is None
 
 

@@ -17,8 +17,7 @@ from redrafter.app import engines
 from redrafter.app.loading import Pair
 from redrafter.cli import compare as compare_module
 from redrafter.cli import main
-from redrafter.cli.differences import tolerance
-from redrafter.measure.divergence import first_difference
+from redrafter.measure.differences import first_difference, tolerance
 from redrafter.measure.prompts import read_prompts
 from redrafter.sampling.noise import gumbel
 from redrafter.tree.accept import Path as Kept

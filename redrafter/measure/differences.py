@@ -1,0 +1,181 @@
+"""The comparer of outputs: where a way of decoding differs from plain decoding, and whether rounding explains it."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redrafter.engine.engine import Engine
+from redrafter.engine.outputs import GenerateOutput
+from redrafter.sampling.noise import gumbel
+
+__all__ = ["Difference", "describe_differences", "find_differences", "first_difference", "tolerance"]
+
+HALF_PRECISION_STEPS = 4  # rounding may move a logit by this many steps of the format at the largest logit
+FLOAT32_TOLERANCE = 1e-4  # the same in float32 and float64, where rounding differs by a few 1e-5
+MAX_TEXTS, MAX_LINE_CHARS = 3, 60  # of the differences that are printed for a method
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first position where the outputs of plain decoding and of another method differ on one prompt.
+
+    Attributes:
+        prompt: Index of the prompt.
+        token: Index of the first new token that differs.
+        common: The new text before that token.
+        plain: Token id of plain decoding there; None if its output has ended.
+        other: Token id of the other method there; None if its output has ended.
+        plain_text: Text of plain decoding from there on.
+        other_text: Text of the other method from there on.
+        margin: How far the lower score of both tokens is below the best score, by plain decoding's own logits with
+            logits processors and noise; None if a processor forbids one of them.
+        tolerance: The most that rounding is taken to move a logit.
+        near_tie: Whether each of both tokens is drawn once its logit is raised by `tolerance`.
+        lead: Best score minus the second best; None when sampling, or if one output has ended.
+        top_two: Whether the two tokens have the two best scores; None as for `lead`.
+    """
+
+    prompt: int
+    token: int
+    common: str
+    plain: int | None
+    other: int | None
+    plain_text: str
+    other_text: str
+    margin: float | None = None
+    tolerance: float | None = None
+    near_tie: bool = False
+    lead: float | None = None
+    top_two: bool | None = None
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Return the index of the first token that differs, or None when all are equal; a missing token differs."""
+    differing = (index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differing, None if len(a) == len(b) else min(len(a), len(b)))
+
+
+def tolerance(logits: Tensor, dtype: torch.dtype) -> float:
+    """Return the most that rounding is taken to move a logit.
+
+    Args:
+        logits: Logits of one position, `[V]`.
+        dtype: Number format of the model that computed them.
+    """
+    info = torch.finfo(dtype)
+    if info.bits >= 32:
+        return FLOAT32_TOLERANCE
+    largest = float(logits[logits.isfinite()].abs().max())
+    return HALF_PRECISION_STEPS * info.eps * 2.0 ** math.floor(math.log2(max(largest, info.tiny)))
+
+
+def find_differences(
+    engine: Engine,
+    arguments: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    plain: Sequence[Sequence[int]],
+    repeats: Sequence[Sequence[Sequence[int]]],
+    decode: Callable[[list[int]], Any] = lambda tokens: "",
+) -> list[Difference]:
+    """Return one difference for each prompt that plain decoding and another method continue differently.
+
+    The repeats of a prompt may differ from plain decoding in several ways. A difference that rounding cannot explain is
+    chosen before a near-tie, which it can (`Difference.near_tie`). Of several of the same kind, the one at the smallest
+    token index is chosen.
+
+    Args:
+        engine: The engine of plain decoding, whose logits tell near-ties.
+        arguments: Arguments of `generate` for plain decoding; where `seed` is s, prompt i was decoded with s + i.
+        prompts: Token ids of each prompt.
+        plain: New token ids of plain decoding for each prompt.
+        repeats: New token ids of the other method for each prompt, repeat by repeat.
+        decode: Makes text of token ids.
+
+    Returns:
+        The chosen differences in the order of the prompts. Prompts whose outputs are all equal have none.
+    """
+    worst = []
+    for row, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
+        found = []
+        for output in {tuple(texts[row]) for texts in repeats}:
+            at = first_difference(expected, output)
+            if at is None:
+                continue
+            common = decode(list(expected[:at]))
+            a, b = (text[at] if at < len(text) else None for text in (expected, output))
+            # Decoded as a whole: a token by itself may lose its space.
+            mine, other = (decode(list(text))[len(common) :] for text in (expected, output))
+            verdict: dict[str, Any] = {}
+            if a is not None and b is not None:
+                seed = arguments.get("seed")
+                seeded = {**arguments, "seed": None if seed is None else seed + row}
+                verdict = _judge(engine, seeded, [*prompt, *expected[:at]], [a, b])
+            found.append(Difference(row, at, common, a, b, mine, other, **verdict))
+        worst += sorted(found, key=lambda difference: (difference.near_tie, difference.token))[:1]
+    return worst
+
+
+def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: list[int]) -> dict[str, Any]:
+    """Return the fields of a `Difference` from `margin` on, for two tokens that may follow a text."""
+
+    def draw(bias: dict[int, float]) -> GenerateOutput:
+        """Draw the token after the text by plain decoding, with `bias` added to the logits of these ids."""
+        one = {name: value for name, value in arguments.items() if name not in ("stop_strings", "tokenizer")}
+        one |= {"max_new_tokens": 1, "speculate": False, "output_logits": True, "output_scores": True}
+        ids = torch.tensor([text])  # [1, P]
+        engine.forget_prefixes()
+        out = engine.generate(ids, torch.ones_like(ids), return_dict_in_generate=True, **one, logit_bias=bias)
+        assert isinstance(out, GenerateOutput)
+        return out
+
+    out = draw({})
+    assert out.logits is not None
+    assert out.scores is not None
+    logits, scores = out.logits[0][0].float(), out.scores[0][0].float()  # [V]
+    best = scores.topk(2)
+    lead, top_two = float(best.values[0] - best.values[1]), set(best.indices.tolist()) == set(tokens)
+    if arguments["do_sample"]:
+        ids = torch.arange(len(scores), device=scores.device)  # [V]
+        at = ([arguments["seed"]], [[len(text)]])
+        seed, position = (torch.tensor(value, device=scores.device) for value in at)
+        scores = scores + gumbel(seed, position, ids)[0, 0]
+    margin = float(scores.max() - scores[tokens].min())
+    most = tolerance(logits, engine.target.dtype)
+    drawn = [int(draw({token: most}).sequences[0, -1]) for token in tokens]
+    return {
+        "margin": margin if math.isfinite(margin) else None,
+        "tolerance": most,
+        "near_tie": drawn == tokens,
+        "lead": None if arguments["do_sample"] else lead,
+        "top_two": None if arguments["do_sample"] else top_two,
+    }
+
+
+def describe_differences(differences: Sequence[Difference], method: str) -> Iterator[str]:
+    """Yield lines that show the first differences of a method side by side, near-ties last; » is where they begin."""
+    width = max(len("plain"), len(method))
+    for difference in sorted(differences, key=lambda difference: difference.near_tie)[:MAX_TEXTS]:
+        kind = "near-tie" if difference.near_tie else "OTHER TOKENS"
+        where = f"  {kind} in prompt {difference.prompt + 1} at new token {difference.token + 1}"
+        if difference.tolerance is None:
+            yield f"{where}: one text ends there"
+        elif difference.margin is None:
+            yield f"{where}: a sampling parameter rules one of the two out"
+        else:
+            margin, most = difference.margin, difference.tolerance
+            yield f"{where}: the lower is {margin:.3g} below the best; rounding explains {most:.3g}"
+        for name, text, token in (
+            ("plain", difference.plain_text, difference.plain),
+            (method, difference.other_text, difference.other),
+        ):
+            # Quoted as JSON, so that line breaks and control characters are escaped.
+            parts = (difference.common[-MAX_LINE_CHARS:], text[:MAX_LINE_CHARS])
+            shown = "»".join(json.dumps(part, ensure_ascii=False)[1:-1] for part in parts)
+            yield f"    {name:<{width}}  {shown}  (id {'none' if token is None else token})"
+    if len(differences) > MAX_TEXTS:
+        yield f"  and {len(differences) - MAX_TEXTS} more, which the JSON document holds"
