@@ -21,7 +21,7 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.checkpoint_kind import check_path
 from redrafter.measure.facts import facts, head
-from redrafter.measure.picture import check_picture_folder
+from redrafter.measure.picture import check_picture
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
 from redrafter.measure.workload import Workload
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
     plots = None if options.plots is None else Path(options.plots)
     if plots is not None:
-        check_picture_folder(plots)
+        check_picture(plots, "--plots", folder=True)
     for name in filter(None, [options.assistant_model]):
         check_path(name)
     if options.json is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
+from redrafter.bench.plot import draw_tuning
 from redrafter.bench.tree_choice import (
     DEEPER_LENGTHS,
     LENGTHS,
@@ -22,7 +23,6 @@ from redrafter.bench.tree_choice import (
     step_costs,
     table,
 )
-from redrafter.bench.tune_plot import plot
 from redrafter.bench.tuner import Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli.options import TuneOptions
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"written to {path}", file=sys.stderr)
     if options.plot is not None:
         name = f"{Path(pair.name).name} on {tuning.device}, {tuning.dtype}"
-        plot(tuner.timings, shapes, name, options.plot)
+        draw_tuning(tuner.timings, shapes, name, Path(options.plot))
         print(f"drawn in {options.plot}", file=sys.stderr)
     if args.json:
         names = {"model": pair.name, "drafter": pair.drafting_model}

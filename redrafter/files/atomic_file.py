@@ -2,13 +2,11 @@
 
 import os
 from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["check_writable", "write_atomically", "write_figure"]
+__all__ = ["check_writable", "write_atomically"]
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -59,21 +57,6 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise ArgumentError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def write_figure(path: Path, figure: Any) -> None:
-    """Write a matplotlib figure as a PNG file, atomically.
-
-    Args:
-        path: File to write. Its directory must exist.
-        figure: A `matplotlib.figure.Figure`.
-
-    Raises:
-        ArgumentError: If the file cannot be written.
-    """
-    png = BytesIO()
-    figure.savefig(png, dpi=144, format="png")
-    write_atomically(path, png.getvalue())
 
 
 def _temporary_path(target: Path) -> Path:

@@ -1,55 +1,64 @@
-"""What the pictures of `bench`, `tune` and `evaluate` share: checks before anything is measured, and an axis."""
+"""The pictures of `bench`, `tune` and `evaluate`: checked for before anything is measured, drawn with matplotlib."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from redrafter.errors import ArgumentError, MissingDependencyError, how_to_install
-from redrafter.files.atomic_file import check_writable
+from redrafter.files.atomic_file import check_writable, write_atomically
 
-__all__ = ["batch_size_axis", "check_matplotlib", "check_picture", "check_picture_folder"]
-
-
-def check_matplotlib(flag: str) -> None:
-    """Raise `MissingDependencyError` where matplotlib, which the option `flag` needs, is not installed."""
-    if find_spec("matplotlib") is None:
-        raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
+__all__ = ["batch_size_axis", "check_picture", "drawing"]
 
 
-def check_picture(path: Path, flag: str = "--plot") -> None:
-    """Check that a picture can be drawn and written to `path`.
+def check_picture(path: Path, flag: str = "--plot", *, folder: bool = False) -> None:
+    """Check that pictures can be drawn and written to `path`.
 
     Args:
         path: The file to write, a `.png`.
         flag: The option that named it, for messages.
+        folder: Whether `path` is a folder for several pictures, which is made.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        ArgumentError: The path is not a `.png` or cannot be written.
+        ArgumentError: The path is not a `.png` or cannot be written, or the folder cannot be made.
     """
-    check_matplotlib(flag)
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
+    if folder:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"{flag} {path} cannot be a directory: {error.strerror or error}") from error
+        return
     if path.suffix != ".png":
         raise ArgumentError(f"{flag} draws a .png, got {str(path)!r}")
     check_writable(path, flag)
 
 
-def check_picture_folder(folder: Path, flag: str = "--plots") -> None:
-    """Check that pictures can be drawn, and make the folder that they are written to.
+@contextmanager
+def drawing(path: Path, conditions: str = "", size: tuple[float, float] = (8, 5), **grid: Any) -> Iterator[Any]:
+    """Yield matplotlib's axes to draw on, and write them as a PNG file when the context is left.
 
     Args:
-        folder: The folder to make.
-        flag: The option that named it, for messages.
+        path: The file to write.
+        conditions: What was measured, written below the picture.
+        size: Width and height in inches.
+        grid: Arguments of `Figure.subplots`, for several axes.
 
     Raises:
-        MissingDependencyError: matplotlib is not installed.
-        ArgumentError: The folder cannot be made.
+        ArgumentError: The file cannot be written; nothing is left behind.
     """
-    check_matplotlib(flag)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"{flag} {folder} cannot be a directory: {error.strerror or error}") from error
+    from matplotlib.figure import Figure  # without pyplot, which asks for a window system
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure.subplots(**grid)
+    figure.supxlabel(conditions, fontsize=7)
+    png = BytesIO()
+    figure.savefig(png, dpi=144, format="png")
+    write_atomically(path, png.getvalue())
 
 
 def batch_size_axis(axes: Any, batch_sizes: Sequence[int]) -> None:
@@ -58,3 +67,4 @@ def batch_size_axis(axes: Any, batch_sizes: Sequence[int]) -> None:
     axes.set_xticks(batch_sizes, [str(size) for size in batch_sizes])
     axes.minorticks_off()
     axes.set_xlabel("rows in a batch")
+    axes.grid(alpha=0.3)

@@ -34,7 +34,6 @@ from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.picture import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.plot import plot
 from redrafter.train.evaluate.prompt_choice import PromptChoice, prompts_of_lengths
 from redrafter.train.evaluate.prompts import prompts_by_category
 from redrafter.train.evaluate.replay import replay
@@ -44,6 +43,7 @@ from redrafter.train.evaluate.report import (
     format_explanation,
     format_report,
     make_report,
+    plot,
 )
 from redrafter.train.evaluate.texts import write_texts
 

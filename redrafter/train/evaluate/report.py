@@ -1,12 +1,14 @@
-"""Report of an evaluation, as a JSON document and as tables."""
+"""Report of an evaluation, as a JSON document, as tables and as a picture."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.measure.facts import conditions, describe_pair
+from redrafter.measure.picture import drawing
 from redrafter.measure.report import format_table
 from redrafter.train.evaluate.advice import advise
 from redrafter.train.evaluate.explanation import Explanation
@@ -16,7 +18,7 @@ from redrafter.train.evaluate.replay import ReplayStats
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts, repeated_share
 
-__all__ = ["TextsResult", "describe_explanation", "format_explanation", "format_report", "make_report"]
+__all__ = ["TextsResult", "describe_explanation", "format_explanation", "format_report", "make_report", "plot"]
 
 REPEATED_TOKENS = 4  # tokens of a run that counts as repeated if it occurred before
 MISS_NAMES = {
@@ -253,3 +255,37 @@ def format_explanation(document: dict[str, Any]) -> Iterator[str]:
         yield ""
         yield from format_table([f"{document['form_prompts']} prompts, greedy", "tokens/step", *depths], forms)
     yield from ("", "what to do", *(f"  {line}" for line in document["advice"]))
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Draw acceptance by depth: a line for each shape, a column for each temperature, a row for each prompt length.
+
+    Args:
+        document: Report that `make_report` made.
+        path: The `.png` file to write.
+    """
+    measured, rows = document["temperatures"], len(document["prompts"]["lengths"]) or 1
+    columns = len(measured) // rows
+    below = f"{document['model']}, drafter {document['drafter']}, {document['dtype']}, {document['hardware']}"
+    grid = {"nrows": rows, "ncols": columns, "sharey": True, "squeeze": False}
+    with drawing(path, below, (1 + 6 * columns, 5 * rows), **grid) as panels:
+        for axes, result in zip(panels.T.flat, measured, strict=True):
+            for tree in result["trees"]:
+                steps = tree["all_steps"]
+                points = [(depth, rate) for depth, rate in enumerate(steps["acceptance"], 1) if rate is not None]
+                per_step = steps["tokens_per_step"]
+                label = tree["tree"] if per_step is None else f"{tree['tree']}: {per_step:.2f} tokens per step"
+                style = "o--" if tree["nodes"] is None else "o-"
+                axes.plot(
+                    [depth for depth, _ in points], [rate for _, rate in points], style, markersize=4, label=label
+                )
+            title = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
+            length = result["prompt_length"]
+            axes.set_title(title if length is None else f"{title}, prompts of {length} tokens", fontsize=10)
+            axes.set_xticks(range(1, max(tree["depth"] for tree in result["trees"]) + 1))
+            axes.set_xlabel("depth of the draft")
+            axes.set_ylim(0, 1)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8, frameon=False)
+        for axes in panels[:, 0]:
+            axes.set_ylabel("share accepted, of those whose parent was")
