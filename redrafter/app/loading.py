@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from redrafter.app.engines import (
@@ -30,9 +29,8 @@ from redrafter.engine.stopping import end_tokens
 from redrafter.engine.streaming import StepStreamer
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import SHAPE_FILE, check_path
-from redrafter.measure.run import Run, timed_run
+from redrafter.measure.run import Run, pad_token_of, padded, timed_run
 from redrafter.measure.stopwatch import Stopwatch
-from redrafter.measure.workload import padded
 from redrafter.parallel.launched import launched_processes
 
 NO_DRAFT_OPTIONS = DraftOptions()
@@ -148,7 +146,7 @@ class Pair:
             streamer: Gets the tokens of every step.
             arguments: Arguments of `Engine.generate`, which win over those from `options`.
         """
-        ids, mask = _pad_left(prompts, self.tokenizer)
+        ids, mask = padded(prompts, pad_token_of(self.tokenizer))
         arguments = self.arguments(options) | arguments
         return timed_run(self.engine, ids, mask, Stopwatch(self.engine.target.device), streamer=streamer, **arguments)
 
@@ -243,9 +241,3 @@ def _check_device(flag: str, device: str | None) -> None:
         torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(f"--{flag} {device} cannot be used: {first_line(error)}") from error
-
-
-def _pad_left(prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """Return ids and attention mask `[B, P]`, padded on the left; the tokenizer need not have a padding token."""
-    candidates = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    return padded(prompts, next(candidates))

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,10 +10,17 @@ import torch
 from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.measure.differences import find_differences
 from redrafter.measure.floors import resident_bytes
-from redrafter.measure.run import StreamedRun
-from redrafter.measure.workload import Workload
+from redrafter.measure.run import Arrival, Repeats, Workload
 
-__all__ = ["DecodingSpeed", "Equality", "Memory", "Throughput", "measure_speedup", "peak_memory"]
+__all__ = [
+    "Equality",
+    "SteadyState",
+    "Throughput",
+    "measure_speedup",
+    "measure_steady_state",
+    "peak_memory",
+    "steady_rate",
+]
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,20 @@ class DecodingSpeed:
     tpot_ms: float
     steps: int
     step_wall_ms: float
+
+    @classmethod
+    def of(cls, ran: Repeats, first_request_s: float, new_tokens: int) -> "DecodingSpeed":
+        """Return the speed of repeats whose rows wrote `new_tokens` tokens each."""
+        rest = [sum(run.seconds - run.first_token for run in runs) for runs in ran.repeats]
+        steps = [sum(run.steps for run in runs) for runs in ran.repeats]
+        return cls(
+            first_request_s=first_request_s,
+            tokens_per_second=statistics.median(ran.tokens_per_second),
+            ttft_ms=1e3 * statistics.median(run.first_token for runs in ran.repeats for run in runs),
+            tpot_ms=1e3 * statistics.median(rest) / (len(ran.repeats[0]) * (new_tokens - 1)),
+            steps=steps[0],
+            step_wall_ms=1e3 * statistics.median(r / s for r, s in zip(rest, steps, strict=True)),
+        )
 
 
 @dataclass(frozen=True)
@@ -139,57 +160,30 @@ def measure_speedup(work: Workload, rows: int, repeats: int) -> Throughput:
     first = {way: work.run(batches[0], way).seconds for way in ways}
     if work.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(work.device)
-    runs: dict[bool, list[list[StreamedRun]]] = {way: [] for way in ways}  # by way, repeat and batch
+    ran = {way: Repeats() for way in ways}
     for repeat in range(repeats):
         for way in ways:
-            runs[way].append([])
+            ran[way].repeats.append([])
         for index, batch in enumerate(batches):
             for way in ways if repeat % 2 == 0 else ways[::-1]:
-                runs[way][-1].append(work.run(batch, way, seed=index * rows))
-    memory = peak_memory(work)
-    plain, speculative = (_decoding_speed(work, runs[way], first[way]) for way in ways)
-    ratios = [_seconds(a) / _seconds(b) for a, b in zip(runs[False], runs[True], strict=True)]
-    stats = [run.stats for run in runs[True][0]]
-    steps, emitted = sum(s.steps for s in stats), sum(s.emitted for s in stats)
-    depths = zip(*(s.accepted_by_depth for s in stats), strict=True)
-    texts = [[row for run in runs[way][0] for row in run.tokens] for way in ways]
+                ran[way].repeats[-1].append(work.run(batch, way, seed=index * rows))
+    proposer, stats = work.proposer(rows, speculate=True), ran[True].stats
+    shape = None
+    if isinstance(proposer, SearchProposer):
+        shape = {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
     return Throughput(
         batch_size=rows,
         batches=len(batches),
-        tokens=sum(run.count for run in runs[True][0]),
-        shape=_shape(work, rows),
-        plain=plain,
-        speculative=speculative,
-        speedup=statistics.median(ratios),
-        tokens_per_step=emitted / steps,
-        accepted_by_depth=[sum(depth) / steps for depth in depths],
-        equality=Equality.of(work, *texts),
-        memory=memory,
+        tokens=sum(map(len, ran[True].texts())),
+        shape=shape,
+        plain=DecodingSpeed.of(ran[False], first[False], work.max_new_tokens),
+        speculative=DecodingSpeed.of(ran[True], first[True], work.max_new_tokens),
+        speedup=ran[True].speedup(ran[False]),
+        tokens_per_step=stats.tokens_per_step,
+        accepted_by_depth=[count / stats.steps for count in stats.accepted_by_depth],
+        memory=peak_memory(work),
+        equality=Equality.of(work, ran[False].texts(), ran[True].texts()),
     )
-
-
-def _decoding_speed(work: Workload, repeats: list[list[StreamedRun]], first: float) -> DecodingSpeed:
-    rest = [sum(run.seconds - run.first_token for run in runs) for runs in repeats]
-    steps = [sum(run.steps for run in runs) for runs in repeats]
-    return DecodingSpeed(
-        first_request_s=first,
-        tokens_per_second=statistics.median(sum(run.count for run in runs) / _seconds(runs) for runs in repeats),
-        ttft_ms=1e3 * statistics.median(run.first_token for runs in repeats for run in runs),
-        tpot_ms=1e3 * statistics.median(rest) / (len(repeats[0]) * (work.max_new_tokens - 1)),
-        steps=steps[0],
-        step_wall_ms=1e3 * statistics.median(r / s for r, s in zip(rest, steps, strict=True)),
-    )
-
-
-def _seconds(runs: list[StreamedRun]) -> float:
-    return sum(run.seconds for run in runs)
-
-
-def _shape(work: Workload, rows: int) -> dict[str, int] | None:
-    proposer = work.proposer(rows, speculate=True)
-    if not isinstance(proposer, SearchProposer):
-        return None
-    return {"num_beams": proposer.beams, "draft_len_per_beam": proposer.depth, "nodes": proposer.nodes}
 
 
 def peak_memory(work: Workload) -> Memory | None:
@@ -204,3 +198,86 @@ def peak_memory(work: Workload) -> Memory | None:
         beyond=torch.cuda.max_memory_allocated(work.device) - weights - pools,
         reserved=torch.cuda.max_memory_reserved(work.device) - weights - pools,
     )
+
+
+@dataclass(frozen=True)
+class QueueSpeed:
+    """The speed of one call with more prompts than rows.
+
+    Attributes:
+        tokens_per_second: New tokens of all texts per second, prefill included.
+        steady_tokens_per_second: The same from when all rows have begun until the last text begins; None where no text
+            had to wait.
+        tokens_per_step: New tokens of a text per step.
+    """
+
+    tokens_per_second: float
+    steady_tokens_per_second: float | None
+    tokens_per_step: float
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """Plain and speculative decoding of one call with more prompts than rows.
+
+    Attributes:
+        batch_size: Rows decoded at once.
+        prompts: Prompts of the call.
+        plain: Speed of plain decoding.
+        speculative: Speed of speculative decoding.
+    """
+
+    batch_size: int
+    prompts: int
+    plain: QueueSpeed
+    speculative: QueueSpeed
+
+    @property
+    def speedup(self) -> float:
+        """Speed of speculative decoding over that of plain decoding, of the whole call."""
+        return self.speculative.tokens_per_second / self.plain.tokens_per_second
+
+
+def steady_rate(arrivals: Sequence[Arrival], rows: int) -> float | None:
+    """Return tokens per second from when `rows` texts have begun until the last text begins.
+
+    Args:
+        arrivals: When each row gained how many tokens, in order.
+        rows: Rows decoded at once.
+
+    Returns:
+        The rate; None where no text begins after the first `rows` ones.
+    """
+    begun: dict[int, float] = {}
+    for seconds, row, _ in arrivals:
+        begun.setdefault(row, seconds)
+    begins = sorted(begun.values())
+    if len(begins) <= rows or begins[-1] <= begins[rows - 1]:
+        return None
+    first, last = begins[rows - 1], begins[-1]
+    return sum(count for seconds, _, count in arrivals if first < seconds <= last) / (last - first)
+
+
+def measure_steady_state(work: Workload, rows: int, waves: int) -> SteadyState:
+    """Decode `waves` times as many prompts as rows in one call, plainly and speculatively.
+
+    Each way is run once before it is measured, so that nothing is captured in the measured call.
+
+    Args:
+        work: The workload.
+        rows: Rows decoded at once.
+        waves: Prompts of the call, as a multiple of `rows`.
+    """
+    engine, options = work.engine, work.engine.options
+    prompts = [work.prompts[index % len(work.prompts)] for index in range(rows * waves)]
+    engine.options = replace(options, max_batch_size=rows)
+    try:
+        speeds = []
+        for speculate in (False, True):
+            work.run(prompts, speculate)
+            run = work.run(prompts, speculate)
+            rate = steady_rate(run.arrivals, rows)
+            speeds.append(QueueSpeed(run.tokens_per_second, rate, run.stats.tokens_per_step))
+    finally:
+        engine.options = options
+    return SteadyState(rows, len(prompts), *speeds)

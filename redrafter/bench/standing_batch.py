@@ -16,8 +16,8 @@ from redrafter.engine.call import Outcome, Row, queued
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request, read_request
 from redrafter.errors import first_line
+from redrafter.measure.run import Workload
 from redrafter.measure.stopwatch import median_ms
-from redrafter.measure.workload import Workload
 from redrafter.scheduler.cuda_graphs import capture
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.target.target import Target

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from redrafter.bench.plot import draw
 from redrafter.bench.rivals import measure_rivals
-from redrafter.bench.speedup import Throughput, measure_speedup
-from redrafter.bench.steady_state import measure_steady_state
+from redrafter.bench.speedup import Throughput, measure_speedup, measure_steady_state
 from redrafter.bench.step_parts import StepParts, measure_head, measure_parts, random_drafter
 from redrafter.measure.bandwidth import Bandwidth, copy_bandwidth
 from redrafter.measure.report import Report, Table
-from redrafter.measure.workload import Workload
+from redrafter.measure.run import Workload
 
 __all__ = ["Plan", "run_suite"]
 

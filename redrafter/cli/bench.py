@@ -24,7 +24,7 @@ from redrafter.measure.facts import facts, head
 from redrafter.measure.picture import check_picture
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
-from redrafter.measure.workload import Workload
+from redrafter.measure.run import Workload
 from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.target.target import Target
 

@@ -44,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
     prompts, left_out = select_prompts(
         encode(rows, pairs[0].tokenizer, **options.cut), options, pairs[0].engine.target.context
     )
-    plain = Method(replace(pairs[0], method=PLAIN, drafting_model=None), replace(generation, speculate=False))
-    methods = [plain, *(Method(pair, generation) for pair in pairs)]
+    plain = Method(
+        pair=replace(pairs[0], method=PLAIN, drafting_model=None), generation=replace(generation, speculate=False)
+    )
+    methods = [plain, *(Method(pair=pair, generation=generation) for pair in pairs)]
     if options.assisted:
         methods.append(_assisted_method(pairs, generation, load.trust_remote_code))
     batches = [prompts[start : start + options.batch_size] for start in range(0, len(prompts), options.batch_size)]
@@ -94,7 +96,7 @@ def _assisted_method(pairs: Sequence[Pair], generation: GenerationOptions, trust
         draft_tokenizer = load_tokenizer(pair.drafting_model, trust_remote_code=trust_remote_code)
     elif pair.engine.draft_model.vocab_size != pair.engine.target.vocab_size:
         raise ArgumentError("--assisted needs tables of one size: transformers refuses a padded draft model")
-    return AssistedMethod(replace(pair, method=ASSISTED), generation, draft_tokenizer=draft_tokenizer)
+    return AssistedMethod(pair=replace(pair, method=ASSISTED), generation=generation, draft_tokenizer=draft_tokenizer)
 
 
 def select_prompts(

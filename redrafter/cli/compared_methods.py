@@ -4,7 +4,6 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +24,7 @@ from redrafter.checkpoints.merged import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.engine.outputs import GenerateStats
 from redrafter.measure.differences import Difference, find_differences
-from redrafter.measure.run import Run
+from redrafter.measure.run import Repeats, Run
 from redrafter.measure.stopwatch import Stopwatch
 from redrafter.scheduler.stats import Stats
 
@@ -77,30 +76,16 @@ class MethodResult:
 
 
 @dataclass
-class Method:
+class Method(Repeats):
     """A method of decoding and its runs.
 
     Attributes:
         pair: The target with the engine of this method.
         generation: How to generate.
-        repeats: The runs of each repeat, one per batch.
     """
 
-    pair: Pair
-    generation: GenerationOptions
-    repeats: list[list[Run]] = field(default_factory=list)
-
-    def seconds(self, repeat: int) -> float:
-        """Return the time of a repeat."""
-        return sum(run.seconds for run in self.repeats[repeat])
-
-    def tokens_per_second(self, repeat: int) -> float:
-        """Return the new tokens per second of a repeat."""
-        return sum(run.count for run in self.repeats[repeat]) / self.seconds(repeat)
-
-    def texts(self, repeat: int = 0) -> list[list[int]]:
-        """Return the new token ids of each prompt in a repeat."""
-        return [row for run in self.repeats[repeat] for row in run.tokens]
+    pair: Pair = field(kw_only=True)
+    generation: GenerationOptions = field(kw_only=True)
 
     @property
     def exact(self) -> bool:
@@ -189,18 +174,15 @@ def measure_result(method: Method, plain: Method, prompts: Sequence[Sequence[int
         prompts: Token ids of each prompt.
         compare: Whether to compare the outputs, if the method promises those of plain decoding.
     """
-    stats = [run.stats for run in method.repeats[0]]
     rows = max(len(run.tokens) for run in method.repeats[0])
-    steps, emitted = sum(run.steps for run in stats), sum(run.emitted for run in stats)
     same = near_ties = None
     differences: list[Difference] = []
-    repeats = range(len(method.repeats))
     if method is not plain and method.exact and compare:
-        outputs = [method.texts(repeat) for repeat in repeats]
+        outputs = [method.texts(repeat) for repeat in range(len(method.repeats))]
         arguments, decode = plain.pair.arguments(plain.generation), plain.pair.tokenizer.decode
         differences = find_differences(plain.pair.engine, arguments, prompts, plain.texts(), outputs, decode)
         same, near_ties = len(prompts) - len(differences), sum(difference.near_tie for difference in differences)
-    pair = method.pair
+    pair, stats = method.pair, method.stats
     true_differences = (difference for difference in differences if not difference.near_tie)
     first = next(true_differences, None)
     return MethodResult(
@@ -208,16 +190,14 @@ def measure_result(method: Method, plain: Method, prompts: Sequence[Sequence[int
         name=pair.drafting_model,
         shape=draft_shape(pair.engine.proposer_for(rows)) if pair.method in DRAFTING_METHODS else None,
         tokens=sum(map(len, method.texts())),
-        seconds=statistics.median(map(method.seconds, repeats)),
-        tokens_per_second=statistics.median(map(method.tokens_per_second, repeats)),
-        speedup=statistics.median(
-            method.tokens_per_second(repeat) / plain.tokens_per_second(repeat) for repeat in repeats
-        ),
-        steps=steps,
-        drafted=sum(run.drafted for run in stats),
-        accepted=sum(run.accepted for run in stats),
-        tokens_per_step=emitted / steps if steps else 0.0,
-        accepted_by_depth=[sum(depth) for depth in zip_longest(*(run.accepted_by_depth for run in stats), fillvalue=0)],
+        seconds=statistics.median(method.seconds),
+        tokens_per_second=statistics.median(method.tokens_per_second),
+        speedup=method.speedup(plain),
+        steps=stats.steps,
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        tokens_per_step=stats.tokens_per_step,
+        accepted_by_depth=stats.accepted_by_depth,
         same=same,
         near_ties=near_ties,
         first_difference=None if first is None else (first.prompt, first.token),

@@ -13,7 +13,7 @@ from redrafter.cache.dense import stored_as
 from redrafter.engine.kv_cache_dtype import kv_dtype_of
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
-from redrafter.measure.workload import Workload
+from redrafter.measure.run import Workload
 from redrafter.target.target import Target
 from redrafter.version import __version__
 

@@ -1,16 +1,27 @@
-"""One timed call of `generate`: what it wrote, and how long it took."""
+"""The runner of measurements: timed calls of `generate`, the workload that they continue, and their repeats."""
 
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from redrafter.drafting.proposer import Proposer
 from redrafter.engine.engine import Engine
 from redrafter.engine.outputs import GenerateOutput, GenerateStats
+from redrafter.engine.recurrent import ReDrafter
+from redrafter.errors import ArgumentError
 from redrafter.measure.stopwatch import Stopwatch
+from redrafter.scheduler.stats import Stats
 
-__all__ = ["FirstTokenTimer", "Run", "StreamedRun", "timed_run"]
+__all__ = ["Arrival", "Repeats", "Run", "Workload", "pad_token_of", "padded", "timed_run"]
+
+Arrival = tuple[float, int, int]  # seconds from the call, row, and how many tokens it gained
 
 
 @dataclass(frozen=True)
@@ -21,11 +32,13 @@ class Run:
         tokens: New tokens of each output row.
         stats: How speculation went, in total and per row.
         seconds: Time of the whole call, prefill included.
+        arrivals: When each row gained how many tokens, in order; empty where nobody noted it.
     """
 
     tokens: list[list[int]]
     stats: GenerateStats
     seconds: float
+    arrivals: Sequence[Arrival] = ()
 
     @property
     def count(self) -> int:
@@ -42,36 +55,48 @@ class Run:
         """Steps of the batch, which are those of the row that took most."""
         return max(row.steps for row in self.stats.rows)
 
-
-@dataclass(frozen=True)
-class StreamedRun(Run):
-    """A run whose tokens were streamed, so that the time of the first is known.
-
-    Attributes:
-        first_token: Seconds from the call to the first new token of any row.
-    """
-
-    first_token: float
+    @property
+    def first_token(self) -> float:
+        """Seconds from the call to the first new token of any row."""
+        return self.arrivals[0][0]
 
 
-class FirstTokenTimer:
-    """A streamer that reads a stopwatch when the first token comes.
+@dataclass
+class Repeats:
+    """The runs of one way of decoding the same batches again and again.
 
     Attributes:
-        seconds: What the stopwatch showed; None before the first token.
+        repeats: The runs of each repeat, one per batch.
     """
 
-    def __init__(self, watch: Stopwatch):
-        self.watch = watch
-        self.seconds: float | None = None
+    repeats: list[list[Run]] = field(default_factory=list)
 
-    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
-        """Read the stopwatch at the first call; see `StepStreamer`."""
-        if self.seconds is None:
-            self.seconds = self.watch.elapsed()
+    @property
+    def seconds(self) -> list[float]:
+        """Time of each repeat."""
+        return [sum(run.seconds for run in runs) for runs in self.repeats]
 
-    def end(self) -> None:
-        """Do nothing; see `StepStreamer`."""
+    @property
+    def tokens_per_second(self) -> list[float]:
+        """New tokens per second of each repeat."""
+        return [sum(run.count for run in runs) / sum(run.seconds for run in runs) for runs in self.repeats]
+
+    @property
+    def stats(self) -> Stats:
+        """How speculation went in the first repeat, all batches together."""
+        runs = [run.stats for run in self.repeats[0]]
+        names = ("steps", "drafted", "accepted", "emitted", "plain_steps")
+        depths = zip_longest(*(run.accepted_by_depth for run in runs), fillvalue=0)
+        totals = {name: sum(getattr(run, name) for run in runs) for name in names}
+        return Stats(**totals, accepted_by_depth=[sum(depth) for depth in depths])
+
+    def texts(self, repeat: int = 0) -> list[list[int]]:
+        """Return the new token ids of each prompt in a repeat."""
+        return [row for run in self.repeats[repeat] for row in run.tokens]
+
+    def speedup(self, plain: "Repeats") -> float:
+        """Return the ratio of tokens per second to those of `plain`, the median of the repeats' own ratios."""
+        return statistics.median(a / b for a, b in zip(self.tokens_per_second, plain.tokens_per_second, strict=True))
 
 
 def timed_run(engine: Engine, ids: Tensor, mask: Tensor, watch: Stopwatch, **arguments: Any) -> Run:
@@ -91,3 +116,115 @@ def timed_run(engine: Engine, ids: Tensor, mask: Tensor, watch: Stopwatch, **arg
     rows = zip(out.sequences[:, ids.shape[1] :].tolist(), out.stats.rows, strict=True)
     # A row's first token came with the prefill, which is no step.
     return Run([row[: stats.emitted + 1] for row, stats in rows], out.stats, watch.seconds)
+
+
+class _Arrivals:
+    """A `StepStreamer` that notes when each row gains how many tokens."""
+
+    def __init__(self, watch: Stopwatch):
+        self._watch = watch
+        self.noted: list[Arrival] = []
+
+    def put_step(self, row: int, tokens: Sequence[int], accepted: int, ended: bool) -> None:
+        self.noted.append((self._watch.elapsed(), row, len(tokens)))
+
+    def end(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and how an engine continues them. Every row writes `max_new_tokens` tokens: none ends a text.
+
+    Attributes:
+        engine: The engine to measure.
+        prompts: Token ids of each prompt.
+        pad_token: Id that pads prompts of a batch to one length.
+        num_prompts: Fewest rows that a batch size is measured on; row i continues prompt i, modulo their number.
+        max_new_tokens: Tokens that each row writes.
+        temperature: 0 for greedy decoding.
+        seed: Seed of the first row's draws.
+    """
+
+    engine: ReDrafter
+    prompts: Sequence[Sequence[int]]
+    pad_token: int
+    num_prompts: int
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+    @classmethod
+    def of(cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, **rest: Any) -> "Workload":
+        """Return a workload, after replacing the model's generation config by one without end tokens or sampling.
+
+        Args:
+            engine: The engine to measure.
+            tokenizer: Its tokenizer, whose padding or end token pads prompts.
+            rest: The other attributes of a workload.
+
+        Raises:
+            ArgumentError: The longest prompt with its new tokens exceeds the context or a limit of the engine.
+        """
+        work = cls(engine, pad_token=pad_token_of(tokenizer), **rest)
+        engine.model.generation_config = GenerationConfig(pad_token_id=work.pad_token)
+        limit, prompt = engine.options.max_input_len, max(map(len, work.prompts))
+        longest = prompt + work.max_new_tokens
+        if limit is not None and prompt > limit:
+            raise ArgumentError(f"the longest prompt has {prompt} tokens, and --max-input-len is {limit}: raise it")
+        for what, most in (("context", engine.target.context), ("max_seq_len", engine.options.max_seq_len)):
+            if most is not None and longest > most:
+                raise ArgumentError(
+                    f"the longest prompt with --max-new-tokens {work.max_new_tokens} comes to {longest} tokens, and "
+                    f"the {what} is {most}: lower it, or give shorter prompts"
+                )
+        return work
+
+    @property
+    def device(self) -> torch.device:
+        """The target's device."""
+        return self.engine.target.device
+
+    def proposer(self, rows: int, speculate: bool) -> Proposer:
+        """Return the proposer that the engine decodes a batch of `rows` rows with."""
+        return self.engine.proposer_for(rows) if speculate else self.engine.plain
+
+    def batches(self, rows: int) -> list[list[Sequence[int]]]:
+        """Return the prompts in batches of `rows` rows, repeated until there are `num_prompts` rows."""
+        count = -(-max(self.num_prompts, rows) // rows)
+        return [[self.prompts[(i * rows + j) % len(self.prompts)] for j in range(rows)] for i in range(count)]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments for `generate`, under Hugging Face's names."""
+        sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0}  # transformers would cut to 50
+        return {"max_new_tokens": self.max_new_tokens} | (sampling if self.temperature else {"do_sample": False})
+
+    def run(self, batch: Sequence[Sequence[int]], speculate: bool, *, seed: int = 0) -> Run:
+        """Decode a batch once, timed, without reusing keys and values of earlier runs.
+
+        Args:
+            batch: Token ids of each row's prompt.
+            speculate: Whether to draft; else it is plain decoding.
+            seed: A number added to the workload's seed.
+        """
+        ids, mask = padded(batch, self.pad_token)
+        self.engine.forget_prefixes()
+        watch = Stopwatch(self.device)
+        arrivals = _Arrivals(watch)
+        arguments = self.arguments() | {"seed": self.seed + seed, "speculate": speculate}
+        run = timed_run(self.engine, ids, mask, watch, streamer=arrivals, **arguments)
+        assert all(len(row) == self.max_new_tokens for row in run.tokens), "a row ended early"
+        return replace(run, arrivals=arrivals.noted)
+
+
+def padded(batch: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tensor]:
+    """Return the ids and the attention mask of prompts, `[B, P]` int64 each, padded on the left with `pad_token`."""
+    rows = [torch.tensor(row, dtype=torch.long) for row in batch]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_token, padding_side="left")
+    ones = [torch.ones_like(row) for row in rows]
+    return ids, pad_sequence(ones, batch_first=True, padding_side="left")
+
+
+def pad_token_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id that pads prompts: a tokenizer need not have one, and then its end token or 0 does."""
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)

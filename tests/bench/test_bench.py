@@ -14,9 +14,8 @@ from redrafter import ArgumentError, CheckpointError, ReDrafterError, Unsupporte
 from redrafter.app import loading
 from redrafter.bench.padded_model import SHAPES, PadShape
 from redrafter.bench.rivals import measure_rivals
-from redrafter.bench.speedup import Equality
+from redrafter.bench.speedup import Equality, measure_steady_state, steady_rate
 from redrafter.bench.standing_batch import long_texts, open_standing_batch
-from redrafter.bench.steady_state import measure_steady_state, steady_rate
 from redrafter.bench.step_parts import measure_parts, random_drafter
 from redrafter.bench.suite import Plan, run_suite
 from redrafter.cli import bench as bench_module
@@ -33,7 +32,7 @@ from redrafter.measure.differences import first_difference
 from redrafter.measure.floors import draft_bytes, forward_bytes, resident_bytes, slot_bytes
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
-from redrafter.measure.workload import Workload
+from redrafter.measure.run import Workload
 from redrafter.target.target import Target
 from redrafter.train.evaluate import command as evaluate_module
 

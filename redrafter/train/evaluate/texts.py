@@ -9,7 +9,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.outputs import GenerateOutput
 from redrafter.engine.stopping import end_tokens
-from redrafter.measure.workload import padded
+from redrafter.measure.run import padded
 from redrafter.target.target import Target
 
 __all__ = ["Texts", "repeated_share", "write_texts"]
