@@ -2,28 +2,29 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
-from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from torch.nn.utils.rnn import pad_sequence
 
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.call import Outcome, Row, queued
 from redrafter.engine.engine import Engine
-from redrafter.engine.request import Request, read_request
-from redrafter.errors import first_line
+from redrafter.engine.request import Request
+from redrafter.errors import CacheFullError, first_line
 from redrafter.measure.run import Workload
 from redrafter.measure.stopwatch import median_ms
+from redrafter.sampling.processors import RowTemperature
+from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.cuda_graphs import capture
 from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["OneProposer", "StandingBatch", "StepChecks", "long_texts", "open_standing_batch"]
+__all__ = ["OneProposer", "StandingBatch", "StepChecks", "long_texts", "make_request", "open_standing_batch", "opened"]
 
 ALLOCATION_STEPS = 20  # steps that allocations are counted over
 
@@ -162,6 +163,33 @@ class StandingBatch:
 
 
 @contextmanager
+def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tuple[Scheduler, list[Row], Outcome]]:
+    """Prefill all rows of a request in a scheduler of their own, whose steps the caller takes with one proposer.
+
+    Args:
+        engine: The engine that decodes.
+        request: The request.
+        proposer: The proposer of all steps.
+
+    Yields:
+        The scheduler, the rows and their outcome.
+
+    Raises:
+        CacheFullError: There is no memory for all rows at once.
+    """
+    with engine.scheduler_for(request, models=OneProposer.of(engine, proposer)) as scheduler:
+        outcome = Outcome()
+        prompts = zip(request.prompts.tolist(), request.lengths, strict=True)
+        rows = [Row(index, request, prompt[:n], outcome, None) for index, (prompt, n) in enumerate(prompts)]
+        scheduler.overlap = False
+        with queued(scheduler, rows):
+            scheduler.read()
+            if scheduler.waiting:
+                raise CacheFullError(f"there is no memory for {len(rows)} rows at once")
+            yield scheduler, rows, outcome
+
+
+@contextmanager
 def open_standing_batch(
     work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer, *, advance: int
 ) -> Iterator[StandingBatch]:
@@ -174,44 +202,65 @@ def open_standing_batch(
         advance: New tokens that some row has when the batch stands still; 0 for none beyond the prefill's.
     """
     work.engine.forget_prefixes()
-    request = _request(work, texts, proposer)
-    with work.engine.scheduler_for(request, models=OneProposer.of(work.engine, proposer)) as scheduler:
-        rows = [Row(index, request, list(text), Outcome(), None) for index, text in enumerate(texts)]
-        scheduler.overlap = False
-        with queued(scheduler, rows):
-            scheduler.read()
-            while max(len(row.text) for row in rows) < advance:
-                scheduler.step()
-            yield StandingBatch(scheduler.batch, work.device)
+    new = work.max_new_tokens + proposer.depth + 1
+    request = make_request(work.engine, texts, new, temperature=work.temperature, seed=work.seed)
+    with opened(work.engine, request, proposer) as (scheduler, rows, _):
+        while max(len(row.text) for row in rows) < advance:
+            scheduler.step()
+        yield StandingBatch(scheduler.batch, work.device)
     work.engine.forget_prefixes()
 
 
-def _request(work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer) -> Request:
-    """Make a request as `generate` does, without its check that texts fit the context: longer ones are timed too."""
-    rows, device = len(texts), work.device
-    processors = LogitsProcessorList([TemperatureLogitsWarper(work.temperature)] if work.temperature else [])
-    config = GenerationConfig(max_length=2, do_sample=work.temperature > 0, pad_token_id=work.pad_token)
-    short = torch.tensor([text[:1] for text in texts], device=device)
-    request = read_request(
-        work.engine.target,
-        short,
-        None,
-        config,
-        processors,
-        StoppingCriteriaList(),
-        {},
-        options=work.engine.options,
-        seed=work.seed,
-        temperature=None,
-    )
+def make_request(
+    engine: Engine,
+    texts: Sequence[Sequence[int]],
+    new: int,
+    *,
+    temperature: float,
+    seed: int,
+    eos: frozenset[int] = frozenset(),
+) -> Request:
+    """Make a request as `generate` does, without its check that texts fit the context: longer ones are timed too.
+
+    Args:
+        engine: The engine that is to decode.
+        texts: Token ids of each row's prompt.
+        new: New tokens of each row.
+        temperature: 0 for greedy decoding.
+        seed: Seed of the first row's draws.
+        eos: Ids that end a text.
+    """
+    device, rows = engine.target.device, len(texts)
     lengths = [len(text) for text in texts]
-    limits = [n + work.max_new_tokens + proposer.depth + 1 for n in lengths]
-    length, limit = (torch.tensor(counts, device=device) for counts in (lengths, limits))
-    prompts = torch.zeros(rows, max(lengths), dtype=torch.long, device=device)
-    for row, text in enumerate(texts):
-        prompts[row, : len(text)] = torch.tensor(text, device=device)
-    sampler = replace(request.sampler, prompt=length, limit=limit)
-    return replace(request, prompts=prompts, length=length, lengths=lengths, limits=limits, sampler=sampler)
+    limits = [length + new for length in lengths]
+    length, temperatures = torch.tensor(lengths, device=device), torch.full((rows,), temperature or 1.0, device=device)
+    seeds = [seed + row for row in range(rows)] if temperature else None
+    return Request(
+        prompts=pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device),
+        length=length,
+        lengths=lengths,
+        limits=limits,
+        cut_short=[False] * rows,
+        eos=eos,
+        pad_token=0,
+        sampler=Sampler(
+            seeds=None if seeds is None else torch.tensor(seeds, device=device),
+            processors=(RowTemperature(temperatures),) if temperature else (),
+            temperature=temperatures,
+            prompt=length,
+            limit=torch.tensor(limits, device=device),
+            ids=torch.arange(engine.target.vocab_size, device=device),
+        ),
+        seeds=seeds,
+        adapters=[None] * rows,
+        criteria=[],
+        deadline=float("inf"),
+        want_scores=False,
+        want_logits=False,
+        as_dict=True,
+        slow_processors=[],
+        images=[None] * rows,
+    )
 
 
 def long_texts(prompts: Sequence[Sequence[int]], rows: int, length: int) -> list[list[int]]:

@@ -12,21 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from redrafter.bench.standing_batch import OneProposer
+from redrafter.bench.standing_batch import OneProposer, make_request, opened
 from redrafter.bench.tree_choice import SHARING_ROWS, Timing, at_size, deeper, nodes_per_row, shape_of
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.search_proposer import SearchProposer
-from redrafter.engine.call import Outcome, Row, queued
 from redrafter.engine.decoding import decode
 from redrafter.engine.outputs import GenerateOutput
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
 from redrafter.measure.stopwatch import Stopwatch
-from redrafter.sampling.processors import RowTemperature
-from redrafter.sampling.sampler import Sampler
 
 __all__ = ["Tuner"]
 
@@ -206,19 +202,12 @@ class Tuner:
         rows = [self.prompts[row % len(self.prompts)] for row in range(size)]
         request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1, frozenset())
         times: list[float] = []
-        with self.engine.scheduler_for(request, models=OneProposer.of(self.engine, proposer)) as scheduler:
-            outcome = Outcome()
-            texts = [Row(index, request, list(prompt), outcome, None) for index, prompt in enumerate(rows)]
-            scheduler.overlap = False
-            with queued(scheduler, texts):
-                scheduler.read()
-                if scheduler.waiting:
-                    raise CacheFullError(f"there is no memory for {size} rows at once")
-                # All rows take part in all steps: a context of few tokens has room for fewer.
-                while len(times) < WARM_UP_STEPS + TIMED_STEPS and not outcome.ended:
-                    with Stopwatch(self.engine.target.device) as watch:
-                        scheduler.step()
-                    times.append(watch.seconds)
+        with opened(self.engine, request, proposer) as (scheduler, _, outcome):
+            # All rows take part in all steps: a context of few tokens has room for fewer.
+            while len(times) < WARM_UP_STEPS + TIMED_STEPS and not outcome.ended:
+                with Stopwatch(self.engine.target.device) as watch:
+                    scheduler.step()
+                times.append(watch.seconds)
         if not times:
             raise ArgumentError(
                 f"the context of {self._longest} tokens has no room for a tree of depth {proposer.depth}"
@@ -236,45 +225,11 @@ class Tuner:
             rows: Token ids of each row's prompt.
             new: New tokens of each row.
             eos: Ids that end a text.
-
-        Returns:
-            The request. At the tuner's temperature 0 it is greedy; else row i draws with the seed `self.seed + i`.
         """
-        device = self.engine.target.device
         new = max(min(new, self._longest - 1), 1)
         max_prompt = max(min(self._longest - new, self._max_input), 1)
-        texts = [torch.tensor(row[-max_prompt:]) for row in rows]
-        lengths = [len(text) for text in texts]
-        length = torch.tensor(lengths, device=device)
-        limits = [n + new for n in lengths]
-        temperature = torch.full((len(rows),), self.temperature or 1.0, device=device)
-        seeds = [self.seed + row for row in range(len(rows))] if self.temperature else None
-        return Request(
-            prompts=pad_sequence(texts, batch_first=True).to(device),
-            length=length,
-            lengths=lengths,
-            limits=limits,
-            cut_short=[False] * len(limits),
-            eos=eos,
-            pad_token=0,
-            sampler=Sampler(
-                seeds=None if seeds is None else torch.tensor(seeds, device=device),
-                processors=(RowTemperature(temperature),) if self.temperature else (),
-                temperature=temperature,
-                prompt=length,
-                limit=torch.tensor(limits, device=device),
-                ids=torch.arange(self.engine.target.vocab_size, device=device),
-            ),
-            seeds=seeds,
-            adapters=[None] * len(rows),
-            criteria=[],
-            deadline=float("inf"),
-            want_scores=False,
-            want_logits=False,
-            as_dict=True,
-            slow_processors=[],
-            images=[None] * len(rows),
-        )
+        texts = [row[-max_prompt:] for row in rows]
+        return make_request(self.engine, texts, new, temperature=self.temperature, seed=self.seed, eos=eos)
 
     def _late(self) -> bool:
         return time.monotonic() > self._deadline
