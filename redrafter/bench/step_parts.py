@@ -10,8 +10,7 @@ from redrafter.bench.standing_batch import StepChecks, long_texts, open_standing
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.search_proposer import SearchProposer
-from redrafter.measure.bandwidth import Bandwidth
-from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
+from redrafter.measure.floors import Bandwidth, draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.run import Workload
 
 __all__ = ["HeadTiming", "StepParts", "measure_head", "measure_parts", "random_drafter"]

@@ -8,8 +8,8 @@ from redrafter.bench.plot import draw
 from redrafter.bench.rivals import measure_rivals
 from redrafter.bench.speedup import Throughput, measure_speedup, measure_steady_state
 from redrafter.bench.step_parts import StepParts, measure_head, measure_parts, random_drafter
-from redrafter.measure.bandwidth import Bandwidth, copy_bandwidth
-from redrafter.measure.report import Report, Table
+from redrafter.measure.floors import Bandwidth, copy_bandwidth
+from redrafter.measure.report import Report
 from redrafter.measure.run import Workload
 
 __all__ = ["Plan", "run_suite"]
@@ -114,26 +114,25 @@ def _steady_states(report: Report, work: Workload, plan: Plan, waves: int) -> No
 
 def _report_details(report: Report, rows: int, result: Throughput) -> None:
     depths = " ".join(f"{share:.2f}" for share in result.accepted_by_depth) or "speculation is off"
-    report.line(f"batch {rows}: share of steps that accept 1, 2, ... drafts: {depths}; {_first_requests(result)}")
+    firsts = result.plain.first_request_s, result.speculative.first_request_s
+    report.line(
+        f"batch {rows}: share of steps that accept 1, 2, ... drafts: {depths}; first request {firsts[0]:.2f} s plain, "
+        f"{firsts[1]:.2f} s speculative"
+    )
     first = result.equality.first
     if first is not None:
-        margin = "" if first["near_tie"] else ", which rounding does not explain"
+        kind = "a near-tie" if first["near_tie"] else "OTHER TOKENS, which rounding does not explain,"
+        line = f"  {kind} at new token {first['token']} of prompt {first['prompt']}"
         if first["margin"] is not None:
             largest, which = result.equality.largest_margin, "" if first["top_two"] else "not "
-            margin += f"; the best logit leads by {first['margin']:.3g} ({which}these two; most of any: {largest:.3g})"
-        kind = "a near-tie" if first["near_tie"] else "OTHER TOKENS"
-        report.line(f"  {kind} at new token {first['token']} of prompt {first['prompt']}{margin}")
+            line += f"; the best logit leads by {first['margin']:.3g} ({which}these two; most of any: {largest:.3g})"
+        report.line(line)
     if result.memory is not None:
         gib = {name: size / 2**30 for name, size in vars(result.memory).items()}
         report.line(
             "  peak memory: {weights:.2f} GiB weights, {pools:.2f} GiB pools of keys and values, {beyond:.3f} GiB "
             "beyond them ({reserved:.3f} GiB reserved)".format(**gib)
         )
-
-
-def _first_requests(result: Throughput) -> str:
-    plain, fast = result.plain.first_request_s, result.speculative.first_request_s
-    return f"first request {plain:.2f} s plain, {fast:.2f} s speculative"
 
 
 def _parts(report: Report, work: Workload, plan: Plan, bandwidth: Bandwidth, speedups: dict[int, Throughput]) -> None:
@@ -151,7 +150,10 @@ def _parts(report: Report, work: Workload, plan: Plan, bandwidth: Bandwidth, spe
                         speed = speedups[rows].speculative if speculate else speedups[rows].plain
                         gap = speed.step_wall_ms - parts.step_ms
                     report.add("parts", vars(parts) | {"host_gap_ms": gap})
-                    _add_parts_row(table, parts, gap)
+                    pairs = (parts.draft_ms, parts.draft_floor_ms), (parts.verify_ms, parts.verify_floor_ms)
+                    times = (each for ms, floor in pairs for each in (ms, floor, _over(ms, floor)))
+                    context = f"{parts.context}{'*' if parts.beyond else ''}"
+                    table.row(rows, context, way, parts.step_ms, *times, parts.rest_ms, gap)
                     measured.append(parts)
     if any(parts.beyond for parts in measured):
         report.line("* beyond the model's context: only times mean anything")
@@ -168,14 +170,6 @@ def _parts(report: Report, work: Workload, plan: Plan, bandwidth: Bandwidth, spe
             f"a step's launch waits for the GPU: {'; '.join(waits) or 'never'}; "
             f"new pieces of GPU memory in {steps} steps: {allocations}"
         )
-
-
-def _add_parts_row(table: Table, parts: StepParts, gap: float | None) -> None:
-    draft = (parts.draft_ms, parts.draft_floor_ms, _over(parts.draft_ms, parts.draft_floor_ms))
-    verify = (parts.verify_ms, parts.verify_floor_ms, _over(parts.verify_ms, parts.verify_floor_ms))
-    way = "speculative" if parts.speculative else "plain"
-    context = f"{parts.context}{'*' if parts.beyond else ''}"
-    table.row(parts.batch_size, context, way, parts.step_ms, *draft, *verify, parts.rest_ms, gap)
 
 
 def _heads(report: Report, work: Workload, plan: Plan, bandwidth: Bandwidth) -> None:

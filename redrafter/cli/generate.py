@@ -14,9 +14,9 @@ from redrafter.app.engines import draft_shape
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
-from redrafter.cli.images import encode_with_images
+from redrafter.checkpoints.processors import load_processor
 from redrafter.cli.printer import Printer, use_color
-from redrafter.errors import ArgumentError
+from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.measure.differences import first_difference
 from redrafter.measure.facts import conditions
 from redrafter.measure.run import Run
@@ -24,7 +24,7 @@ from redrafter.parallel.launched import launched_processes
 from redrafter.parallel.ranks import Ranks, join_ranks
 from redrafter.scheduler.stats import Stats
 
-__all__ = ["run"]
+__all__ = ["encode_with_images", "run"]
 
 WARM_UP_TOKENS = 8  # new tokens of the warm-up runs before a comparison
 MAX_HEADING_CHARS = 60  # of a prompt in the line above its text
@@ -223,3 +223,51 @@ def _speed(run: Run) -> str:
 def _stats(stats: Stats) -> dict[str, Any]:
     names = ("steps", "drafted", "accepted", "emitted", "tokens_per_step", "accepted_by_depth")
     return {name: getattr(stats, name) for name in names}
+
+
+def encode_with_images(
+    pair: Pair, prompt: str, files: Sequence[str], trust_remote_code: bool
+) -> tuple[list[int], dict[str, Any]]:
+    """Encode a turn of a chat that shows images and then says something.
+
+    Args:
+        pair: The loaded model.
+        prompt: What is said.
+        files: Paths of the images.
+        trust_remote_code: Whether code in the checkpoint may run.
+
+    Returns:
+        Token ids, and what `Engine.generate` takes of the images beside them.
+
+    Raises:
+        ArgumentError: A file is no image, or the model's processor cannot read one.
+        UnsupportedError: The model takes no images.
+    """
+    target = pair.engine.target
+    if not target.images.ok:
+        raise UnsupportedError(f"{target.name} takes no images: {target.images.reason}; leave out --image")
+    processor = load_processor(pair.name, trust_remote_code=trust_remote_code)
+    content = [*({"type": "image", "image": _open(file)} for file in files), {"type": "text", "text": prompt}]
+    try:
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            chat_template=pair.tokenizer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    except (ValueError, TypeError, LookupError) as error:
+        raise ArgumentError(f"the model's processor refuses an image: {first_line(error)}") from error
+    return inputs["input_ids"][0].tolist(), {name: inputs[name] for name in inputs if name in target.image_inputs}
+
+
+def _open(file: str) -> Any:
+    """Return the image in a file."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(file) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ArgumentError(f"--image {file} cannot be read: {first_line(error)}") from error

@@ -27,9 +27,8 @@ from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.measure import picture, stopwatch
-from redrafter.measure.bandwidth import Bandwidth, copy_bandwidth
 from redrafter.measure.differences import first_difference
-from redrafter.measure.floors import draft_bytes, forward_bytes, resident_bytes, slot_bytes
+from redrafter.measure.floors import Bandwidth, copy_bandwidth, draft_bytes, forward_bytes, resident_bytes, slot_bytes
 from redrafter.measure.prompts import encode, read_prompts
 from redrafter.measure.report import Report
 from redrafter.measure.run import Workload

@@ -9,17 +9,19 @@ from redrafter.target.target import Target
 from redrafter.train.evaluate.misses import (
     Outcome,
     Steps,
+    base_probabilities,
+    best_guess_share,
     bucket_drafts,
     classify,
     count_misses,
     describe_drafts,
     rank_of,
+    trace_steps,
     tried_drafts,
 )
 from redrafter.train.evaluate.replay import replay
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts, write_texts
-from redrafter.train.evaluate.trace import base_probabilities, best_guess_share, trace_steps
 
 # Counts of tensors
 

@@ -12,7 +12,7 @@ from redrafter.cli import main
 from redrafter.errors import ArgumentError
 from redrafter.train.evaluate.command import evaluate
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.prompt_choice import PromptChoice, cut_prompt, prompts_of_lengths
+from redrafter.train.evaluate.prompts import PromptChoice, cut_prompt, prompts_of_lengths
 from redrafter.train.evaluate.replay import ReplayStats, replay
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import write_texts

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from redrafter.train.evaluate.explanation import Bucket, Explanation, StepCounts, TemperatureExplanation
+from redrafter.train.evaluate.explain import Bucket, Explanation, StepCounts, TemperatureExplanation
 
 __all__ = ["advise"]
 

@@ -34,8 +34,7 @@ from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.picture import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.options import EvaluateOptions, Search
-from redrafter.train.evaluate.prompt_choice import PromptChoice, prompts_of_lengths
-from redrafter.train.evaluate.prompts import prompts_by_category
+from redrafter.train.evaluate.prompts import PromptChoice, prompts_by_category, prompts_of_lengths
 from redrafter.train.evaluate.replay import replay
 from redrafter.train.evaluate.report import (
     TextsResult,

@@ -1,16 +1,39 @@
-"""Prompts that a drafter is measured on, by category."""
+"""The prompts of an evaluation, whole or cut to several lengths, and the texts that it compares with.
 
+A prompt is cut at its beginning, so that the base writes on from the same token after each length, and only what is
+before it differs.
+"""
+
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from redrafter.data.prompts import sample_prompts
-from redrafter.data.rows import Row
+from redrafter.data.documents import encode_documents
+from redrafter.data.prompts import encode_prompt, sample_prompts
+from redrafter.data.rows import Row, read_rows
+from redrafter.data.windows import Windows
 from redrafter.errors import ArgumentError
 from redrafter.measure.prompts import read_prompts
+from redrafter.train.config import DEFAULT_LENGTH
+from redrafter.train.evaluate.texts import Texts
 
-__all__ = ["name_files", "prompts_by_category", "rows_by_category"]
+__all__ = [
+    "PromptChoice",
+    "cut_prompt",
+    "name_files",
+    "prompts_by_category",
+    "prompts_in_both_forms",
+    "prompts_of_lengths",
+    "read_training_texts",
+    "rows_by_category",
+]
+
+TRAINING_TEXTS = 64  # rows of the data that are read, and windows of them that are measured
+FORM_PROMPTS = 8  # prompts that are measured with the chat template and without
 
 
 def prompts_by_category(
@@ -67,3 +90,207 @@ def rows_by_category(file: str | None) -> dict[str, list[Row]]:
 def name_files(files: Sequence[str]) -> str:
     """Name the files of prompts in an error."""
     return ", ".join(files) or "the prompts that ship"
+
+
+@dataclass(frozen=True)
+class PromptChoice:
+    """Prompts that the base writes on from.
+
+    Attributes:
+        categories: Number of prompts of each category; the prompts stand in the order of the categories.
+        by_length: Token ids of the prompts, by the length that they are cut to; of whole prompts under None.
+        left_out: Lengths that no prompt has.
+        longest: Tokens of the longest prompt, if a length is left out; else None.
+    """
+
+    categories: dict[str, int]
+    by_length: dict[int | None, list[list[int]]]
+    left_out: tuple[int, ...] = ()
+    longest: int | None = None
+
+    @classmethod
+    def whole(cls, prompts: dict[str, list[list[int]]]) -> "PromptChoice":
+        """Return the choice of prompts, given by category, without cutting them."""
+        counts = {category: len(members) for category, members in prompts.items()}
+        return cls(counts, {None: [ids for members in prompts.values() for ids in members]})
+
+
+def prompts_of_lengths(
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+    count: int | None,
+    seed: int,
+    *,
+    share: float = 1.0,
+    most: int | None = None,
+) -> PromptChoice:
+    """Choose prompts that have the longest of some lengths, and cut each of them to all of the lengths.
+
+    Lengths that no prompt has are left out. A row of text is first cut at its end to the longest length that is left,
+    unless `most` says where: its longest prompt is then its beginning.
+
+    Args:
+        files: Files of prompts; the prompts that ship with the package if there are none.
+        tokenizer: Tokenizer of the model.
+        lengths: Tokens of a prompt, 2 or more.
+        count: Prompts of each category, chosen by the seed; None for all.
+        seed: Seed of the choice.
+        share: Share of the tokens of a row of text that is its prompt.
+        most: Tokens of a row of text that are its prompt, at most.
+
+    Raises:
+        ArgumentError: No prompt has the shortest length.
+        CheckpointError: A row cannot be read; the message names it.
+    """
+    found: dict[str, list[tuple[Row, int]]] = {}
+    sources: Sequence[str | None] = files or [None]
+    for file in sources:
+        for category, rows in rows_by_category(file).items():
+            random.Random(seed).shuffle(rows)
+            sized = _measure_rows(rows, tokenizer, count, max(lengths), share, most)
+            found.setdefault(category, []).extend(sized)
+    longest = max(tokens for members in found.values() for _, tokens in members)
+    kept = sorted({length for length in lengths if length <= longest})
+    if not kept:
+        raise ArgumentError(
+            f"--prompt-lengths {min(lengths)}: no prompt of {name_files(files)} has as many tokens, the longest has "
+            f"{longest}"
+        )
+    end = kept[-1] if most is None else most
+    long_enough = {name: [row for row, tokens in members if tokens >= kept[-1]] for name, members in found.items()}
+    whole = PromptChoice.whole(
+        {
+            category: [encode_prompt(row, tokenizer, text_share=share, max_text_tokens=end) for row in rows[:count]]
+            for category, rows in long_enough.items()
+            if rows
+        }
+    )
+    by_length: dict[int | None, list[list[int]]] = {
+        length: [cut_prompt(ids, length, tokenizer.bos_token_id) for ids in whole.by_length[None]] for length in kept
+    }
+    left_out = tuple(sorted({length for length in lengths if length > longest}))
+    return PromptChoice(whole.categories, by_length, left_out, longest if left_out else None)
+
+
+def cut_prompt(ids: list[int], length: int, bos: int | None) -> list[int]:
+    """Return the last `length` tokens of a prompt, with the BOS that it begins with in place of the first of them.
+
+    Args:
+        ids: Token ids of the prompt, `length` or more.
+        length: Tokens that are left, 2 or more.
+        bos: Id that begins a text; None for none.
+    """
+    first = ids[:1] if ids[0] == bos else []
+    return first + ids[len(ids) - length + len(first) :]
+
+
+def _measure_rows(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    count: int | None,
+    enough: int,
+    share: float,
+    most: int | None,
+) -> list[tuple[Row, int]]:
+    """Return rows with the number of tokens of their prompts, up to the row with which `count` of them have enough."""
+    sized: list[tuple[Row, int]] = []
+    remaining = len(rows) if count is None else count
+    for row in rows:
+        if not remaining:
+            break
+        tokens = len(encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most))
+        sized.append((row, tokens))
+        remaining -= tokens >= enough
+    return sized
+
+
+def read_training_texts(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, vocabulary: int, context: int | None, seed: int
+) -> Texts:
+    """Read some texts of a drafter's training data, as training reads them.
+
+    Args:
+        files: Data of the training.
+        tokenizer: The base's tokenizer.
+        vocabulary: Ids that the base knows.
+        context: Tokens of the base's context; None for no limit.
+        seed: Seed of the choice.
+
+    Returns:
+        Each part of a text that is learnt, with all before it as its prompt.
+
+    Raises:
+        ArgumentError: There is no row to train on.
+        CheckpointError: A row cannot be read or teaches nothing.
+        MismatchError: A row has ids of another tokenizer.
+    """
+    rows = [row for row in read_rows(files) if row.split in (None, "train")]
+    if not rows:
+        raise ArgumentError(f"--data {' '.join(files)}: no row to train on; rows of split val and test are not")
+    choice = random.Random(seed)
+    choice.shuffle(rows)
+    length = DEFAULT_LENGTH if context is None else min(DEFAULT_LENGTH, context)
+    windows = Windows(encode_documents(rows[:TRAINING_TEXTS], tokenizer), length, tokenizer.bos_token_id, pack=False)
+    windows.check(vocabulary, context)
+    tokens, prompt_lengths = list[list[int]](), list[int]()
+    for index in choice.sample(range(len(windows)), min(TRAINING_TEXTS, len(windows))):
+        span = slice(int(windows.offsets[index]), int(windows.offsets[index + 1]))
+        ids, end = windows.tokens[span].tolist(), 0
+        for learnt, run in groupby(windows.mask[span].tolist()):
+            begin, end = end, end + len(list(run))
+            if learnt:
+                tokens.append(ids[:end])
+                prompt_lengths.append(begin)
+    return Texts(tokens, prompt_lengths, [False] * len(tokens))
+
+
+def prompts_in_both_forms(
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    seed: int,
+    *,
+    share: float = 1.0,
+    most: int | None = None,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Encode some prompts as plain text and as a user's turn of the chat template.
+
+    Args:
+        files: Files of prompts; the prompts that ship with the package if there are none.
+        tokenizer: The base's tokenizer.
+        max_tokens: Tokens of a prompt in either form; longer prompts are left out.
+        seed: Seed of the choice.
+        share: Share of the tokens of a row of text that is its prompt.
+        most: Tokens of a row of text that are its prompt, at most.
+
+    Returns:
+        Token ids of the plain prompts, and of the same prompts in the template; none without a chat template.
+
+    Raises:
+        CheckpointError: A row cannot be read, or the template fails.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return [], []
+    sources: Sequence[str | None] = files or [None]
+    rows = [row for file in sources for row in read_prompts(file)]
+    random.Random(seed).shuffle(rows)
+    plain, templated = list[list[int]](), list[list[int]]()
+    for row in rows:
+        if len(plain) == FORM_PROMPTS:
+            break
+        text = _text_of(row, tokenizer, share, most)
+        turn = Row(row.where, messages=[{"role": "user", "content": text}])
+        forms = [encode_prompt(form, tokenizer) for form in (Row(row.where, text=text), turn)]
+        if all(0 < len(ids) <= max_tokens for ids in forms):
+            plain.append(forms[0])
+            templated.append(forms[1])
+    return plain, templated
+
+
+def _text_of(row: Row, tokenizer: PreTrainedTokenizerBase, share: float, most: int | None) -> str:
+    """Return the text of a row's prompt without any template: of a conversation, the first user's turn."""
+    if row.messages is not None:
+        return next((turn["content"] for turn in row.messages if turn["role"] == "user"), "")
+    ids = encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most)
+    return str(tokenizer.decode(ids, skip_special_tokens=True))

@@ -11,9 +11,9 @@ from redrafter.measure.facts import conditions, describe_pair
 from redrafter.measure.picture import drawing
 from redrafter.measure.report import format_table
 from redrafter.train.evaluate.advice import advise
-from redrafter.train.evaluate.explanation import Explanation
+from redrafter.train.evaluate.explain import Explanation
 from redrafter.train.evaluate.options import EvaluateOptions
-from redrafter.train.evaluate.prompt_choice import PromptChoice
+from redrafter.train.evaluate.prompts import PromptChoice
 from redrafter.train.evaluate.replay import ReplayStats
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.evaluate.texts import Texts, repeated_share
