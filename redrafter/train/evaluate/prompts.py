@@ -5,7 +5,7 @@ before it differs.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -24,12 +24,10 @@ from redrafter.train.evaluate.texts import Texts
 __all__ = [
     "PromptChoice",
     "cut_prompt",
-    "name_files",
     "prompts_by_category",
     "prompts_in_both_forms",
     "prompts_of_lengths",
     "read_training_texts",
-    "rows_by_category",
 ]
 
 TRAINING_TEXTS = 64  # rows of the data that are read, and windows of them that are measured
@@ -65,30 +63,33 @@ def prompts_by_category(
         CheckpointError: A row cannot be read; the message names it.
     """
     chosen: dict[str, list[list[int]]] = {}
-    sources: Sequence[str | None] = files or [None]
-    for file in sources:
-        for category, members in rows_by_category(file).items():
-            limit = count or len(members)
-            encoded = sample_prompts(
-                members, tokenizer, limit, max_tokens, seed, text_share=share, max_text_tokens=most
-            )
-            chosen.setdefault(category, []).extend(encoded)
+    for category, members in _by_category(files):
+        limit = count or len(members)
+        encoded = sample_prompts(members, tokenizer, limit, max_tokens, seed, text_share=share, max_text_tokens=most)
+        chosen.setdefault(category, []).extend(encoded)
     chosen = {category: encoded[:count] for category, encoded in chosen.items() if encoded}
     if not chosen:
-        raise ArgumentError(f"{name_files(files)}: no prompt of 1 to {max_tokens} tokens")
+        raise ArgumentError(f"{_name_files(files)}: no prompt of 1 to {max_tokens} tokens")
     return chosen
 
 
-def rows_by_category(file: str | None) -> dict[str, list[Row]]:
-    """Read the rows of a file of prompts, by category; None stands for the prompts that ship with the package."""
-    rows: dict[str, list[Row]] = {}
-    for row in read_prompts(file):
-        rows.setdefault(row.source or Path(file or "prompts").name.split(".")[0], []).append(row)
-    return rows
+def _read(files: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
+    """Read the rows of each file of prompts; of those that ship with the package if there is none."""
+    sources: Sequence[str | None] = files or [None]
+    for file in sources:
+        yield Path(file or "prompts").name.split(".")[0], read_prompts(file)
 
 
-def name_files(files: Sequence[str]) -> str:
-    """Name the files of prompts in an error."""
+def _by_category(files: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the rows of each category of each file."""
+    for name, found in _read(files):
+        rows: dict[str, list[Row]] = {}
+        for row in found:
+            rows.setdefault(row.source or name, []).append(row)
+        yield from rows.items()
+
+
+def _name_files(files: Sequence[str]) -> str:
     return ", ".join(files) or "the prompts that ship"
 
 
@@ -144,17 +145,20 @@ def prompts_of_lengths(
         CheckpointError: A row cannot be read; the message names it.
     """
     found: dict[str, list[tuple[Row, int]]] = {}
-    sources: Sequence[str | None] = files or [None]
-    for file in sources:
-        for category, rows in rows_by_category(file).items():
-            random.Random(seed).shuffle(rows)
-            sized = _measure_rows(rows, tokenizer, count, max(lengths), share, most)
-            found.setdefault(category, []).extend(sized)
+    for category, rows in _by_category(files):
+        random.Random(seed).shuffle(rows)
+        remaining = len(rows) if count is None else count
+        for row in rows:
+            if not remaining:
+                break
+            tokens = len(encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most))
+            found.setdefault(category, []).append((row, tokens))
+            remaining -= tokens >= max(lengths)
     longest = max(tokens for members in found.values() for _, tokens in members)
     kept = sorted({length for length in lengths if length <= longest})
     if not kept:
         raise ArgumentError(
-            f"--prompt-lengths {min(lengths)}: no prompt of {name_files(files)} has as many tokens, the longest has "
+            f"--prompt-lengths {min(lengths)}: no prompt of {_name_files(files)} has as many tokens, the longest has "
             f"{longest}"
         )
     end = kept[-1] if most is None else most
@@ -183,26 +187,6 @@ def cut_prompt(ids: list[int], length: int, bos: int | None) -> list[int]:
     """
     first = ids[:1] if ids[0] == bos else []
     return first + ids[len(ids) - length + len(first) :]
-
-
-def _measure_rows(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    count: int | None,
-    enough: int,
-    share: float,
-    most: int | None,
-) -> list[tuple[Row, int]]:
-    """Return rows with the number of tokens of their prompts, up to the row with which `count` of them have enough."""
-    sized: list[tuple[Row, int]] = []
-    remaining = len(rows) if count is None else count
-    for row in rows:
-        if not remaining:
-            break
-        tokens = len(encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most))
-        sized.append((row, tokens))
-        remaining -= tokens >= enough
-    return sized
 
 
 def read_training_texts(
@@ -272,25 +256,20 @@ def prompts_in_both_forms(
     """
     if not getattr(tokenizer, "chat_template", None):
         return [], []
-    sources: Sequence[str | None] = files or [None]
-    rows = [row for file in sources for row in read_prompts(file)]
+    rows = [row for _, found in _read(files) for row in found]
     random.Random(seed).shuffle(rows)
     plain, templated = list[list[int]](), list[list[int]]()
     for row in rows:
         if len(plain) == FORM_PROMPTS:
             break
-        text = _text_of(row, tokenizer, share, most)
+        if row.messages is not None:  # of a conversation, the first user's turn
+            text = next((turn["content"] for turn in row.messages if turn["role"] == "user"), "")
+        else:
+            ids = encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most)
+            text = str(tokenizer.decode(ids, skip_special_tokens=True))
         turn = Row(row.where, messages=[{"role": "user", "content": text}])
         forms = [encode_prompt(form, tokenizer) for form in (Row(row.where, text=text), turn)]
         if all(0 < len(ids) <= max_tokens for ids in forms):
             plain.append(forms[0])
             templated.append(forms[1])
     return plain, templated
-
-
-def _text_of(row: Row, tokenizer: PreTrainedTokenizerBase, share: float, most: int | None) -> str:
-    """Return the text of a row's prompt without any template: of a conversation, the first user's turn."""
-    if row.messages is not None:
-        return next((turn["content"] for turn in row.messages if turn["role"] == "user"), "")
-    ids = encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most)
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
