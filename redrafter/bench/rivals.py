@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Any
 
 import torch
@@ -67,7 +68,10 @@ def measure_rivals(work: Workload, names: Sequence[str], assistant: str | None) 
         what = name
         try:
             what, arguments = _arguments(work, name, assistant)
-            yield _measure(work, name, what, prompts, arguments, plain, speed)
+            texts, seconds = zip(*_measure(work, prompts, name == "static", arguments), strict=True)
+            theirs = len(prompts) * work.max_new_tokens / sum(seconds[1:])
+            same = None if work.temperature else sum(map(eq, texts[1:], plain))
+            yield Rival(name, what, len(prompts), theirs, speed / theirs, seconds[0], same)
         except Exception as error:
             yield Rival(name, what, len(prompts), error=f"{type(error).__name__}: {first_line(error)}")
         if work.device.type == "cuda":
@@ -93,42 +97,18 @@ def _arguments(work: Workload, name: str, assistant: str | None) -> tuple[str, d
 
 
 def _measure(
-    work: Workload,
-    name: str,
-    what: str,
-    prompts: list[Sequence[int]],
-    arguments: dict[str, Any],
-    plain: list[list[int]],
-    ours: float,
-) -> Rival:
-    """Time a baseline on each prompt alone, after a first call that is timed apart because it compiles.
-
-    Args:
-        work: The workload.
-        name: The baseline's name.
-        what: Its description.
-        prompts: Token ids of the prompts.
-        arguments: Its arguments for `model.generate`.
-        plain: Texts of plain decoding, to compare with.
-        ours: This library's speculative tokens per second on the prompts.
-
-    Raises:
-        RuntimeError: A text has not `max_new_tokens` tokens.
-    """
+    work: Workload, prompts: list[Sequence[int]], static: bool, arguments: dict[str, Any]
+) -> Iterator[tuple[list[int], float]]:
+    """Yield text and seconds of each prompt alone, after a first call that is timed apart because it compiles."""
     ids, mask = padded(prompts, work.pad_token)
-    seconds: list[float] = []
-    texts: list[list[int]] = []
     for index in (0, *range(len(prompts))):
         # A static cache is compiled for its length: with prompts padded to one length, it is compiled once.
-        begin = 0 if name == "static" else int(mask.shape[1] - mask[index].sum())
+        begin = 0 if static else int(mask.shape[1] - mask[index].sum())
         prompt_ids, prompt_mask = (x[index : index + 1, begin:].to(work.device) for x in (ids, mask))
         torch.manual_seed(work.seed)
         with Stopwatch(work.device) as watch:
             out = work.engine.model.generate(prompt_ids, attention_mask=prompt_mask, **work.arguments(), **arguments)
-        seconds.append(watch.seconds)
-        texts.append(out[0, prompt_ids.shape[1] :].tolist())
-        if len(texts[-1]) != work.max_new_tokens:
-            raise RuntimeError(f"it wrote {len(texts[-1])} tokens, not {work.max_new_tokens}")
-    speed = len(prompts) * work.max_new_tokens / sum(seconds[1:])
-    same = None if work.temperature else sum(a == b for a, b in zip(texts[1:], plain, strict=True))
-    return Rival(name, what, len(prompts), speed, ours / speed, seconds[0], same)
+        text = out[0, prompt_ids.shape[1] :].tolist()
+        if len(text) != work.max_new_tokens:
+            raise RuntimeError(f"it wrote {len(text)} tokens, not {work.max_new_tokens}")
+        yield text, watch.seconds

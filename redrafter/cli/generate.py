@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,19 @@ def run(args: argparse.Namespace) -> int:
         job.decode(short, None)
         job.decode(replace(short, speculate=False), None)
     speculative = job.decode(options, None if args.json else job.printer(sys.stdout))
-    print(_speed(speculative), file=sys.stderr)
+    print(
+        f"{speculative.count} tokens in {speculative.seconds:.2f} s, {speculative.tokens_per_second:.1f} tokens/s, "
+        f"{speculative.stats.tokens_per_step:.2f} tokens per step",
+        file=sys.stderr,
+    )
     comparison = None
     if args.compare:
         # The same seeds, and the same work of formatting, so that the times compare.
         streamer = None if args.json else job.printer(io.StringIO())
         plain = job.decode(replace(options, speculate=False), streamer, speculative.stats.seeds)
+        # Rejection sampling promises the distribution only.
         rejection_sampling = job.pair.engine.rejection_sampling and options.sampling
-        comparison = _Comparison.of(speculative, plain, compare=not rejection_sampling)
-        print(comparison.line(plain), file=sys.stderr)
+        comparison = _compare(speculative, plain, tokens=not rejection_sampling)
     if args.json:
         print(json.dumps(job.document(speculative, comparison)))
     return 0
@@ -101,7 +105,7 @@ class _GenerateJob:
         headings = [_heading(row, rows, prompt) if rows > 1 else None for row, prompt in enumerate(self.prompts)]
         return Printer(self.pair.tokenizer, headings, out, color=use_color(self.args.color, out))
 
-    def document(self, run: Run, comparison: "_Comparison | None") -> dict[str, Any]:
+    def document(self, run: Run, comparison: dict[str, Any] | None) -> dict[str, Any]:
         """Return the document that `--json` prints; lists have one entry per output row."""
         proposer = self.pair.engine.proposer_for(len(self.prompts))
         return {
@@ -112,7 +116,7 @@ class _GenerateJob:
             "seconds": run.seconds,
             "tokens_per_second": run.tokens_per_second,
             "stats": _stats(run.stats) | {"rows": [_stats(row) for row in run.stats.rows]},
-            "compare": None if comparison is None else asdict(comparison),
+            "compare": comparison,
             "model": self.pair.name,
             "drafts": self.pair.method,
             "drafter": self.pair.drafting_model,
@@ -121,45 +125,27 @@ class _GenerateJob:
         } | conditions(self.pair.engine.target)
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """Speculative decoding compared with plain decoding of the same prompts.
-
-    Attributes:
-        equal: Whether the tokens are equal; None for rejection sampling, which promises the distribution only.
-        first_difference: Row and index of the first new token that differs; None if there is none.
-        plain_seconds: Time of plain decoding.
-        plain_tokens_per_second: Speed of plain decoding.
-        speedup: Time of plain decoding divided by the time of speculative decoding.
-    """
-
-    equal: bool | None
-    first_difference: tuple[int, int] | None
-    plain_seconds: float
-    plain_tokens_per_second: float
-    speedup: float
-
-    @classmethod
-    def of(cls, speculative: Run, plain: Run, *, compare: bool) -> "_Comparison":
-        pairs = zip(speculative.tokens, plain.tokens, strict=True) if compare else ()
-        indices = ((row, first_difference(*pair)) for row, pair in enumerate(pairs))
-        difference = next(((row, index) for row, index in indices if index is not None), None)
-        return cls(
-            equal=difference is None if compare else None,
-            first_difference=difference,
-            plain_seconds=plain.seconds,
-            plain_tokens_per_second=plain.tokens_per_second,
-            speedup=plain.seconds / speculative.seconds,
-        )
-
-    def line(self, plain: Run) -> str:
-        verdict = "the same tokens" if self.equal else "tokens not compared"
-        if self.first_difference is not None:
-            row, index = self.first_difference
-            verdict = f"OTHER TOKENS from token {index} of row {row} on"
-        return f"plain: {plain.count} tokens in {plain.seconds:.2f} s, {plain.tokens_per_second:.1f} tokens/s; " + (
-            f"{verdict}; {self.speedup:.2f}x as fast with speculation"
-        )
+def _compare(speculative: Run, plain: Run, *, tokens: bool) -> dict[str, Any]:
+    """Compare with plain decoding of the same prompts; tokens only where speculation promises them."""
+    pairs = zip(speculative.tokens, plain.tokens, strict=True) if tokens else ()
+    indices = ((row, first_difference(*pair)) for row, pair in enumerate(pairs))
+    difference = next(((row, index) for row, index in indices if index is not None), None)
+    speedup = plain.seconds / speculative.seconds
+    verdict = "the same tokens" if tokens else "tokens not compared"
+    if difference is not None:
+        verdict = f"OTHER TOKENS from token {difference[1]} of row {difference[0]} on"
+    print(
+        f"plain: {plain.count} tokens in {plain.seconds:.2f} s, {plain.tokens_per_second:.1f} tokens/s; "
+        f"{verdict}; {speedup:.2f}x as fast with speculation",
+        file=sys.stderr,
+    )
+    return {
+        "equal": difference is None if tokens else None,
+        "first_difference": difference,
+        "plain_seconds": plain.seconds,
+        "plain_tokens_per_second": plain.tokens_per_second,
+        "speedup": speedup,
+    }
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
@@ -211,13 +197,6 @@ def _read_stdin() -> str:
 def _heading(row: int, rows: int, prompt: str) -> str:
     line = " ".join(prompt.split())
     return f"[{row + 1}/{rows}] " + (line if len(line) <= MAX_HEADING_CHARS else line[: MAX_HEADING_CHARS - 3] + "...")
-
-
-def _speed(run: Run) -> str:
-    return (
-        f"{run.count} tokens in {run.seconds:.2f} s, {run.tokens_per_second:.1f} tokens/s, "
-        f"{run.stats.tokens_per_step:.2f} tokens per step"
-    )
 
 
 def _stats(stats: Stats) -> dict[str, Any]:

@@ -86,20 +86,26 @@ def evaluate(pair: Pair, options: EvaluateOptions) -> dict[str, Any]:
             )
     target = engine.target
     max_tokens = _max_prompt_tokens(options, target.fixed_rope_context)
-    prompts = _choose_prompts(pair, options, max_tokens)
+    files, count, seed = options.prompts, options.num_prompts, options.seed
+    if options.prompt_lengths:
+        prompts = prompts_of_lengths(files, pair.tokenizer, options.prompt_lengths, count, seed, **options.cut)
+    else:
+        prompts = PromptChoice.whole(prompts_by_category(files, pair.tokenizer, count, max_tokens, seed, **options.cut))
     others = OtherTexts.read(pair, options, max_tokens) if options.explain else None
     results = []
     for temperature, length in product(options.written_temperatures, prompts.by_length):
+        chosen = prompts.by_length[length]
+        what = f"temperature {temperature:g}" + ("" if length is None else f", prompts of {length} tokens")
         texts = write_texts(
             target,
-            prompts.by_length[length],
+            chosen,
             options.new_tokens,
             temperature,
             options.seed,
             end_ids=end_tokens(target.model, pair.tokenizer),
             batch_size=options.batch_size,
             options=engine.options,
-            report=partial(_report_texts, temperature, length, len(prompts.by_length[length])),
+            report=partial(_report_texts, what, len(chosen)),
         )
         results.append(TextsResult(texts, trees, replay(engine.drafter, target, texts, trees), length))
     document = make_report(pair, options, prompts, results)
@@ -172,18 +178,8 @@ def _max_prompt_tokens(options: EvaluateOptions, context: int | None) -> int:
     return room
 
 
-def _choose_prompts(pair: Pair, options: EvaluateOptions, max_tokens: int) -> PromptChoice:
-    """Choose the prompts that the options ask for, of at most `max_tokens` tokens."""
-    files, tokenizer, count, seed = options.prompts, pair.tokenizer, options.num_prompts, options.seed
-    if options.prompt_lengths:
-        return prompts_of_lengths(files, tokenizer, options.prompt_lengths, count, seed, **options.cut)
-    return PromptChoice.whole(prompts_by_category(files, tokenizer, count, max_tokens, seed, **options.cut))
-
-
-def _report_texts(temperature: float, length: int | None, count: int, done: int) -> None:
-    """Print on stderr how many of `count` texts are written."""
-    prompts = "" if length is None else f", prompts of {length} tokens"
-    print(f"temperature {temperature:g}{prompts}: {done} of {count} texts", file=sys.stderr, flush=True)
+def _report_texts(what: str, count: int, done: int) -> None:
+    print(f"{what}: {done} of {count} texts", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -234,13 +234,18 @@ def explain_temperature(
     whole = _count_steps(steps, shape, category >= 0)
     probability, context, accepted = describe_drafts(steps, base_probabilities(target, texts), shape.depth)
     emitted = int((steps.accepted + 1).minimum(steps.left).sum())
+    kinds = (PROBABILITY_NAMES, probability, PROBABILITIES), (CONTEXT_NAMES, context, [most + 1 for most in CONTEXTS])
+    by_probability, by_context = (
+        [Bucket(name, *pair) for name, pair in zip(names, bucket_drafts(of, accepted, bounds).tolist(), strict=True)]
+        for names, of, bounds in kinds
+    )
     return TemperatureExplanation(
         texts.temperature,
         emitted / whole.steps if whole.steps else None,
         whole,
         {name: _count_steps(steps, shape, category == index) for index, name in enumerate(categories)},
-        _name_buckets(PROBABILITY_NAMES, bucket_drafts(probability, accepted, PROBABILITIES)),
-        _name_buckets(CONTEXT_NAMES, bucket_drafts(context, accepted, [most + 1 for most in CONTEXTS])),
+        by_probability,
+        by_context,
         best_guess_share(drafter, target, texts, shape.depth),
     )
 
@@ -261,10 +266,6 @@ def _count_steps(steps: Steps, shape: Shape, chosen: Tensor) -> StepCounts:
     )
     assert counts.steps == sum(counts.missed.values()) + counts.all_accepted + counts.text_ended
     return counts
-
-
-def _name_buckets(names: Sequence[str], counts: Tensor) -> list[Bucket]:
-    return [Bucket(name, *pair) for name, pair in zip(names, counts.tolist(), strict=True)]
 
 
 def _measure_form(

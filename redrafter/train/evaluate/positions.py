@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,14 +75,28 @@ def read_positions(
     """
     depth, device = max(shape.depth for shape in shapes), target.device
     tokens = pad_sequence([torch.tensor(texts.tokens[i]) for i in group], batch_first=True, padding_value=-1)  # [B, T]
-    hidden, remembered = _read_texts(drafter, target, tokens.clamp(min=0).to(device))
+    with Teacher(target.model, drafter.config.target_layers) as teacher:
+        read = teacher.read(tokens.clamp(min=0).to(device))
+    hidden, remembered = read.hidden, None  # [B, T, F]
+    if drafter.context is not None:  # keys and values, [B, T, H, d] each
+        position = torch.arange(tokens.shape[1], device=device)
+        remembered = drafter.context.remember(drafter.fuse_hidden(hidden), read.embedding, position)
     anchors = [(b, n) for b, i in enumerate(group) for n in pending_positions(texts, i)]
     row, position = torch.tensor(anchors, dtype=torch.long).reshape(-1, 2).unbind(1)  # [A] each
     ahead = pad(tokens, (0, depth + 1), value=-1)  # -1: past the end, drawn by nobody
     text = ahead[row[:, None], position[:, None] + torch.arange(depth + 2)]  # [A, K+2]
     seeds = None if texts.seeds is None else torch.tensor([texts.seeds[i] for i in group])[row]
-    window_bytes = _window_bytes(drafter, tokens.shape[1], max(shape.beams for shape in shapes))
-    batch = _batch_positions(target.vocab_size, shapes, texts.temperature > 0, window_bytes)
+    # Memory of a position: a search holds some copies of its beams' scores, and making noise takes several integers a
+    # number; each node is compared with all others; a window is keys and values, copied once, and scores of the pairs.
+    config, beams, sampling = drafter.config, max(shape.beams for shape in shapes), texts.temperature > 0
+    window_size = min(config.context_window or 0, tokens.shape[1])
+    stored = 4 * config.context_kv_heads * config.context_head_dim * drafter.dtype.itemsize
+    most_bytes = max(
+        target.vocab_size * (16 * beams + 32 * sampling * depth),
+        4 * max(shape.lattice for shape in shapes) ** 2,
+        window_size * (stored + 12 * beams * config.context_heads),
+    )
+    batch = min(MAX_BATCH_POSITIONS, max(1, MAX_BATCH_BYTES // most_bytes))
     for part in torch.arange(len(row)).split(batch):
         zero = torch.zeros(len(part), dtype=torch.long, device=device)
         text_row, committed = row[part].to(device), position[part].to(device)  # [a] each
@@ -95,61 +110,14 @@ def read_positions(
             ids=torch.arange(target.vocab_size, device=device),
         )
         noise = sampler.noise(committed + 1, depth)  # [a, K, V]
-        window = None if remembered is None else _read_window(drafter, remembered, text_row, committed)
+        window = None
+        if remembered is not None:
+            keys, values = remembered
+            size = min(config.context_window or 0, keys.shape[1] - 1)  # no text has more pairs
+            at_rows = partial(_pairs, keys, values, text_row[:, None])
+            window = ContextWindow.read(committed, size, at_rows)
         yield Positions(State(text[part].to(device), zero, before, zero == 0), sampler, noise, window)
 
 
-def _read_texts(
-    drafter: RecurrentDrafter, target: Target, tokens: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Compute what a drafter reads of texts `[B, T]`.
-
-    Returns:
-        The hidden states at every token, `[B, T, F]`, and the keys and values, `[B, T, H, d]` each, of a drafter that
-        attends to committed tokens; None for another.
-    """
-    with Teacher(target.model, drafter.config.target_layers) as teacher:
-        output = teacher.read(tokens)
-    if drafter.context is None:
-        return output.hidden, None
-    position = torch.arange(tokens.shape[1], device=tokens.device)
-    return output.hidden, drafter.context.remember(drafter.fuse_hidden(output.hidden), output.embedding, position)
-
-
-def _read_window(
-    drafter: RecurrentDrafter, remembered: tuple[Tensor, Tensor], row: Tensor, committed: Tensor
-) -> ContextWindow:
-    """Return what drafts read at positions of texts: the pairs up to the last committed token.
-
-    Args:
-        drafter: A drafter that attends to committed tokens.
-        remembered: Keys and values of the texts, `[B, T, H, d]` each.
-        row: Text of each position, `[a]` int64.
-        committed: Tokens before the pending one, `[a]` int64.
-    """
-    keys, values = remembered
-    size = min(drafter.config.context_window or 0, keys.shape[1] - 1)  # no text has more pairs
-    return ContextWindow.read(committed, size, lambda at: (keys[row[:, None], at], values[row[:, None], at]))
-
-
-def _window_bytes(drafter: RecurrentDrafter, length: int, beams: int) -> int:
-    """Return the memory of a position's window: keys and values, copied once, and a search's scores of the pairs.
-
-    Args:
-        drafter: The drafter.
-        length: Tokens of the longest text.
-        beams: Beams of the widest search.
-    """
-    config = drafter.config
-    stored = 4 * config.context_kv_heads * config.context_head_dim * drafter.dtype.itemsize
-    return min(config.context_window or 0, length) * (stored + 12 * beams * config.context_heads)
-
-
-def _batch_positions(vocabulary: int, shapes: Sequence[Shape], sampling: bool, window_bytes: int) -> int:
-    """Return how many positions go through the drafter in one call.
-
-    A search holds some copies of its beams' scores, and making noise takes several integers a number.
-    """
-    by_position = 16 * max(shape.beams for shape in shapes) + 32 * sampling * max(shape.depth for shape in shapes)
-    compared = 4 * max(shape.lattice for shape in shapes) ** 2  # each node with all others
-    return min(MAX_BATCH_POSITIONS, max(1, MAX_BATCH_BYTES // max(vocabulary * by_position, compared, window_bytes)))
+def _pairs(keys: Tensor, values: Tensor, row: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    return keys[row, at], values[row, at]

@@ -7,6 +7,7 @@ base drew through the whole lattice, it keeps the first part.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,7 +77,11 @@ def count_accepted(
     for beams in {shape.beams for shape in shapes}:
         columns = [column for column, shape in enumerate(shapes) if shape.beams == beams]
         depth = max(shapes[column].depth for column in columns)
-        lattice, score = _search(drafter, target, state, sampler, noise, beams, depth, window)
+        # The search ranks each node by the sum of the drafter's log-probabilities, noise included, from the root to it.
+        scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
+        proposer = RecurrentProposer(drafter, target, beams, depth, 1 + beams * depth)
+        lattice = proposer.search(state, sampler, noise, should_stop=partial(_record, scores), window=window)
+        score = torch.cat(scores, dim=1)  # [A, N]
         path = accept(lattice, state.tokens.gather(1, lattice.depth + 1), depth)  # [A, K+1]
         drawn = torch.arange(depth, device=score.device) < path.accepted[:, None]  # [A, K]
         for column in columns:
@@ -87,41 +92,10 @@ def count_accepted(
     return counts
 
 
-def _search(
-    drafter: RecurrentDrafter,
-    target: Target,
-    state: State,
-    sampler: Sampler,
-    noise: Tensor | None,
-    beams: int,
-    depth: int,
-    window: ContextWindow | None,
-) -> tuple[Tree, Tensor]:
-    """Run the beam search of decoding at A positions, and keep every node that it finds.
-
-    Args:
-        drafter: Drafter, in eval mode.
-        target: The base.
-        state: State at the positions.
-        sampler: How the base samples.
-        noise: Noise of the tokens after the pending one, `[A, K, V]`; None when greedy.
-        beams: Beams W of the search.
-        depth: Depth K of the search.
-        window: What the drafter reads of the texts at the positions; None where it reads nothing.
-
-    Returns:
-        The tree of `N = 1 + W * K` nodes, and the score that the search ranks each node by, `[A, N]` float32: the sum
-        of the drafter's log-probabilities, noise included, of the tokens on the way from the root to it; 0 at the root.
-    """
-    scores = [torch.zeros_like(state.length[:, None], dtype=torch.float32)]
-
-    def record(score: Tensor) -> bool:
-        scores.append(score)
-        return False
-
-    proposer = RecurrentProposer(drafter, target, beams, depth, 1 + beams * depth)
-    tree = proposer.search(state, sampler, noise, should_stop=record, window=window)
-    return tree, torch.cat(scores, dim=1)
+def _record(scores: list[Tensor], score: Tensor) -> bool:
+    """Keep the scores of a step of the search, which goes on."""
+    scores.append(score)
+    return False
 
 
 def _kept(lattice: Tree, score: Tensor, shape: Shape) -> Tensor:
