@@ -8,7 +8,6 @@ tokens per step depend on how many there are for each row, so such a tree has as
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -84,7 +83,13 @@ class Tuner:
             trees: The trees.
             deeper_lengths: Draft lengths per beam to try after them, from short to long, as `deeper` says.
         """
-        with _many_shapes(self.engine.target.device):
+        # Past its eight shapes torch.compile would compile no more, and steps would be timed uncompiled.
+        if self.engine.target.device.type == "cuda":
+            import torch._dynamo.config as dynamo_config
+
+            with dynamo_config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+                self._run(trees, deeper_lengths)
+        else:
             self._run(trees, deeper_lengths)
 
     def _run(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int]) -> None:
@@ -254,18 +259,6 @@ class _SizedProposer(OneProposer):
     def proposer_for(self, rows: int) -> Proposer:
         """Return the proposer for a batch of `rows` rows."""
         return self.made.setdefault(rows, at_size(self.proposer, rows))
-
-
-@contextmanager
-def _many_shapes(device: torch.device) -> Iterator[None]:
-    """Let torch.compile compile for more than its eight shapes, after which steps would be timed uncompiled."""
-    if device.type != "cuda":
-        yield
-        return
-    import torch._dynamo.config as dynamo_config
-
-    with dynamo_config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
-        yield
 
 
 def _fits(tree: SearchProposer, size: int) -> bool:

@@ -4,14 +4,13 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from redrafter.app.engines import DRAFT_MODEL, PLAIN
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.checkpoints.tokenizers import load_tokenizer
-from redrafter.cli.compared_methods import ASSISTED, AssistedMethod, Method, MethodResult, load_pairs, measure_result
+from redrafter.cli.compared_methods import ASSISTED, AssistedMethod, Method, load_pairs, measure_result
 from redrafter.cli.options import CompareOptions
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
@@ -39,7 +38,11 @@ def run(args: argparse.Namespace) -> int:
     if options.assisted and generation.stop:
         raise ArgumentError("--assisted takes no --stop: transformers' assisted generation has no tokenizer for it")
     rows = read_prompts(options.prompts)
-    output = _check_output(options)
+    output = None if options.output is None else Path(options.output)
+    if output is not None:
+        check_writable(output, "--output")
+        if options.prompts is not None and output.resolve() == Path(options.prompts).resolve():
+            raise ArgumentError("--output would overwrite the prompts: give another name")
     pairs = load_pairs(*check_options(load, draft))
     prompts, left_out = select_prompts(
         encode(rows, pairs[0].tokenizer, **options.cut), options, pairs[0].engine.target.context
@@ -74,17 +77,6 @@ def run(args: argparse.Namespace) -> int:
     ]
     same = _report_results(methods, prompts, options, report)
     return report.finish() or int(not same)
-
-
-def _check_output(options: CompareOptions) -> Path | None:
-    """Return the path of `--output`; raise `ArgumentError` if it cannot be written or is the file of the prompts."""
-    if options.output is None:
-        return None
-    output = Path(options.output)
-    check_writable(output, "--output")
-    if options.prompts is not None and output.resolve() == Path(options.prompts).resolve():
-        raise ArgumentError("--output would overwrite the prompts: give another name")
-    return output
 
 
 def _assisted_method(pairs: Sequence[Pair], generation: GenerationOptions, trust_remote_code: bool) -> AssistedMethod:
@@ -157,17 +149,13 @@ def _report_results(
     for method in methods:
         result = measure_result(method, plain, prompts, compare=not options.disable_output_comparison)
         if not isinstance(method, AssistedMethod):  # a difference of transformers' own method is no failure of ours
-            same = same and result.first_difference is None
+            same = same and result["first_difference"] is None
         report.add("ways", result)
-        table.row(*_cells(result, len(prompts)))
-        for line in describe_differences(result.differences, result.way):
+        kept = f"{result['accepted'] / result['drafted']:.0%}" if result["drafted"] else None
+        ties = f", {result['near_ties']} near-ties" if result["near_ties"] else ""
+        found = None if result["same"] is None else f"{result['same']} of {len(prompts)}{ties}"
+        speeds = (result[name] for name in ("tokens_per_second", "speedup", "tokens_per_step"))
+        table.row(result["way"], *speeds, kept, found)
+        for line in describe_differences(result["differences"], result["way"]):
             report.line(line)
     return same
-
-
-def _cells(result: MethodResult, prompts: int) -> tuple[Any, ...]:
-    """Return a method's row of the table."""
-    kept = f"{result.accepted / result.drafted:.0%}" if result.drafted else None
-    ties = f", {result.near_ties} near-ties" if result.near_ties else ""
-    same = None if result.same is None else f"{result.same} of {prompts}{ties}"
-    return result.way, result.tokens_per_second, result.speedup, result.tokens_per_step, kept, same

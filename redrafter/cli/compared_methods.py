@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,55 +25,13 @@ from redrafter.checkpoints.merged import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.engine.outputs import GenerateStats
 from redrafter.measure.differences import Difference, find_differences
-from redrafter.measure.run import Repeats, Run
+from redrafter.measure.run import Repeats, Run, describe_stats
 from redrafter.measure.stopwatch import Stopwatch
 from redrafter.scheduler.stats import Stats
 
-__all__ = ["ASSISTED", "AssistedMethod", "Method", "MethodResult", "load_pairs", "measure_result"]
+__all__ = ["ASSISTED", "AssistedMethod", "Method", "load_pairs", "measure_result"]
 
 ASSISTED = "HF assisted"
-
-
-@dataclass(frozen=True)
-class MethodResult:
-    """What was measured of one method; `asdict` of it is an entry of `ways` in the JSON document.
-
-    Attributes:
-        way: Name of the method.
-        name: Directory or hub id of the drafter or draft model; None if the method has neither.
-        shape: Sizes of what is drafted per step; None for plain decoding.
-        tokens: New tokens of all prompts.
-        seconds: Time for all prompts, the median over repeats.
-        tokens_per_second: The median over repeats.
-        speedup: Ratio of tokens per second to plain decoding, the median of the repeats' own ratios.
-        steps: Steps of all prompts.
-        drafted: Drafted tokens of all prompts.
-        accepted: Accepted drafts of all prompts.
-        tokens_per_step: New tokens per step.
-        accepted_by_depth: Steps that accepted at least 1, 2, ... drafts.
-        same: Outputs that are equal to those of plain decoding; None if the method does not promise that, or the
-            outputs are not compared.
-        near_ties: Outputs that differ from those of plain decoding at a near-tie; None as for `same`.
-        first_difference: Prompt and new token of the first difference that is no near-tie; None if there is none.
-        differences: The worst difference of each output that differs.
-    """
-
-    way: str
-    name: str | None
-    shape: dict[str, int] | None
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    speedup: float
-    steps: int
-    drafted: int
-    accepted: int
-    tokens_per_step: float
-    accepted_by_depth: list[int]
-    same: int | None
-    near_ties: int | None
-    first_difference: tuple[int, int] | None
-    differences: list[Difference]
 
 
 @dataclass
@@ -165,7 +124,7 @@ def load_pairs(name: str, load: LoadOptions, draft: DraftOptions) -> list[Pair]:
     return pairs
 
 
-def measure_result(method: Method, plain: Method, prompts: Sequence[Sequence[int]], *, compare: bool) -> MethodResult:
+def measure_result(method: Method, plain: Method, prompts: Sequence[Sequence[int]], *, compare: bool) -> dict[str, Any]:
     """Summarise the runs of a method, and compare its outputs with those of plain decoding.
 
     Args:
@@ -173,6 +132,13 @@ def measure_result(method: Method, plain: Method, prompts: Sequence[Sequence[int
         plain: Plain decoding, after as many repeats.
         prompts: Token ids of each prompt.
         compare: Whether to compare the outputs, if the method promises those of plain decoding.
+
+    Returns:
+        An entry of `ways` in the JSON document: the method (`way`), the `name` of its drafter or draft model and the
+        `shape` that it drafts, where it has such; `tokens`; `seconds`, `tokens_per_second` and `speedup` over plain
+        decoding, each the median over repeats; how speculation went in the first repeat; how many outputs are the
+        `same` and how many differ at `near_ties`, None where they are not compared; prompt and token of the
+        `first_difference` that is no near-tie; and the worst of the `differences` of each output that differs.
     """
     rows = max(len(run.tokens) for run in method.repeats[0])
     same = near_ties = None
@@ -182,24 +148,19 @@ def measure_result(method: Method, plain: Method, prompts: Sequence[Sequence[int
         arguments, decode = plain.pair.arguments(plain.generation), plain.pair.tokenizer.decode
         differences = find_differences(plain.pair.engine, arguments, prompts, plain.texts(), outputs, decode)
         same, near_ties = len(prompts) - len(differences), sum(difference.near_tie for difference in differences)
-    pair, stats = method.pair, method.stats
-    true_differences = (difference for difference in differences if not difference.near_tie)
-    first = next(true_differences, None)
-    return MethodResult(
-        way=pair.method,
-        name=pair.drafting_model,
-        shape=draft_shape(pair.engine.proposer_for(rows)) if pair.method in DRAFTING_METHODS else None,
-        tokens=sum(map(len, method.texts())),
-        seconds=statistics.median(method.seconds),
-        tokens_per_second=statistics.median(method.tokens_per_second),
-        speedup=method.speedup(plain),
-        steps=stats.steps,
-        drafted=stats.drafted,
-        accepted=stats.accepted,
-        tokens_per_step=stats.tokens_per_step,
-        accepted_by_depth=stats.accepted_by_depth,
-        same=same,
-        near_ties=near_ties,
-        first_difference=None if first is None else (first.prompt, first.token),
-        differences=differences,
-    )
+    pair = method.pair
+    true_differences = ((each.prompt, each.token) for each in differences if not each.near_tie)
+    return {
+        "way": pair.method,
+        "name": pair.drafting_model,
+        "shape": draft_shape(pair.engine.proposer_for(rows)) if pair.method in DRAFTING_METHODS else None,
+        "tokens": sum(map(len, method.texts())),
+        "seconds": statistics.median(method.seconds),
+        "tokens_per_second": statistics.median(method.tokens_per_second),
+        "speedup": method.speedup(plain),
+        **describe_stats(method.stats),
+        "same": same,
+        "near_ties": near_ties,
+        "first_difference": next(true_differences, None),
+        "differences": differences,
+    }

@@ -19,10 +19,9 @@ from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.measure.differences import first_difference
 from redrafter.measure.facts import conditions
-from redrafter.measure.run import Run
+from redrafter.measure.run import Run, describe_stats
 from redrafter.parallel.launched import launched_processes
 from redrafter.parallel.ranks import Ranks, join_ranks
-from redrafter.scheduler.stats import Stats
 
 __all__ = ["encode_with_images", "run"]
 
@@ -115,7 +114,7 @@ class _GenerateJob:
             "seeds": run.stats.seeds,
             "seconds": run.seconds,
             "tokens_per_second": run.tokens_per_second,
-            "stats": _stats(run.stats) | {"rows": [_stats(row) for row in run.stats.rows]},
+            "stats": describe_stats(run.stats) | {"rows": [describe_stats(row) for row in run.stats.rows]},
             "compare": comparison,
             "model": self.pair.name,
             "drafts": self.pair.method,
@@ -197,11 +196,6 @@ def _read_stdin() -> str:
 def _heading(row: int, rows: int, prompt: str) -> str:
     line = " ".join(prompt.split())
     return f"[{row + 1}/{rows}] " + (line if len(line) <= MAX_HEADING_CHARS else line[: MAX_HEADING_CHARS - 3] + "...")
-
-
-def _stats(stats: Stats) -> dict[str, Any]:
-    names = ("steps", "drafted", "accepted", "emitted", "tokens_per_step", "accepted_by_depth")
-    return {name: getattr(stats, name) for name in names}
 
 
 def encode_with_images(

@@ -3,11 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
@@ -24,7 +22,6 @@ from redrafter.bench.tree_choice import (
     table,
 )
 from redrafter.bench.tuner import Tuner
-from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli.options import TuneOptions
 from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.engine.recurrent import ReDrafter
@@ -41,6 +38,14 @@ __all__ = ["run"]
 
 CPU_BATCH_SIZES = (1, 2, 4)
 GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+COLUMNS = {
+    "tokens/step": "tokens_per_step",
+    "step ms": "step_ms",
+    "x plain": "step_cost",
+    "tokens/s": "tokens_per_second",
+    "plain tokens/s": "plain_tokens_per_second",
+    "ratio": "ratio",
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,11 +92,24 @@ def run(args: argparse.Namespace) -> int:
     )
     tuner.run(trees, () if options.lengths else DEEPER_LENGTHS)
     shapes = choose(tuner.timings, tuner.open_sizes)
-    tuning = _tuning(engine, tuner, shapes, Path(options.prompts or "prompts.jsonl").name)
+    tuning = Tuning(
+        shapes,
+        device=device_name(engine.target.device),
+        dtype=dtype_name(engine.target.dtype),
+        target=target_fingerprint(engine.target),
+        drafter=drafter_fingerprint(engine.drafter),
+        versions={name: version for name, version in versions().items() if version},
+        step_costs={size: round(cost, 3) for size, cost in step_costs(tuner.timings, shapes).items()},
+        prompts=Path(options.prompts or "prompts.jsonl").name,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        measured=tuple(timing.to_dict() for timing in tuner.timings),
+    )
     path = Path(options.out) if options.out is not None else tuning_path(engine.target, engine.drafter)
     tuning.write(path)
     rows = table(tuner.timings, shapes)
-    print(*_format_table(rows), sep="\n", file=sys.stderr if args.json else sys.stdout)
+    cells = ((row["batch"], describe(shapes[row["batch"]]), *map(row.get, COLUMNS.values())) for row in rows)
+    lines = format_table(["batch", "shape", *COLUMNS], cells, indent="")
+    print(*lines, sep="\n", file=sys.stderr if args.json else sys.stdout)
     print(f"written to {path}", file=sys.stderr)
     if options.plot is not None:
         name = f"{Path(pair.name).name} on {tuning.device}, {tuning.dtype}"
@@ -101,26 +119,3 @@ def run(args: argparse.Namespace) -> int:
         names = {"model": pair.name, "drafter": pair.drafting_model}
         print(json.dumps(names | {"file": str(path), "table": rows, "tuning": tuning.to_dict()}))
     return 0
-
-
-def _tuning(engine: ReDrafter, tuner: Tuner, shapes: dict[int, TreeShape | None], prompts: str) -> Tuning:
-    return Tuning(
-        shapes,
-        device=device_name(engine.target.device),
-        dtype=dtype_name(engine.target.dtype),
-        target=target_fingerprint(engine.target),
-        drafter=drafter_fingerprint(engine.drafter),
-        versions={name: version for name, version in versions().items() if version},
-        step_costs={size: round(cost, 3) for size, cost in step_costs(tuner.timings, shapes).items()},
-        prompts=prompts,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        measured=tuple(timing.to_dict() for timing in tuner.timings),
-    )
-
-
-def _format_table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    columns = ("tokens_per_step", "step_ms", "step_cost", "tokens_per_second", "plain_tokens_per_second", "ratio")
-    names = ("batch", "shape", "tokens/step", "step ms", "x plain", "tokens/s", "plain tokens/s", "ratio")
-    shapes = (row["shape"] and TreeShape(**row["shape"]) for row in rows)
-    cells = ((row["batch"], describe(shape), *map(row.get, columns)) for row, shape in zip(rows, shapes, strict=True))
-    return format_table(names, cells, indent="")

@@ -19,7 +19,7 @@ from redrafter.errors import ArgumentError
 from redrafter.measure.stopwatch import Stopwatch
 from redrafter.scheduler.stats import Stats
 
-__all__ = ["Arrival", "Repeats", "Run", "Workload", "pad_token_of", "padded", "timed_run"]
+__all__ = ["Arrival", "Repeats", "Run", "Workload", "describe_stats", "pad_token_of", "padded", "timed_run"]
 
 Arrival = tuple[float, int, int]  # seconds from the call, row, and how many tokens it gained
 
@@ -97,6 +97,12 @@ class Repeats:
     def speedup(self, plain: "Repeats") -> float:
         """Return the ratio of tokens per second to those of `plain`, the median of the repeats' own ratios."""
         return statistics.median(a / b for a, b in zip(self.tokens_per_second, plain.tokens_per_second, strict=True))
+
+
+def describe_stats(stats: Stats) -> dict[str, Any]:
+    """Return the entries of a JSON document that say how speculation went."""
+    names = ("steps", "drafted", "accepted", "emitted", "tokens_per_step", "accepted_by_depth")
+    return {name: getattr(stats, name) for name in names}
 
 
 def timed_run(engine: Engine, ids: Tensor, mask: Tensor, watch: Stopwatch, **arguments: Any) -> Run:
