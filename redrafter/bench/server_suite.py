@@ -1,7 +1,7 @@
 """Servers under load: throughput, percentiles of what users wait for, and whether the servers' texts are equal."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -9,7 +9,6 @@ from redrafter.bench.server_load import Completion, Load, LoadRun, Server, run_l
 from redrafter.measure.report import Report
 
 __all__ = [
-    "LoadPlan",
     "LoadSummary",
     "Percentiles",
     "percentile",
@@ -20,7 +19,6 @@ __all__ = [
 ]
 
 BUSY_CLIENT = 0.8  # share of processor time from which on the client limits what is measured
-MIN_REQUESTS_PER_SLOT = 4
 COLUMNS = [("server", 6), ("at once", 7), ("tok/s", 8), ("steady", 8), ("req/s", 7)]
 COLUMNS += [("first p50", 9), ("p99", 7), ("gap p50", 7), ("p99", 7), ("per token", 9), ("all p50", 8), ("p99", 8)]
 COLUMNS += [("failed", 6), ("tokens in", 9), ("out", 7), ("same texts", 10), ("client", 6)]
@@ -170,37 +168,22 @@ def _ms_per_token(completions: Sequence[Completion]) -> float | None:
     return 1e3 * seconds / tokens if tokens else None
 
 
-@dataclass(frozen=True)
-class LoadPlan:
-    """The requests that servers are sent.
+def run_server_suite(report: Report, servers: Sequence[Server], load: Load, num_requests: Mapping[int, int]) -> None:
+    """Measure all servers at each concurrency, and add what they do to the report.
 
-    Attributes:
-        load: The requests.
-        concurrencies: Numbers of requests in flight.
-        num_requests: Requests of each; None for `num_prompts`, or for `MIN_REQUESTS_PER_SLOT` a slot if that is more.
-        num_prompts: Fewest requests of each, where `num_requests` is None.
+    Args:
+        report: The report.
+        servers: The servers; texts are compared with those of the first.
+        load: The requests that they are sent.
+        num_requests: From numbers of requests in flight to the requests to send.
     """
-
-    load: Load
-    concurrencies: Sequence[int]
-    num_requests: int | None
-    num_prompts: int
-
-    def requests(self, concurrency: int) -> int:
-        """Return how many requests to send at a concurrency."""
-        return self.num_requests or max(self.num_prompts, MIN_REQUESTS_PER_SLOT * concurrency)
-
-
-def run_server_suite(report: Report, servers: Sequence[Server], plan: LoadPlan) -> None:
-    """Measure all servers at each concurrency, and add what they do to the report."""
     table = report.table("load on servers; times in ms", COLUMNS)
-    load = plan.load
     reference: dict[int, str] = {}  # first text of each key of `Load.text_key`, from the first run that succeeds
-    for concurrency in plan.concurrencies:
+    for concurrency, count in num_requests.items():
         for number, server in enumerate(servers, start=1):
             name = f"server {number} ({server.address.url}), {concurrency} at once"
             with report.section(name):
-                run = asyncio.run(run_load(server, load, concurrency, plan.requests(concurrency)))
+                run = asyncio.run(run_load(server, load, concurrency, count))
                 texts = [(load.text_key(each.index), each.text) for each in run.answered]
                 reference = reference or dict(reversed(texts))
                 same = [text == reference[key] for key, text in texts if key in reference]

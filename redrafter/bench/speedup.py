@@ -59,23 +59,6 @@ class DecodingSpeed:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Peak GPU memory, in bytes.
-
-    Attributes:
-        weights: Weights and buffers of model and drafter.
-        pools: Paged pools of keys and values.
-        beyond: Allocated beside weights and pools.
-        reserved: Reserved by torch beside weights and pools; it includes the memory of captured graphs.
-    """
-
-    weights: int
-    pools: int
-    beyond: int
-    reserved: int
-
-
-@dataclass(frozen=True)
 class Equality:
     """The outcome of comparing the rows of plain and of speculative decoding.
 
@@ -137,7 +120,7 @@ class Throughput:
         tokens_per_step: New tokens of a row per step.
         accepted_by_depth: Entry d is the share of steps in which at least d + 1 drafts became output.
         equality: Whether both wrote the same texts.
-        memory: Peak GPU memory; None on a CPU.
+        memory: Peak GPU memory, as `peak_memory` returns it; None on a CPU.
     """
 
     batch_size: int
@@ -150,7 +133,7 @@ class Throughput:
     tokens_per_step: float
     accepted_by_depth: list[float]
     equality: Equality
-    memory: Memory | None
+    memory: dict[str, int] | None
 
 
 def measure_speedup(work: Workload, rows: int, repeats: int) -> Throughput:
@@ -186,18 +169,19 @@ def measure_speedup(work: Workload, rows: int, repeats: int) -> Throughput:
     )
 
 
-def peak_memory(work: Workload) -> Memory | None:
-    """Return the peak GPU memory since torch's statistics were last reset; None on a CPU."""
+def peak_memory(work: Workload) -> dict[str, int] | None:
+    """Return the peak GPU memory since torch's statistics were last reset, in bytes; None on a CPU.
+
+    Returns:
+        `weights` and buffers of model and drafter; the paged `pools` of keys and values; what was allocated `beyond`
+        both; and what torch has `reserved` beyond both, with the memory of captured graphs.
+    """
     if work.device.type != "cuda":
         return None
-    weights = resident_bytes(work.engine.model, work.engine.drafter)
-    pools = work.engine.kv_pool_bytes
-    return Memory(
-        weights=weights,
-        pools=pools,
-        beyond=torch.cuda.max_memory_allocated(work.device) - weights - pools,
-        reserved=torch.cuda.max_memory_reserved(work.device) - weights - pools,
-    )
+    weights, pools = resident_bytes(work.engine.model, work.engine.drafter), work.engine.kv_pool_bytes
+    beyond, reserved = torch.cuda.max_memory_allocated(work.device), torch.cuda.max_memory_reserved(work.device)
+    known = weights + pools
+    return {"weights": weights, "pools": pools, "beyond": beyond - known, "reserved": reserved - known}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.measure.floors import Bandwidth, draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.run import Workload
 
-__all__ = ["HeadTiming", "StepParts", "measure_head", "measure_parts", "random_drafter"]
+__all__ = ["StepParts", "measure_head", "measure_parts", "random_drafter"]
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,6 @@ class StepParts:
     rest_ms: float
     kv_bytes: int
     checks: StepChecks | None
-
-
-@dataclass(frozen=True)
-class HeadTiming:
-    """The time to draft with a random drafter of a given vocabulary.
-
-    Attributes:
-        batch_size: Rows in the batch.
-        ids: Ids that the drafter's head covers.
-        draft_ms: Milliseconds to propose the tree.
-        floor_ms: Bytes of the drafter's weights over copy bandwidth, in milliseconds.
-    """
-
-    batch_size: int
-    ids: int
-    draft_ms: float
-    floor_ms: float
 
 
 @torch.inference_mode()
@@ -111,14 +94,20 @@ def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | 
 
 
 @torch.inference_mode()
-def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> HeadTiming | None:
-    """Time drafting with `drafter` in place of the engine's; None where speculation is off at `rows` rows."""
+def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> dict[str, Any] | None:
+    """Time drafting with `drafter` in place of the engine's; None where speculation is off at `rows` rows.
+
+    Returns:
+        The `batch_size`, how many `ids` the drafter's head covers, the milliseconds to propose a tree (`draft_ms`), and
+        the bytes of the drafter's weights over the copy bandwidth (`floor_ms`).
+    """
     proposer = work.proposer(rows, speculate=True)
     if not isinstance(proposer, SearchProposer):
         return None
     with _open(work, rows, None, proposer) as batch:
         ms = batch.part_ms(batch.propose(replace(proposer, drafter=drafter)))
-    return HeadTiming(rows, drafter.lm_head.out_features, ms, bandwidth.ms(draft_bytes(drafter, proposer.depth)))
+    floor = bandwidth.ms(draft_bytes(drafter, proposer.depth))
+    return {"batch_size": rows, "ids": drafter.lm_head.out_features, "draft_ms": ms, "floor_ms": floor}
 
 
 def _open(work: Workload, rows: int, asked: int | None, proposer: Any) -> Any:

@@ -128,7 +128,7 @@ def _report_details(report: Report, rows: int, result: Throughput) -> None:
             line += f"; the best logit leads by {first['margin']:.3g} ({which}these two; most of any: {largest:.3g})"
         report.line(line)
     if result.memory is not None:
-        gib = {name: size / 2**30 for name, size in vars(result.memory).items()}
+        gib = {name: size / 2**30 for name, size in result.memory.items()}
         report.line(
             "  peak memory: {weights:.2f} GiB weights, {pools:.2f} GiB pools of keys and values, {beyond:.3f} GiB "
             "beyond them ({reserved:.3f} GiB reserved)".format(**gib)
@@ -181,7 +181,8 @@ def _heads(report: Report, work: Workload, plan: Plan, bandwidth: Bandwidth) -> 
                 head = measure_head(work, bandwidth, rows, drafter)
                 if head is not None:
                     report.add("heads", head)
-                    table.row(rows, ids, head.draft_ms, head.floor_ms, _over(head.draft_ms, head.floor_ms))
+                    ms, floor = head["draft_ms"], head["floor_ms"]
+                    table.row(rows, ids, ms, floor, _over(ms, floor))
 
 
 def _rivals(report: Report, work: Workload, plan: Plan) -> None:

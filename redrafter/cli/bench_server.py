@@ -6,7 +6,6 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 from redrafter.app.flags import flag, read_options
 from redrafter.app.options import LoadOptions, PromptOptions
 from redrafter.bench.http_stream import Address
-from redrafter.bench.server_load import Load, Server, find_server
-from redrafter.bench.server_suite import LoadPlan, run_server_suite
+from redrafter.bench.server_load import Load, find_server
+from redrafter.bench.server_suite import run_server_suite
 from redrafter.cli.options import BenchOptions, ServerOptions
 from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError
@@ -30,6 +29,7 @@ __all__ = ["run"]
 # Options of `bench` that mean something to a server; all others are refused with --url.
 MEANINGFUL = frozenset({"json", "max_new_tokens", "model", "num_prompts", "prompts", "seed", "temperature"})
 INSTEAD = {"batch_sizes": "give --concurrency", "repeats": "give --num-requests"}
+MIN_REQUESTS_PER_SLOT = 4
 KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
 
 
@@ -45,13 +45,39 @@ def run(args: argparse.Namespace) -> int:
         options.temperature,
         options.seed,
     )
-    plan = LoadPlan(load, asked.concurrency, asked.num_requests, options.num_prompts)
-    servers = asyncio.run(_find_servers(asked.url, getattr(args, "model", None), _api_key(asked)))
-    facts = _facts(servers, options, asked)
+    num_requests = {
+        concurrency: asked.num_requests or max(options.num_prompts, MIN_REQUESTS_PER_SLOT * concurrency)
+        for concurrency in asked.concurrency
+    }
+    key, addresses = _api_key(asked), [Address.parse(url) for url in asked.url]  # all, before any is asked
+    servers = [asyncio.run(find_server(address, getattr(args, "model", None), key)) for address in addresses]
+    # The conditions of the measurement, without the API key.
+    words = ["KEY" if asked.api_key and asked.api_key in word else word for word in sys.argv[1:]]
+    typed = asdict(options) | asdict(asked) | {"api_key": None}
+    versions = {"redrafter": __version__, "python": platform.python_version()}
+    facts: dict[str, Any] = {
+        "command": shlex.join(["redrafter", *words]),
+        "servers": [
+            {"url": server.address.url, "model": server.model, "kind": server.kind, "version": server.version}
+            for server in servers
+        ],
+        "prompts": options.prompts or "those that ship",
+        "client": f"{platform.machine()} CPU, {os.cpu_count()} cores, one process",
+        "versions": versions,
+        "options": {name: value for name, value in typed.items() if name in MEANINGFUL or hasattr(asked, name)},
+    }
     report = Report(facts, path=None if options.json is None else Path(options.json))
-    for line in _head(servers, load, facts):
-        report.line(line)
-    run_server_suite(report, servers, plan)
+    report.line(facts["command"])
+    for number, server in enumerate(servers, start=1):
+        known = "".join(f", {fact}" for fact in (server.kind, server.version) if fact)
+        report.line(f"server {number}: {server.address.url}, model {server.model}{known}")
+    report.line(f"client: {facts['client']}; " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    report.line(
+        f"{len(load.prompts)} prompts from {facts['prompts']}; {load.max_new_tokens} new tokens, end of text ignored; "
+        f"temperature {load.temperature:g}, seed {load.seed} and up"
+    )
+    report.line("prompts come again: a server that keeps keys and values of earlier prompts need not read them anew")
+    run_server_suite(report, servers, load, num_requests)
     return report.finish()
 
 
@@ -80,43 +106,3 @@ def _api_key(asked: ServerOptions) -> str | None:
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
     return key
-
-
-async def _find_servers(urls: Sequence[str], model: str | None, key: str | None) -> list[Server]:
-    addresses = [Address.parse(url) for url in urls]  # all, before any is asked
-    return [await find_server(address, model, key) for address in addresses]
-
-
-def _facts(servers: Sequence[Server], options: BenchOptions, asked: ServerOptions) -> dict[str, Any]:
-    """Return the conditions of the measurement, without the API key."""
-    words = ["KEY" if asked.api_key and asked.api_key in word else word for word in sys.argv[1:]]
-    typed = asdict(options) | asdict(asked)
-    return {
-        "command": shlex.join(["redrafter", *words]),
-        "servers": [
-            {"url": server.address.url, "model": server.model, "kind": server.kind, "version": server.version}
-            for server in servers
-        ],
-        "prompts": options.prompts or "those that ship",
-        "client": f"{platform.machine()} CPU, {os.cpu_count()} cores, one process",
-        "versions": {"redrafter": __version__, "python": platform.python_version()},
-        "options": {name: typed[name] for name in typed if name in MEANINGFUL or hasattr(asked, name)}
-        | {"api_key": None},
-    }
-
-
-def _head(servers: Sequence[Server], load: Load, facts: dict[str, Any]) -> list[str]:
-    """Return the lines that state the conditions, for the top of the printed report."""
-    used = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    return [
-        facts["command"],
-        *(
-            f"server {number}: {server.address.url}, model {server.model}"
-            + "".join(f", {known}" for known in (server.kind, server.version) if known)
-            for number, server in enumerate(servers, start=1)
-        ),
-        f"client: {facts['client']}; {used}",
-        f"{len(load.prompts)} prompts from {facts['prompts']}; {load.max_new_tokens} new tokens, end of text ignored; "
-        f"temperature {load.temperature:g}, seed {load.seed} and up",
-        "prompts come again: a server that keeps keys and values of earlier prompts need not read them anew",
-    ]

@@ -3,17 +3,14 @@
 import argparse
 import contextlib
 import sys
-from dataclasses import dataclass, field
 
 from redrafter.app.flags import read_options
 from redrafter.app.loading import ChatEncoder, Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.program import print_message
 from redrafter.cli.printer import Printer, use_color
-from redrafter.engine.outputs import GenerateStats
 from redrafter.errors import ArgumentError, ReDrafterError
-from redrafter.measure.run import Run
-from redrafter.scheduler.stats import Stats
+from redrafter.measure.run import Repeats, Run
 
 __all__ = ["History", "run"]
 
@@ -89,29 +86,18 @@ class History:
         return [*messages, {"role": "user", "content": question}]
 
 
-@dataclass
-class _Totals:
-    """Tokens, time and statistics of all answers of a chat."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    stats: list[Stats] = field(default_factory=list)  # one per answer
-
-    def add(self, run: Run) -> None:
-        self.tokens += run.count
-        self.seconds += run.seconds
-        self.stats.append(run.stats)
-
-    def __str__(self) -> str:
-        if not self.stats:
-            return "no answers yet"
-        total = GenerateStats.of(self.stats, None)
-        shares = [f"{count / max(total.steps, 1):.2f}" for count in total.accepted_by_depth]
-        return (
-            f"{len(self.stats)} answers, {self.tokens} tokens in {self.seconds:.2f} s, "
-            f"{self.tokens / self.seconds:.1f} tokens/s, {total.tokens_per_step:.2f} tokens per step"
-            + (f"; share of steps that accepted 1, 2, ... drafts: {' '.join(shares)}" if shares else "")
-        )
+def _totals(runs: list[Run]) -> str:
+    """Return tokens, time and statistics of all answers of a chat."""
+    if not runs:
+        return "no answers yet"
+    answers = Repeats([runs])
+    total, seconds, tokens = answers.stats, answers.seconds[0], sum(run.count for run in runs)
+    shares = [f"{count / max(total.steps, 1):.2f}" for count in total.accepted_by_depth]
+    return (
+        f"{len(runs)} answers, {tokens} tokens in {seconds:.2f} s, "
+        f"{tokens / seconds:.1f} tokens/s, {total.tokens_per_step:.2f} tokens per step"
+        + (f"; share of steps that accepted 1, 2, ... drafts: {' '.join(shares)}" if shares else "")
+    )
 
 
 class _Chat:
@@ -121,7 +107,7 @@ class _Chat:
         self._pair, self._options, self._color = pair, options, color
         self._encoder = ChatEncoder(pair)
         self._history = History(self._encoder, system, pair.engine.target.context, options.max_new_tokens)
-        self._totals = _Totals()
+        self._runs: list[Run] = []
 
     def command(self, line: str) -> None:
         """Run a line that begins with a slash."""
@@ -129,7 +115,7 @@ class _Chat:
             self._history.turns.clear()
             print("the talk so far is forgotten", file=sys.stderr)
         elif line == "/stats":
-            print(self._totals, file=sys.stderr)
+            print(_totals(self._runs), file=sys.stderr)
         else:
             print(f"there is no {line}; there are {', '.join(COMMANDS)}", file=sys.stderr)
 
@@ -142,8 +128,7 @@ class _Chat:
         printer = Printer(self._pair.tokenizer, [None], sys.stdout, color=self._color)
         ends = [*self._encoder.eos, *self._options.stop_token_ids]
         try:
-            run = self._pair.run([ids], self._options, streamer=printer, eos_token_id=ends)
-            self._totals.add(run)
+            self._runs.append(self._pair.run([ids], self._options, streamer=printer, eos_token_id=ends))
         except KeyboardInterrupt:
             printer.end()
             if not printer.texts[0]:
