@@ -23,7 +23,6 @@ from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.stopping import end_tokens
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
-from redrafter.train.evaluate import positions as positions_module
 from redrafter.train.evaluate import replay as replay_module
 from redrafter.train.evaluate import texts as texts_module
 from redrafter.train.evaluate.command import evaluate
@@ -96,8 +95,8 @@ def random_pair(draft_vocab: int | None = None, **changes: object) -> tuple[PreT
 @pytest.mark.parametrize("pair", ["patterned", "random", "reduced", "layered", "context"])
 def test_a_replay_counts_what_generate_reports(request, pair, temperature, monkeypatch):
     """Compare text by text, on unequal prompts decoded as one batch, some of which end early."""
-    monkeypatch.setattr(positions_module, "MAX_BATCH_TEXTS", 2)
-    monkeypatch.setattr(positions_module, "MAX_BATCH_POSITIONS", 7)
+    monkeypatch.setattr(replay_module, "MAX_BATCH_TEXTS", 2)
+    monkeypatch.setattr(replay_module, "MAX_BATCH_POSITIONS", 7)
     layered = {"target_layers": [0, 1], "recurrence": "gated", "head_rank": 16}
     context = {"context_window": 6, "context_head_dim": 8}
     changes = {"reduced": {"draft_vocab": 40}, "layered": layered, "context": layered | context}.get(pair, {})
@@ -219,7 +218,7 @@ def test_memory_bounds_what_is_done_at_once_and_not_the_result(monkeypatch):
         return count_accepted(drafter, target, state, *rest)
 
     monkeypatch.setattr(replay_module, "count_accepted", sized)
-    monkeypatch.setattr(positions_module, "MAX_BATCH_BYTES", VOCAB * (16 * 5 + 32 * 4) * 3)
+    monkeypatch.setattr(replay_module, "MAX_BATCH_BYTES", VOCAB * (16 * 5 + 32 * 4) * 3)
     assert replay(drafter, target, texts, SHAPES) == whole
     assert max(sizes) == 3
 
@@ -234,7 +233,7 @@ def test_memory_bounds_how_many_texts_the_base_reads_at_once(monkeypatch):
         return original(teacher, tokens)
 
     monkeypatch.setattr(Teacher, "read", read)
-    monkeypatch.setattr(positions_module, "MAX_BATCH_BYTES", VOCAB * 4 * 50)
+    monkeypatch.setattr(replay_module, "MAX_BATCH_BYTES", VOCAB * 4 * 50)
     assert replay(drafter, Target(model), texts, SHAPES[-1:]) == whole
     assert seen == [(2, 7), (2, 20), (1, 26)]
 
