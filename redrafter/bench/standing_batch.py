@@ -24,26 +24,9 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["OneProposer", "StandingBatch", "StepChecks", "long_texts", "make_request", "open_standing_batch", "opened"]
+__all__ = ["OneProposer", "StandingBatch", "long_texts", "make_request", "open_standing_batch", "opened"]
 
 ALLOCATION_STEPS = 20  # steps that allocations are counted over
-
-
-@dataclass(frozen=True)
-class StepChecks:
-    """Whether a captured step waits for the GPU or allocates memory.
-
-    Attributes:
-        no_wait: Whether launching the step never waits for the GPU.
-        waited: First line of torch's message about what waited; None where nothing did.
-        allocations: Allocations of GPU memory in `steps` steps, the reading of their results included.
-        steps: Steps that allocations were counted over.
-    """
-
-    no_wait: bool
-    waited: str | None
-    allocations: int
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -130,14 +113,15 @@ class StandingBatch:
         noise = self.sampler.noise(self.state.length + 1, proposer.depth + 1)
         return lambda: proposer.propose(self.state, self.sampler, noise, self.cache, None)
 
-    def check(self) -> StepChecks | None:
+    def check(self) -> dict[str, Any] | None:
         """Check whether launching the captured step makes the CPU wait for the GPU, and count GPU allocations.
 
         The step is launched once with torch set to raise an error at a wait, then `ALLOCATION_STEPS` times to count
         allocations of GPU memory.
 
         Returns:
-            What was found; None where there is no GPU.
+            Whether there was `no_wait`; the first line of torch's message about what `waited`, or None; and the
+            `allocations` in so many `steps`, the reading of their results included. None where there is no GPU.
         """
         if self.device.type != "cuda":
             return None
@@ -156,7 +140,8 @@ class StandingBatch:
         for _ in range(ALLOCATION_STEPS):
             self.restore()
             self.captured.replay().read()
-        return StepChecks(waited is None, waited, self._allocations() - before, ALLOCATION_STEPS)
+        found = self._allocations() - before
+        return {"no_wait": waited is None, "waited": waited, "allocations": found, "steps": ALLOCATION_STEPS}
 
     def _allocations(self) -> int:
         return torch.cuda.memory_stats(self.device)["allocation.all.allocated"]

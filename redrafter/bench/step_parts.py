@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from redrafter.bench.standing_batch import StepChecks, long_texts, open_standing_batch
+from redrafter.bench.standing_batch import long_texts, open_standing_batch
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.search_proposer import SearchProposer
@@ -34,7 +34,7 @@ class StepParts:
         verify_floor_ms: Floor of that forward.
         rest_ms: The step without draft and verify: drawing, accepting, committing, the copy to the host.
         kv_bytes: Bytes of the keys and values of all committed tokens.
-        checks: Whether the step waits or allocates; None where steps are not captured.
+        checks: Whether the step waits or allocates, as `StandingBatch.check` returns it.
     """
 
     batch_size: int
@@ -50,7 +50,7 @@ class StepParts:
     verify_floor_ms: float
     rest_ms: float
     kv_bytes: int
-    checks: StepChecks | None
+    checks: dict[str, Any] | None
 
 
 @torch.inference_mode()

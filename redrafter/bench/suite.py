@@ -163,9 +163,9 @@ def _parts(report: Report, work: Workload, plan: Plan, bandwidth: Bandwidth, spe
         )
     checks = [parts.checks for parts in measured if parts.checks is not None]
     if checks:
-        waits = sorted({check.waited for check in checks if check.waited is not None})
-        allocations = sum(check.allocations for check in checks)
-        steps = sum(check.steps for check in checks)
+        waits = sorted({check["waited"] for check in checks if check["waited"] is not None})
+        allocations = sum(check["allocations"] for check in checks)
+        steps = sum(check["steps"] for check in checks)
         report.line(
             f"a step's launch waits for the GPU: {'; '.join(waits) or 'never'}; "
             f"new pieces of GPU memory in {steps} steps: {allocations}"

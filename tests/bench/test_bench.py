@@ -417,6 +417,8 @@ def test_a_divergence_is_found_with_its_margin():
     assert sampled.divergent == 1
     assert sampled.first["margin"] is None
     assert sampled.largest_margin is None
+    assert not found.first["near_tie"]
+    assert not sampled.first["near_tie"]
 
 
 def test_batches_take_prompts_in_turn_and_every_row_is_one():
