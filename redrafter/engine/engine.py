@@ -422,7 +422,10 @@ class Engine:
         """Decode a call that transformers has prepared; `inputs` is what it would give to the model beside the ids."""
         # 1. Check the model, which its owner may have changed since.
         check_autocast(self.target.device)
-        check_eval(self.model, *([self.draft_model.model] if speculate and self.draft_model else []))
+        models = [self.target, *([self.draft_model] if speculate and self.draft_model else [])]
+        for model in models:
+            model.follow_changes()
+        check_eval(*(model.model for model in models))
 
         with made_on_host(), self.target.adapters.holding(adapters) as held:
             # 2. Check the ids, and turn the call into tensors.

@@ -13,7 +13,7 @@ from redrafter.target.target import Target
 
 __all__ = ["IdleBatches"]
 
-Key = tuple[object, ...]
+Key = tuple[object, int, bool, tuple[int, ...]]
 MAX_IDLE_BYTES = 1 << 30  # that idle batches hold together, as `RunningBatch.num_bytes` counts them
 
 
@@ -55,11 +55,17 @@ class IdleBatches:
         if graphs is None:
             dense = DenseRows(target, draft_model, rows)
             return RunningBatch(target, CallSampling(sampler, rows), rows, dense)
-        graphs.check_adapters()
+        versions = graphs.follow_changes(target, draft_model)
         # Settings that are as large as the vocabulary are held for no more rows than needed.
         capacity = bucket(max(rows, max_batch_size) if all(x.dim() == 1 for x in sampler.tensors()) else rows)
-        key = (sampler.kind, capacity, draft_model is not None)
+        key = (sampler.kind, capacity, draft_model is not None, versions)
         with self._lock:
+            # What a batch has captured may read weights that are no longer the models'.
+            self._idle = [
+                (known, each)
+                for known, each in self._idle
+                if all(a == b for a, b in zip(known[-1], versions, strict=False))
+            ]
             found = [at for at, (known, _) in enumerate(self._idle) if known == key] if sampler.capturable else []
             batch = self._idle.pop(found[-1])[1] if found else None
         if batch is None:

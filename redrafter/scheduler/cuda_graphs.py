@@ -19,12 +19,11 @@ from redrafter.cache.dense import stored_as
 from redrafter.cache.host_blocks import HostBlocks
 from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.drafting.proposer import Proposer, State
-from redrafter.errors import ArgumentError, UnsupportedError, first_line
+from redrafter.errors import UnsupportedError, first_line
 from redrafter.files.home import keep_kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.sampler import Sampler
 from redrafter.step import step
-from redrafter.target.adapters import active_adapters
 from redrafter.target.batch_invariance import check_rows
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
@@ -194,6 +193,8 @@ class CUDAGraphRunner:
         draft_store: KVCachePool | None = None,
         host: HostBlocks | None = None,
         draft_host: HostBlocks | None = None,
+        *,
+        compile: bool = False,
     ):
         self.target, self.store, self.draft_store = target, store, draft_store
         self.host, self.draft_host = host, draft_host
@@ -202,7 +203,7 @@ class CUDAGraphRunner:
         self.released, self.turns = threading.Condition(self.lock), list[object]()
         self._capturable = True
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-        self._adapters = active_adapters(target.model)
+        self._compile, self._versions = compile, dict[Target, int]()
 
     def forget_prefixes(self) -> None:
         """Read the next prompts from the first token on, as if never seen. No sequence may hold blocks."""
@@ -228,15 +229,29 @@ class CUDAGraphRunner:
                     blocks.forget()
             raise
 
-    def check_adapters(self) -> None:
-        """Raise `ArgumentError` where the target's adapters changed since the first request.
+    def follow_changes(self, target: Target, draft_model: Target | None) -> tuple[int, ...]:
+        """Forget the prefixes, and prepare the forwards, that were made of weights which are no longer the models'.
 
-        Steps and prefixes, which are kept from request to request, were made with the old ones.
+        Args:
+            target: The model that verifies, which has followed its changes.
+            draft_model: The same for the model that drafts, if it takes part.
+
+        Returns:
+            The versions of the models' forwards: steps that were captured with others are out of date.
         """
-        if active_adapters(self.target.model) != self._adapters:
-            raise ArgumentError(
-                f"the adapters of {self.target.name} changed since the first request; make a new engine of the model"
-            )
+        models = [(target, self.store)]
+        if draft_model is not None and self.draft_store is not None:
+            models.append((draft_model, self.draft_store))
+        with self.lock:
+            if any(self._versions.get(model, model.version) != model.version for model, _ in models):
+                for blocks in (self.blocks, self.draft_blocks):
+                    if blocks is not None:
+                        blocks.forget()
+            for model, store in models:
+                self._versions[model] = model.version
+                if model.varlen_forward.outdated:
+                    prepare(model, store, self._compile)
+        return tuple(model.varlen_forward.version for model, _ in models)
 
     @classmethod
     def on(
@@ -285,13 +300,15 @@ class CUDAGraphRunner:
         for model, store in zip(models, stores, strict=True):
             # It may be prepared, by another engine; and a model may draft for itself.
             if target.device.type == "cuda" and not model.varlen_forward.linears_fused:
-                prepare(model, store, compile and not model.keeps_states)
+                prepare(model, store, compile)
         hosts = _take_host_memory(target, host_bytes, [stores] if draft_pieces is None else [[s] for s in stores])
-        return cls(target, stores[0], stores[1] if len(stores) > 1 else None, *hosts)
+        return cls(target, stores[0], stores[1] if len(stores) > 1 else None, *hosts, compile=compile)
 
     def capture(self, step: CapturedStep) -> None:
         """Capture a step where possible; elsewhere it runs as it is. The rows of its buffers must stand still."""
         if not step.sampler.capturable or not self._capturable or self.target.device.type != "cuda":
+            return
+        if self.target.hooked:  # a hook of a draft model changes no token
             return
         try:
             pool = next((graph.pool() for graph in self._graphs), None)  # which ends with the last graph in it
@@ -338,6 +355,18 @@ def prepare(target: Target, store: KVCachePool, compile: bool) -> None:
     cache = PagedCache(store, torch.zeros(3, 5, dtype=torch.int32, device=target.device))
     forward = partial(target.verify, chain(zeros), zeros[:, 0], cache)
     target.varlen_forward.fuse_linears(forward)
+    target.note_state()  # fused weights are elsewhere
+    compile = compile and not target.keeps_states
+    if hooked := target.hooked:
+        if target.batch_invariant:
+            raise UnsupportedError(f"{target.name} cannot be batch-invariant: {hooked} has a forward hook")
+        if target.device.type == "cuda":
+            warnings.warn(
+                f"{hooked} has a forward hook, so steps of {target.name} are neither compiled nor captured, slower: "
+                "remove the hook, or do what it does in the model's weights",
+                stacklevel=2,
+            )
+        compile = False
     target.varlen_forward.compile(compile)
     if compile:
         _LOG.info(

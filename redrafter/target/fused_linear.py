@@ -7,6 +7,7 @@ is seen in a forward.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,15 +16,16 @@ from torch.nn.functional import linear
 
 from redrafter.kernels.thin_linear import has_thin_kernel, thin_linear
 from redrafter.target.float8_linear import Float8Linear
+from redrafter.target.model_state import has_hooks
 
-__all__ = ["FusedLinears", "linear_calls", "same_inputs"]
+__all__ = ["FusedLinears", "is_plain", "linear_calls", "same_inputs"]
 
 
 @contextmanager
 def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
     """Record the calls of plain linear layers inside the context: the name of the layer, its input and its output."""
     calls: list[tuple[str, Tensor, Tensor]] = []  # holds the tensors, so that no id is used twice
-    linears = {name: module for name, module in model.named_modules() if _is_plain(module)}
+    linears = {name: module for name, module in model.named_modules() if is_plain(module)}
     hooks = [
         module.register_forward_hook(lambda _, args, output, name=name: calls.append((name, args[0], output)))
         for name, module in linears.items()
@@ -35,16 +37,17 @@ def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]
             hook.remove()
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Tell whether a layer's forward is a product with its weight and no more.
+def is_plain(module: nn.Module) -> bool:
+    """Tell whether a call of a layer is a product with its weight and no more.
 
     Other quantisers than ours keep the layer's class, and replace the forward of the object (compressed-tensors) or the
-    class of its weight (torchao).
+    class of its weight (torchao). A hook may change what a layer is given, and what it returns.
     """
     return (
         type(module) in (nn.Linear, Float8Linear)
         and "forward" not in vars(module)
         and type(module.weight) is nn.Parameter
+        and not has_hooks(module)
     )
 
 
@@ -159,7 +162,15 @@ class FusedLinears:
 
 def _fuse(tensors: Sequence[Tensor]) -> Tensor:
     """Return one tensor that holds all of these, which become views of it."""
+    first, rows = tensors[0], sum(map(len, tensors))
+    addresses = accumulate((tensor.nbytes for tensor in tensors), initial=first.data_ptr())
     with torch.inference_mode(False), torch.no_grad():  # a tensor made in inference mode could never be trained again
+        if all(
+            tensor.is_contiguous() and (tensor.data_ptr(), tensor.untyped_storage().data_ptr()) == (address, stored)
+            for tensor, address in zip(tensors, addresses, strict=False)
+            for stored in [first.untyped_storage().data_ptr()]
+        ):  # another engine, or an earlier call, has fused them
+            return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
         whole = torch.cat([tensor.detach() for tensor in tensors])
         for tensor, part in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
             tensor.data = part

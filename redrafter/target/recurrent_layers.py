@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from redrafter.attention.prompt_plan import Piece
 from redrafter.cache.states import StatesOfRows
+from redrafter.target.fused_linear import is_plain
 from redrafter.target.mixers import Mixer
 from redrafter.tree.token_tree import Tree
 
@@ -100,9 +101,10 @@ class _OuterLinears:
             index: The tokens of all levels among those of the call, `[L * R]` int64.
             levels: L.
         """
-        x, names = arguments[mixer.tokens_argument], mixer.first_linears
-        self._first = [mixer.module.get_submodule(name) for name in names]
-        self._last = None if mixer.last_linear is None else mixer.module.get_submodule(mixer.last_linear)
+        x, last = arguments[mixer.tokens_argument], mixer.last_linear
+        # A layer that was given a hook since the model was bound is called by the mixer, as any other layer in it.
+        self._first = [layer for name in mixer.first_linears if is_plain(layer := mixer.module.get_submodule(name))]
+        self._last = layer if last is not None and is_plain(layer := mixer.module.get_submodule(last)) else None
         self._outputs = [_rows_of(linear(x), index).chunk(levels) for linear in self._first]
         self._level = 0
         self._stack = ExitStack()

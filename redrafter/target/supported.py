@@ -13,6 +13,7 @@ from redrafter.cache.states import StateShape
 from redrafter.errors import ReDrafterError, UnsupportedError, first_line
 
 __all__ = [
+    "check_on_device",
     "check_states_found",
     "check_supported",
     "config_width",
@@ -69,6 +70,26 @@ def check_supported(model: Any, name: str) -> None:
             f"attn_implementation={attention!r} takes no tree mask; load the model with {_tree_attentions(model)}"
         )
     _check_positions(model, name)
+
+
+def check_on_device(model: nn.Module, table: Tensor, name: str) -> None:
+    """Check that a model has its weights, and its embedding table where a device can read it.
+
+    Args:
+        model: The causal LM.
+        table: Its embedding table.
+        name: What to call it.
+
+    Raises:
+        UnsupportedError: They are on the meta device, and accelerate does not bring them from elsewhere.
+    """
+    brought = {id(x) for module in model.modules() if hasattr(module, "_hf_hook") for x in module.parameters()}
+    empty = (key for key, x in model.named_parameters() if x.is_meta and (x is table or id(x) not in brought))
+    if (key := next(empty, None)) is not None:
+        raise UnsupportedError(
+            f"{name} is on the meta device, where weights have no numbers ({key}): load it with from_pretrained; where "
+            "device_map leaves a part of it to the host's memory or disk, keep its embedding on a GPU or CPU"
+        )
 
 
 def check_states_found(model: Any, config: Any, name: str) -> None:

@@ -20,6 +20,7 @@ from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.cache.rounding import RoundingCache
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
+from redrafter.files.dtype_names import dtype_name
 from redrafter.parallel.local_shards import use_local_shards
 from redrafter.target.adapter_slots import Adapter, AdapterSlots
 from redrafter.target.adapters import base_of
@@ -33,13 +34,20 @@ from redrafter.target.invariant_products import RowByRow
 from redrafter.target.lora_layers import LoraWeights
 from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.mode_checks import check_autocast
+from redrafter.target.model_state import ModelState, hooked_module, uncompiled
 from redrafter.target.padded_forward import PaddedForward
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import is_quantized, warn_of_shared_scales
 from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
 from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.target.support import Support
-from redrafter.target.supported import check_states_found, check_supported, head_width, name_model_in_errors
+from redrafter.target.supported import (
+    check_on_device,
+    check_states_found,
+    check_supported,
+    head_width,
+    name_model_in_errors,
+)
 from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import Tree, chain
@@ -73,6 +81,8 @@ class Target:
         adapters: LoRA adapters that are loaded beside it.
         batch_invariant: Whether a token's logits depend on its text alone, bit for bit, and on nothing else that is
             computed beside it.
+        version: Number of times that `follow_changes` found other weights or other code: keys and values that are kept
+            are those of their time.
         varlen_forward: The forward over a paged cache.
         prompt_reader: What reads prompts.
         image_arguments: Names of arguments of `generate` that give the model images; none where it takes none.
@@ -108,19 +118,23 @@ class Target:
         self.context = context_of(self.config)
         table = self.embedding.weight
         assert isinstance(table, Tensor)
+        check_on_device(model, table, self.name)
         self.device = table.device
         self.hidden_size, self.vocab_size = head_width(self.head, self.config), self.config.vocab_size
         self.aux_layers: tuple[int, ...] | None = None
         self.rope: RopeByLength | None = None
         self.drafter_layer: DrafterLayer | None = None
-        self.batch_invariant = False
+        self.batch_invariant, self.version = False, 0
         self.image_arguments = image_arguments(model)
         self.image_inputs = self.image_arguments | token_type_arguments(model)
         warn_of_shared_scales(model.config, self.name)
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
-        with torch.no_grad(), made_on_host():
+        self._state = ModelState.of(model)
+        with torch.no_grad(), made_on_host(), uncompiled(self._state.compiled):
             self._bind()
+        self._bound_as = self._facts()
+        self.note_state()
 
     def _bind(self) -> None:
         """Make the forwards of the model, then run its self-test on the caches that it may be decoded on."""
@@ -157,6 +171,52 @@ class Target:
         if self.ranks.size > 1:  # a rank that takes another way than the others would wait for them for ever
             ways = self.paged, self._varlen, [(shape.key_dim, shape.value_dim) for shape in self.shapes]
             self.ranks.check_equal(ways, f"what {self.name} can be decoded on")
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what may not change once the model is bound, each behind the words that tell of its change."""
+        weight = self.embedding.weight
+        return {
+            "was changed from {} to {}": dtype_name(weight.dtype),
+            "was moved from {} to {}": str(weight.device),
+            "was resized from {} ids to {}": len(weight),
+            "was given another input embedding": id(self.model.get_input_embeddings()),
+            "was given another output embedding": id(self.model.get_output_embeddings()),
+        }
+
+    def follow_changes(self) -> None:
+        """Take note of what the model's owner has changed since the last call: weights, hooks, forwards, adapters.
+
+        Raises:
+            ArgumentError: The model is another one now, of another dtype, device or vocabulary.
+        """
+        with self._padded_forward.lock:  # no forward has set anything on the model now
+            before, now = self._state, ModelState.of(self.model)
+            if now == before:
+                return
+            for told, fact in self._facts().items():
+                if fact != self._bound_as[told]:
+                    raise ArgumentError(
+                        f"{self.name} {told.format(self._bound_as[told], fact)} after it was bound: make a new engine "
+                        "of the model"
+                    )
+            self.version += 1
+            if (now.memory, now.code) != (before.memory, before.code):
+                self.varlen_forward.forget_fused()
+            self.note_state()
+
+    def note_state(self) -> None:
+        """Take the model's weights and code as they are now, so that `follow_changes` finds later changes alone."""
+        self._state = ModelState.of(self.model)
+        for forward in self._forwards:
+            forward.compiled_parts = self._state.compiled
+
+    @property
+    def hooked(self) -> str | None:
+        """The first module that calls a forward hook of the model's owner, for messages; None where none does.
+
+        A hook is Python code, which a captured step would not call and a compiled forward might not.
+        """
+        return hooked_module(self.model) if self._state.hooked else None
 
     @property
     def shapes(self) -> list[LayerShape]:

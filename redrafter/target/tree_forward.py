@@ -19,6 +19,7 @@ from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.lora_layers import LoraStacks
 from redrafter.target.mixer_probe import cache_argument
 from redrafter.target.mixers import Mixer
+from redrafter.target.model_state import CompiledPart, uncompiled
 from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
 from redrafter.target.rope import RopeByLength
 from redrafter.tree.token_tree import Tree
@@ -55,6 +56,8 @@ class TreeForward(ABC):
 
     Attributes:
         lock: Held while anything is set on the model, by any forward of any target on it.
+        compiled_parts: Parts that the model's owner has compiled, which run as they are written in our calls: they
+            know neither the hooks nor the shapes of these.
     """
 
     def __init__(self, parts: ModelParts):
@@ -67,6 +70,7 @@ class TreeForward(ABC):
         self._aux_layer_ids: tuple[int, ...] = ()
         self._drafter_layer: DrafterLayer | None = None
         self._lora: LoraStacks | None = None
+        self.compiled_parts: Sequence[CompiledPart] = ()
         self.lock: Any = _LOCKS.setdefault(parts.model, threading.RLock())
         self._index: Tensor | None = None  # this and the next two hold something only during a call
         self._head_inputs: tuple[Tensor, ...] = ()
@@ -202,7 +206,7 @@ class TreeForward(ABC):
         own: Callable[..., Any] = only_in_this_thread if threads_apart else lambda hook: hook
         hook = self._head.register_forward_pre_hook(own(self._record_head_input))
         try:
-            with watch_outputs(self._aux_layers, own(self._record_aux_output)):
+            with watch_outputs(self._aux_layers, own(self._record_aux_output)), uncompiled(self.compiled_parts):
                 yield
         finally:
             hook.remove()

@@ -59,6 +59,11 @@ class VarlenForward(TreeForward):
 
     Trees are verified on a paged cache; one compilation serves every batch and tree, since only the number of tokens
     varies and that is a dynamic dimension. Pieces of prompts are read on a CPU, on either kind of cache, uncompiled.
+
+    Attributes:
+        version: Number of times that the model's weights were replaced, or its code changed: a captured step knows
+            those of its time.
+        outdated: Whether linear layers were fused before that, and are not now.
     """
 
     def __init__(self, parts: ModelParts, config: Any):
@@ -74,6 +79,7 @@ class VarlenForward(TreeForward):
         self._prompt: Any = None  # `[T]` int64, only during a call
         self._positions: Any = None  # `[T]` int64, likewise
         self._fused: FusedLinears | None = None
+        self.version, self.outdated = 0, False
         self._row_by_row: RowByRow | None = None
 
     def __call__(
@@ -236,7 +242,17 @@ class VarlenForward(TreeForward):
         """
         with linear_calls(self._model) as calls:
             forward()
+        # The head keeps its place, where the hook that records its input is.
+        calls = [call for call in calls if self._model.get_submodule(call[0]) is not self._head]
         self._fused = FusedLinears(self._model, same_inputs(calls), thin=self._row_by_row is None)
+        self.outdated = False
+
+    def forget_fused(self) -> None:
+        """Use the model's own layers, uncompiled, after its weights or code have changed."""
+        self.version += 1
+        self.outdated |= self.linears_fused
+        self._fused = None
+        self.compile(False)
 
     def compute_row_by_row(self, row_by_row: RowByRow | None) -> None:
         """Compute each token of later calls as it would be alone, bit for bit, or as fast as may be where this is None.

@@ -1,0 +1,214 @@
+"""Models whose owner changes them after they are bound: what is written is what `model.generate` writes then."""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.models import paged, tiny_drafter, tiny_model, uneven_batch, with_tree
+from helpers.recurrent import recurrent_model
+from redrafter import ArgumentError, PromptLookup, UnsupportedError
+
+IDS, MASK = uneven_batch(rows=3, longest=40)  # longer than a block of the paged cache
+GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+ON = pytest.mark.parametrize("on", [lambda engine: engine, paged], ids=["dense", "paged"])
+
+
+def scaled(module, args, output):
+    """Change what a layer returns, as a steering hook does."""
+    return output * 1.5
+
+
+def plain_text(model):
+    """Return what `model.generate` writes of each row alone; a hybrid's text may depend on its padding."""
+    rows = []
+    for row, seen in zip(IDS, MASK.bool(), strict=True):
+        prompt = row[seen][None]
+        text = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **GREEDY)
+        rows.append(torch.cat([row[~seen], text[0]]))
+    return torch.stack(rows)
+
+
+def check_followed(engine, change):
+    """Change a model between two calls, and compare with what it writes itself before and after."""
+    model = engine.model
+    before = plain_text(model)
+    assert torch.equal(engine.generate(IDS, MASK, **GREEDY), before)
+    undo = change()
+    try:
+        after = plain_text(model)
+        assert not torch.equal(after, before)
+        for speculate in (True, False):
+            assert torch.equal(engine.generate(IDS, MASK, speculate=speculate, **GREEDY), after)
+    finally:
+        if undo is not None:
+            undo()
+    if undo is not None:
+        assert torch.equal(engine.generate(IDS, MASK, **GREEDY), before)
+
+
+@ON
+@pytest.mark.parametrize("layer", ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj"])
+def test_a_forward_hook_is_called_whenever_it_was_registered(on, layer):
+    model = tiny_model("llama")
+    module = model.model.layers[1].get_submodule(layer)
+    engine = on(with_tree(model, tiny_drafter(), 3, 3))
+    check_followed(engine, lambda: module.register_forward_hook(scaled).remove)
+    check_followed(engine, lambda: module.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,)).remove)
+    with_hook = tiny_model("llama")
+    with_hook.model.layers[1].get_submodule(layer).register_forward_hook(scaled)
+    expected = plain_text(with_hook)
+    assert torch.equal(on(with_tree(with_hook, tiny_drafter(), 3, 3)).generate(IDS, MASK, **GREEDY), expected)
+
+
+@ON
+def test_a_hook_on_all_modules_is_called(on):
+    def scale_linear(module, args, output):
+        return output * 1.2 if isinstance(module, nn.Linear) else None
+
+    engine = on(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
+    check_followed(engine, lambda: nn.modules.module.register_module_forward_hook(scale_linear).remove)
+
+
+@ON
+@pytest.mark.parametrize("layer", ["in_proj_qkvz", "out_proj"])
+def test_a_hook_on_an_outer_layer_of_a_mixer_is_called_once_a_token(on, layer):
+    model = recurrent_model("qwen3_next")
+    mixer = next(module for module in model.modules() if hasattr(module, "in_proj_qkvz"))
+    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
+    engine = on(with_tree(model, tiny_drafter(**sizes), 3, 3))
+    check_followed(engine, lambda: mixer.get_submodule(layer).register_forward_hook(scaled).remove)
+
+
+def replace_parameter(model):
+    module = model.model.layers[1].self_attn.q_proj
+    module.weight = nn.Parameter(-module.weight.detach())
+
+
+def replace_data(model):
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    weight.data = -weight.data
+
+
+def replace_all(model):
+    weights = {name: weight * 1.3 for name, weight in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+
+
+def replace_forward(model):
+    module = model.model.layers[1].self_attn.q_proj
+    module.forward = lambda x: -nn.functional.linear(x, module.weight)
+    return lambda: vars(module).pop("forward")
+
+
+def write_in_place(model):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(-1)
+
+
+@ON
+@pytest.mark.parametrize(
+    "change", [replace_parameter, replace_data, replace_all, replace_forward, write_in_place], ids=lambda x: x.__name__
+)
+def test_replaced_weights_and_forwards_are_followed(on, change):
+    """The prompts are longer than a block, so keys of the old weights would be found in the prefix cache."""
+    engine = on(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
+    check_followed(engine, lambda: change(engine.model))
+
+
+def test_replaced_weights_are_fused_again_without_a_second_copy():
+    engine = paged(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
+    replace_all(engine.model)
+    engine.generate(IDS, MASK, **GREEDY)
+    attention = engine.model.model.layers[0].self_attn
+    shared = attention.q_proj.weight.untyped_storage().data_ptr()
+    assert attention.k_proj.weight.untyped_storage().data_ptr() == shared
+    other = paged(PromptLookup.from_pretrained(engine.model))  # fuses what is fused already
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == shared
+    version = engine.target.varlen_forward.version
+    for each in (other, engine, other, engine):
+        assert torch.equal(each.generate(IDS, MASK, **GREEDY), plain_text(engine.model))
+    assert engine.target.varlen_forward.version == version
+
+
+def test_weights_that_are_written_in_place_keep_the_captured_steps_and_not_the_prefixes():
+    engine = paged(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
+    engine.generate(IDS, MASK, **GREEDY)
+    (batch,), blocks = engine.batches.idle, engine.graphs.blocks
+    steps = dict(batch.captured_steps)
+    assert steps
+    assert blocks.salts
+    write_in_place(engine.model)
+    engine.generate(IDS[:1, :3], **GREEDY)  # too short to be found again
+    assert not blocks.salts
+    assert batch in engine.batches.idle
+    assert steps.items() <= batch.captured_steps.items()
+    replace_data(engine.model)
+    engine.generate(IDS, MASK, **GREEDY)
+    assert batch not in engine.batches.idle
+
+
+def test_an_unchanged_model_keeps_what_was_kept():
+    engine = paged(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
+    engine.generate(IDS, MASK, **GREEDY)
+    (batch,) = engine.batches.idle
+    steps = dict(batch.captured_steps)
+    recording = {"output_hidden_states": True, "return_dict_in_generate": True}  # leaves hooks of transformers
+    engine.model.generate(IDS, attention_mask=MASK, **recording, **GREEDY)
+    assert any(module._forward_hooks for module in engine.model.modules())
+    engine.generate(IDS, MASK, **GREEDY)
+    assert engine.batches.idle == [batch]
+    assert batch.captured_steps == steps
+    assert engine.target.version == engine.target.varlen_forward.version == 0
+
+
+@ON
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model.half(), "LlamaForCausalLM was changed from float32 to float16"),
+        (lambda model: model.bfloat16(), "from float32 to bfloat16"),
+        (lambda model: model.double(), "from float32 to float64"),
+        (lambda model: model.to("meta"), "moved from cpu to meta"),
+        (lambda model: model.resize_token_embeddings(120).eval(), "97 ids to 120"),
+        (lambda model: model.set_output_embeddings(nn.Linear(32, 97).eval()), "another output embedding"),
+        (lambda model: model.set_input_embeddings(nn.Embedding(97, 32).eval()), "another input embedding"),
+    ],
+    ids=["half", "bfloat16", "double", "moved", "resized", "head", "embedding"],
+)
+def test_a_model_that_was_made_another_one_needs_a_new_engine(on, change, said):
+    engine = on(with_tree(tiny_model("llama"), tiny_drafter(), 3, 3))
+    engine.generate(IDS, MASK, **GREEDY)
+    change(engine.model)
+    with pytest.raises(ArgumentError, match=f"{said}.*make a new engine"):
+        engine.generate(IDS, MASK, **GREEDY)
+
+
+@pytest.mark.parametrize("how", ["whole", "method", "forward", "layers"])
+def test_a_compiled_model_is_bound_and_decoded_as_it_was_before(how):
+    model, calls = tiny_model("llama"), []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    expected = plain_text(model)
+    given = model
+    if how == "whole":
+        given = torch.compile(model, backend=backend)
+    elif how == "method":
+        model.compile(backend=backend)
+    elif how == "forward":
+        model.forward = torch.compile(model.forward, backend=backend)
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend=backend)
+    for on in (lambda engine: engine, paged):
+        assert torch.equal(on(with_tree(given, tiny_drafter(), 3, 3)).generate(IDS, MASK, **GREEDY), expected)
+    assert not calls
+    given(IDS)
+    assert calls  # its owner's own calls are compiled as before
+
+
+def test_a_model_without_weights_is_refused():
+    with pytest.raises(UnsupportedError, match="meta device"):
+        with_tree(tiny_model("llama").to("meta"), tiny_drafter(), 3, 3)
