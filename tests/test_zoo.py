@@ -39,8 +39,10 @@ SAMPLE = [
     ("phi3", "longrope", BOTH),
     ("phi3", "longrope, long", BOTH),
     ("phimoe", "window 67", BOTH),
+    ("roberta", "plain", BOTH),
     ("whisper", "plain", BOTH),
     ("xglm", "plain", DENSE),
+    ("xmod", "plain", BOTH),
 ]
 
 
@@ -59,7 +61,9 @@ def test_an_architecture_writes_what_transformers_writes(model_type, name, serve
     ("model_type", "name", "reason"),
     [
         ("recurrent_gemma", "window 4", "does not keep their state in transformers' cache"),
-        ("roberta", "plain", "gives other logits"),
+        ("blt", "window 4", "parts of it read other units"),
+        ("cpmant", "window 4", "it puts 32 places of its own before each text"),
+        ("deepseek_v4", "window 4", "blocks that past tokens are compressed to (compressed_sparse_attention"),
         ("doge", "plain", "changes its masks"),
     ],
 )

@@ -94,7 +94,8 @@ def _warn_cut_short(rows: list[Row], request: Request) -> None:
     if cut_short:
         which = "the text" if len(rows) == 1 else f"{len(cut_short)} of {len(rows)} texts"
         warnings.warn(
-            f"{which} ended at the target's context of {request.limits[cut_short[0]]} tokens, "
-            "before the length that was asked for; ask for fewer new tokens, or shorten the prompt",
+            f"{which} ended at the target's context of {request.limits[cut_short[0]]} tokens "
+            "(max_position_embeddings of its config), before the length that was asked for; model.generate may go on, "
+            "beyond what the model was made for: ask for fewer new tokens, or shorten the prompt",
             stacklevel=2,
         )

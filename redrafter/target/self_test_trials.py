@@ -104,7 +104,8 @@ def near_trial(target: TargetUnderTest, longest: int, *, decoded: bool = False) 
         if decoded:
             logits, out = _decoded(target.model, prompts[row, :n].expand(2, n), paths)
         else:
-            out = target.model(input_ids=torch.cat([prompts[row, :n].expand(2, n), paths], dim=1), use_cache=True)
+            text = torch.cat([prompts[row, :n].expand(2, n), paths], dim=1)
+            out = target.model(input_ids=text, use_cache=True, **_positions(target.model, text))
             logits = out.logits[:, n:]
         expected.append(_at_nodes(logits.to(target.device)))
     length = torch.tensor(lengths, device=target.device)
@@ -115,14 +116,29 @@ def _decoded(model: Any, prompts: Tensor, paths: Tensor) -> tuple[Tensor, Any]:
     """Return the logits along paths `[B, T]` that are read token by token after prompts, and the last output."""
     argument = cache_argument(model)
     assert argument is not None, "a model with states takes a cache"
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    out, logits = model(input_ids=prompts, use_cache=True), []
+    out, logits = model(input_ids=prompts, use_cache=True, **_positions(model, prompts)), []
     for offset, token in enumerate(paths.unbind(1)):
-        position = {"position_ids": torch.full_like(token, prompts.shape[1] + offset)[:, None]}
-        past = {argument: out[argument]} | (position if takes_positions else {})
-        out = model(input_ids=token[:, None], use_cache=True, **past)
+        given = {argument: out[argument]} | _positions(model, token[:, None], prompts.shape[1] + offset)
+        out = model(input_ids=token[:, None], use_cache=True, **given)
         logits.append(out.logits[:, -1])
     return torch.stack(logits, dim=1), out
+
+
+def _positions(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
+    """Return the argument in which `model.generate` gives a model the positions of tokens; nothing where it has none.
+
+    A model that is not given them may count from elsewhere, as RoBERTa does.
+
+    Args:
+        model: The causal LM.
+        ids: Tokens, `[B, T]` int64.
+        first: Position of the first ones.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    positions = torch.arange(first, first + ids.shape[1], device=ids.device).expand(ids.shape)
+    prepared = model.prepare_inputs_for_generation(ids, position_ids=positions, is_first_iteration=first == 0)
+    return {name: value for name, value in prepared.items() if name == "position_ids" and value is not None}
 
 
 def far_trial(target: TargetUnderTest, length: int, shapes: Sequence[LayerShape]) -> Trial:

@@ -53,8 +53,9 @@ def check_supported(model: Any, name: str) -> None:
         name: What to call it.
 
     Raises:
-        UnsupportedError: It is an encoder-decoder, reads in both directions, has ALiBi in code that is not known, or
-            its attention implementation takes no 4-D mask.
+        UnsupportedError: It is an encoder-decoder, reads in both directions, has ALiBi in code that is not known, its
+            layers attend to something else than the tokens of a text, or its attention implementation takes no 4-D
+            mask.
     """
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
@@ -69,6 +70,7 @@ def check_supported(model: Any, name: str) -> None:
         raise UnsupportedError(
             f"attn_implementation={attention!r} takes no tree mask; load the model with {_tree_attentions(model)}"
         )
+    _check_layers(config, name)
     _check_positions(model, name)
 
 
@@ -120,6 +122,21 @@ def _layer_types(config: object) -> list[str] | None:
     if not listed:
         return None
     return ["full_attention" if kind == "attention" else kind for kind in listed]  # the former is an older name
+
+
+def _check_layers(config: Any, name: str) -> None:
+    """Raise `UnsupportedError` for layers that attend to something else than the tokens of a text."""
+    attends_to = None
+    if not hasattr(config, "num_hidden_layers"):  # BLT, whose patches are between two stacks of layers
+        attends_to = "its config counts no layers of one decoder (num_hidden_layers), as parts of it read other units"
+    elif compressed := sorted({kind for kind in _layer_types(config) or () if "compress" in kind}):
+        attends_to = f"its layers attend to blocks that past tokens are compressed to ({', '.join(compressed)})"
+    elif count := getattr(config, "prompt_length", 0):  # CPM-Ant
+        attends_to = f"it puts {count} places of its own before each text (prompt_length) and reads all of it each step"
+    if attends_to is not None:
+        raise UnsupportedError(
+            f"{name} cannot be verified as a tree: {attends_to}; use a model whose layers attend to a text's tokens"
+        )
 
 
 def _check_positions(model: Any, name: str) -> None:

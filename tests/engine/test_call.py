@@ -170,7 +170,7 @@ def test_a_text_that_ends_with_the_context_says_so_once(llama, engine):
         out = engine.generate(ids, max_new_tokens=40, **arguments)
     assert out.shape[1] == CONTEXT
     [message] = [str(warning.message) for warning in warned if warning.filename.startswith(engine_folder())]
-    assert message.startswith(f"3 of 3 texts ended at the target's context of {CONTEXT} tokens")
+    assert message.startswith(f"3 of 3 texts ended at the target's context of {CONTEXT} tokens (max_position")
     with pytest.warns(UserWarning, match="the text ended at the target's context"):
         engine.generate(ids[:1], max_new_tokens=40, **arguments)
 

@@ -133,6 +133,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 32)},
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "attn_layer_period": 2, "attn_layer_offset": 0},
     "zamba2": {
         "attention_hidden_size": 64,
