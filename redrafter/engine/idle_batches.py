@@ -61,13 +61,12 @@ class IdleBatches:
         key = (sampler.kind, capacity, draft_model is not None, versions)
         with self._lock:
             # What a batch has captured may read weights that are no longer the models'.
-            self._idle = [
-                (known, each)
-                for known, each in self._idle
-                if all(a == b for a, b in zip(known[-1], versions, strict=False))
-            ]
+            outdated = [x for x in self._idle if any(a != b for a, b in zip(x[0][-1], versions, strict=False))]
+            self._idle = [x for x in self._idle if x not in outdated]
             found = [at for at, (known, _) in enumerate(self._idle) if known == key] if sampler.capturable else []
             batch = self._idle.pop(found[-1])[1] if found else None
+        for _, old in outdated:
+            old.free()
         if batch is None:
             caches = PagedRows(graphs, draft_model is not None, vocabulary)
             batch = RunningBatch(target, CallSampling(sampler, capacity), capacity, caches, graphs)
