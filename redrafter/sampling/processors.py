@@ -2,9 +2,9 @@
 
 A row processor gives at every node of a row what the processor of that name in transformers gives for the row's setting
 and the node's text. Its settings are tensors with one value per row, or constants of all rows: a captured step takes
-the settings of another request by copying them into its own tensors, and does not wait for the device. A processor that
-runs on the host holds one object per row instead, which is exchanged before a step. On a CPU,
-where nothing is captured, a processor passes over the rows whose setting changes nothing.
+the settings of another request by copying them into its own tensors, and does not wait for the device. On a CPU, where
+nothing is captured, a processor passes over the rows whose setting changes nothing. A processor that runs on the host
+holds one object per row instead, which is exchanged before a step.
 """
 
 import math
@@ -140,7 +140,7 @@ class OfSomeRows:
         return scores.index_copy(0, self.rows, part)
 
 
-ProcessorOfRows = RowProcessor | HostProcessor[Any] | OfSomeRows
+ProcessorOfRows = RowProcessor | OfSomeRows | HostProcessor[Any]
 
 
 @dataclass(frozen=True)

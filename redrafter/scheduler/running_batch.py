@@ -40,10 +40,10 @@ __all__ = ["RunningBatch", "overshoot"]
 
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
 MIN_POSITIONS = {"cpu": 256, "cuda": 2048}
-# Captured steps of one batch; those that were used least recently are forgotten. Seven numbers of rows, five kinds of
-# sampling and four sizes of chunks make 140 for one window and one proposer.
-MAX_CAPTURED_STEPS = 512
-GRAPH_BYTES = 2 << 20  # a captured step is reckoned to hold beside its output: some hundred kernels and their arguments
+# Captured steps of one batch; those that were used least recently are forgotten. Seven numbers of rows, eight kinds of
+# sampling and four sizes of chunks make 224 for one window and one proposer.
+MAX_CAPTURED_STEPS = 1024
+GRAPH_BYTES = 2 << 20  # that a captured step is taken to hold beside its output: some hundred kernels and arguments
 
 
 def overshoot(proposer: Proposer) -> int:
@@ -351,19 +351,18 @@ class RunningBatch:
         positions = longest + self.overshoot
         if positions <= self._positions:
             return
-        positions = self._round_up(positions)
-        if self._state is not None:
-            self._wait_for_device()
+        size = self._round_up(positions)
+        self._wait_for_device()
         # First: where there is no memory for all of the buffers, the rows go on in some that are larger than before.
         self.captured_steps.clear()
         self._chunk_buffers = None
-        larger = new_state(self.target, self._all_rows, positions)
+        larger = new_state(self.target, self._all_rows, size)
         if self._state is not None:
             larger.tokens[:, : self._state.tokens.shape[1]] = self._state.tokens
             # All else of a state has the same shape for sequences of any length.
             larger = replace(self._state, tokens=larger.tokens)
-        self.caches.reserve(self._all_rows, positions)
-        self._state, self._positions = larger, positions
+        self.caches.reserve(self._all_rows, size)
+        self._state, self._positions = larger, size
 
     def _round_up(self, positions: int) -> int:
         """Return how many positions are provided where some are needed: few numbers, and no more than a text can have.
