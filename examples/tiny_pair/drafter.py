@@ -52,7 +52,7 @@ def make(recipe: Recipe, into: Path) -> dict[str, Any]:
         context_head_dim=recipe.drafter_context_head_dim,
         num_layers=recipe.drafter_layers,
         exit_dim=recipe.drafter_exit or None,
-        head_rank=recipe.drafter_rank or None,
+        head_rank=recipe.drafter_rank,
         distill=recipe.drafter_distill,
         decay=recipe.drafter_decay,
         lr=recipe.drafter_lr,

@@ -100,7 +100,7 @@ def flag(name: str) -> str:
 def format_value(value: Any) -> str:
     """Format an option's value as it would be typed on a command line."""
     if isinstance(value, tuple):
-        return ",".join(map(str, value))
+        return ",".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -117,7 +117,10 @@ def check_published_form(config: DrafterArchitecture, format_name: str, recurren
     for name, present in extensions.items():
         if present:
             value = getattr(config, name)
-            raise UnsupportedError(f"{format_name} cannot hold {name}={value!r}; {keeping}")
+            raise UnsupportedError(
+                f"{format_name} cannot hold {name}={value!r}; {keeping}, and "
+                "`redrafter train --recurrence apple` makes one of the published form"
+            )
     return config
 
 

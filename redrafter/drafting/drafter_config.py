@@ -108,7 +108,8 @@ class DrafterConfig(PretrainedConfig):
         context = ("context_heads", "context_kv_heads", "context_head_dim")
         for name in ("vocab_size", "hidden_size", "exit_dim", "draft_beams", "draft_len_per_beam", *context):
             self._check_size(name)
-        check_context_heads(self, "DrafterConfig.{}".format)
+        heads = self.context_heads, self.context_kv_heads, self.context_head_dim
+        check_context_heads(*heads, "DrafterConfig.{}".format)
         for name in ("context_window", "head_rank", "trained_draft_len", "draft_vocab_size"):
             if getattr(self, name) is not None:
                 self._check_size(name)
@@ -141,14 +142,15 @@ class DrafterConfig(PretrainedConfig):
 AutoConfig.register(MODEL_TYPE, DrafterConfig, exist_ok=True)
 
 
-def check_context_heads(config: Any, name: Callable[[str], str]) -> None:
+def check_context_heads(heads: int, kv_heads: int, head_dim: int, name: Callable[[str], str]) -> None:
     """Raise `ArgumentError` for heads of the attention to the text that no drafter can have.
 
     Args:
-        config: What has `context_heads`, `context_kv_heads` and `context_head_dim`, all positive.
-        name: Returns what the user calls one of these.
+        heads: Query heads, positive.
+        kv_heads: Key and value heads, positive.
+        head_dim: Width of a head, positive.
+        name: Returns what the user calls `context_heads`, `context_kv_heads` or `context_head_dim`.
     """
-    heads, kv_heads, head_dim = config.context_heads, config.context_kv_heads, config.context_head_dim
     if heads % kv_heads:
         raise ArgumentError(
             f"{name('context_heads')} must be a multiple of {name('context_kv_heads')}={kv_heads}, got {heads}"

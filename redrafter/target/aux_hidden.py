@@ -39,7 +39,7 @@ def decoder_layers(model: PreTrainedModel, count: int, layer_ids: Sequence[int])
     if stack is None:
         raise UnsupportedError(
             f"{type(model).__name__} does not hold its {count} layers in a list, so a drafter cannot read them; "
-            "use one without target_layers"
+            "train one with --target-layers none"
         )
     return [stack[index] for index in layer_ids]
 
@@ -68,7 +68,7 @@ def join_hidden(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
         if output.dim() != last.dim() or output.shape[-1] != last.shape[-1]:
             raise UnsupportedError(
                 f"a layer's output has the shape {list(output.shape)} and the last hidden state {list(last.shape)}: a "
-                "drafter cannot read them together; use one without target_layers"
+                "drafter cannot read them together; train one with --target-layers none"
             )
     return torch.cat([last, *(x.to(last) for x in outputs)], dim=-1) if outputs else last
 

@@ -12,7 +12,7 @@ import random
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from redrafter.app.flags import flag
+from redrafter.app.flags import flag, format_value
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, first_line
 from redrafter.files.atomic_folder import remove_leftovers, write_folder
-from redrafter.train.config import TrainConfig
+from redrafter.train.config import SIZED_OPTIONS, TrainConfig
+from redrafter.train.init_drafter import form_of
 from redrafter.train.progress import TrainingState
 
 __all__ = [
@@ -36,9 +37,10 @@ __all__ = [
     "restore_random_state",
 ]
 
-# Options that may differ when a run is resumed: they change nothing about the weights, or `TrainingIdentity` holds what
-# they stand for.
+# Options that may differ when a run is resumed: they change nothing about the weights, or `TrainingIdentity` or the
+# checkpoint's drafter holds what they stand for.
 CHANGEABLE_OPTIONS = {
+    *SIZED_OPTIONS,
     "output",
     "overwrite",
     "resume",
@@ -96,13 +98,11 @@ class TrainingIdentity:
         """
         if saved["base"] != self.base:
             raise MismatchError(f"{path} was made for the base {saved['base']}, not {self.base}; pass --overwrite")
-        for name in sorted(self.options.keys() | saved["options"].keys()):
+        for name in sorted((self.options.keys() | saved["options"].keys()) - CHANGEABLE_OPTIONS):
             default = getattr(TrainConfig, name, None)  # of an option that was not there yet
             old, new = saved["options"].get(name, default), self.options.get(name)
             if old != new:
-                raise ArgumentError(
-                    f"{path} was made with {flag(name)} {old}, now it is {new}; to go on, give it as it was"
-                )
+                raise _other_option(path, name, old, new)
         if saved["data"] != self.data:
             raise ArgumentError(f"{path} was made with other data; to go on, give the same --data")
         batches = saved["processes"] * self.options["accumulate"]
@@ -111,6 +111,13 @@ class TrainingIdentity:
                 f"{path} was made with {batches} batches in a step, which {self.processes} processes cannot share "
                 "evenly; start another number of them"
             )
+
+
+def _other_option(path: Path, name: str, old: object, new: object) -> ArgumentError:
+    return ArgumentError(
+        f"{path} was made with {flag(name)} {format_value(old)}, now it is {format_value(new)}; "
+        "to go on, give it as it was"
+    )
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,15 @@ class Checkpoint:
             return cls(path, state, identity | {"options": dict(identity["options"])})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no checkpoint of a training: {first_line(error)}; delete it") from error
+
+    def keep_form(self, config: TrainConfig) -> TrainConfig:
+        """Return options with the form of this checkpoint's drafter. Raises `ArgumentError` where another was asked."""
+        form = form_of(self.drafter().config)
+        for name, old in form.items():
+            new = getattr(config, name)
+            if new not in (None, old):
+                raise _other_option(self.path, name, old, new)
+        return replace(config, **form)
 
     def drafter(self) -> RecurrentDrafter:
         """Load the drafter in float32."""

@@ -7,15 +7,10 @@ from dataclasses import dataclass, fields
 from redrafter.app import flags
 from redrafter.app.config_file import ConfigParser
 from redrafter.app.flags import add_options, dtype_word, flag, integers, names, option, read_options
-from redrafter.drafting.drafter_config import (
-    CONTEXT_HEAD_DIM,
-    CONTEXT_HEADS,
-    CONTEXT_KV_HEADS,
-    check_context_heads,
-)
+from redrafter.drafting.drafter_config import CONTEXT_HEAD_DIM, check_context_heads
 from redrafter.errors import ArgumentError
 
-__all__ = ["DEFAULT_LENGTH", "TRACKERS", "TrainConfig", "parse", "shown_command"]
+__all__ = ["DEFAULT_LENGTH", "SIZED_OPTIONS", "TRACKERS", "TrainConfig", "parse", "shown_command"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -26,11 +21,18 @@ MAX_VALUES: dict[str, float] = dict.fromkeys(
 )
 MAX_VALUES |= dict.fromkeys(("lr", "weight_decay", "max_grad_norm"), 1e36)
 MAX_VALUES |= {"length": 1 << 24, "context_window": 1 << 24, "seed": 1 << 62}
-# Options that set the form of a new drafter; a drafter to train further has its own.
-FORM_OPTIONS = (
-    *("num_layers", "exit_dim", "rnn", "recurrence", "target_layers", "head_rank", "draft_vocab_size"),
-    *("context_window", "context_heads", "context_kv_heads", "context_head_dim"),
+# Options of a new drafter's form that suit the base where they are None: `init_drafter.size_form` chooses them.
+SIZED_OPTIONS = (
+    *("recurrence", "num_layers", "exit_dim", "target_layers", "head_rank"),
+    *("context_window", "context_heads", "context_kv_heads"),
 )
+# Options that set the form of a new drafter; a drafter to train further has its own.
+FORM_OPTIONS = (*SIZED_OPTIONS, "rnn", "draft_vocab_size", "context_head_dim")
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """Parse comma-separated numbers of layers, such as "8,16,24", or "none"."""
+    return () if text == "none" else integers(text)
 
 
 @dataclass(frozen=True)
@@ -60,29 +62,43 @@ class TrainConfig:
     trust_remote_code: bool = option(False, "run model code that comes with the base")
     dtype: str = option("auto", "dtype of the base; auto: as saved", choices=("auto", *DTYPES), type=dtype_word)
     save_dtype: str = option("float32", "dtype of the saved drafter", choices=DTYPES, type=dtype_word)
-    num_layers: int = option(2, "residual layers of a new drafter")
+    recurrence: str | None = option(
+        None,
+        "recurrent cell of a new drafter: gated (the default), or apple, the published one; with apple, the options of "
+        "its form below default to the published form, which alone Apple's and TensorRT-LLM's formats can hold",
+        choices=("gated", "apple"),
+    )
+    num_layers: int | None = option(None, "residual layers of a new drafter (default: 3; published form: 2)")
     exit_dim: int | None = option(
-        None, "width of a new drafter's layers and head (default: twice the base's hidden size)"
+        None, "width of a new drafter's layers and head (default: twice the base's hidden size, at most 8192)"
     )
     rnn: bool = option(True, "a new drafter's state is the sum of the embeddings instead of a learned recurrence")
-    recurrence: str = option(
-        "apple", "recurrent cell of a new drafter: the published one (apple) or a gated one", choices=("apple", "gated")
-    )
-    target_layers: tuple[int, ...] = option(
-        (),
-        "decoder layers of the base, counted from 0, whose outputs a new drafter reads beside the last hidden state",
-        type=integers,
+    target_layers: tuple[int, ...] | None = option(
+        None,
+        "decoder layers of the base, counted from 0, whose outputs a new drafter reads beside the last hidden state, "
+        "or none (default: those at a quarter, a half and three quarters of its depth; published form: none)",
+        type=layers,
         metavar="N,...",
     )
     context_window: int | None = option(
         None,
         "pairs of a token of the text and the one after it that a new drafter attends to at each draft step, the "
-        "nearest ones (default: none)",
+        "nearest ones; 0 for none (default: 512; published form: 0)",
     )
-    context_heads: int = option(CONTEXT_HEADS, "query heads of that attention")
-    context_kv_heads: int = option(CONTEXT_KV_HEADS, "its key and value heads, which divide the query heads")
+    context_heads: int | None = option(
+        None, "query heads of that attention (default: one for every 256 of the hidden size, at least 4)"
+    )
+    context_kv_heads: int | None = option(
+        None,
+        "its key and value heads, which divide the query heads (default: one for every 2048 of the hidden size, at "
+        "least 1)",
+    )
     context_head_dim: int = option(CONTEXT_HEAD_DIM, "width of its heads, an even number")
-    head_rank: int | None = option(None, "rank of a new drafter's head, which makes it smaller (default: full rank)")
+    head_rank: int | None = option(
+        None,
+        "rank of a new drafter's head, which makes it smaller; 0 for full rank (default: a quarter of the hidden size, "
+        "from 512 to 1024, or full rank where the width is no more; published form: 0)",
+    )
     draft_vocab_size: int | None = option(
         None, "token ids that a new drafter knows, the most frequent of the data (default: all)"
     )
@@ -140,15 +156,15 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        optional = ("length", "steps", "epochs", "minutes", "exit_dim", "head_rank", "draft_vocab_size", "chunk")
-        context = ("context_window", "context_heads", "context_kv_heads", "context_head_dim")
+        optional = ("length", "steps", "epochs", "minutes", "exit_dim", "draft_vocab_size", "chunk")
+        heads = ("context_heads", "context_kv_heads", "context_head_dim")
         intervals = ("log_every", "validate_every", "save_every", "keep")
         sizes = ("batch_size", "accumulate", "draft_len", "validate_tokens")
-        for name in (*sizes, *intervals, *context, "decay", "lr", "max_grad_norm", *optional):
+        for name in (*sizes, *intervals, *heads, "decay", "lr", "max_grad_norm", *optional):
             if not (getattr(self, name) is None or 0 < getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must be positive, got {getattr(self, name)}")
-        for name in ("num_layers", "weight_decay", "validate_prompts", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
+        for name in ("num_layers", "context_window", "head_rank", "weight_decay", "validate_prompts", "seed"):
+            if not (getattr(self, name) is None or 0 <= getattr(self, name) < math.inf):
                 raise ArgumentError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
         for name in ("distill", "decay", "warmup", "reach"):
             if not 0 <= getattr(self, name) <= 1:
@@ -160,10 +176,11 @@ class TrainConfig:
         for name in FORM_OPTIONS if self.drafter is not None else ():
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is the drafter's own: leave it out with --drafter")
-        for name in ("context_heads", "context_kv_heads", "context_head_dim"):
-            if self.context_window is None and getattr(self, name) != getattr(TrainConfig, name):
+        for name in heads if self.context_window == 0 else ():
+            if getattr(self, name) != getattr(TrainConfig, name):
                 raise ArgumentError(f"{flag(name)} is for drafters that attend to the text: give --context-window too")
-        check_context_heads(self, flag)
+        if self.context_heads and self.context_kv_heads:
+            check_context_heads(self.context_heads, self.context_kv_heads, self.context_head_dim, flag)
         if self.length is not None and self.length < 3:
             raise ArgumentError(f"--length must be at least 3 (a text, a pending token, a draft), got {self.length}")
         for name in self.report_to:

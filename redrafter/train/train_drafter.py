@@ -33,7 +33,7 @@ from redrafter.train.bad_rows import describe_bad_rows
 from redrafter.train.checkpoints import Checkpoint, Checkpoints, TrainingIdentity, check_same_start
 from redrafter.train.config import TrainConfig, parse
 from redrafter.train.evaluate.replay import ReplayStats, ValidationTexts
-from redrafter.train.init_drafter import new_drafter
+from redrafter.train.init_drafter import new_drafter, size_form
 from redrafter.train.loop import train
 from redrafter.train.model_card import describe_size, make_model_card, served_shape
 from redrafter.train.output import check_output, save_drafter
@@ -215,8 +215,11 @@ class TrainingSession:
             folder = self.resumed.path if self.resumed is not None else config.drafter
             drafter: RecurrentDrafter = RecurrentDrafter.from_pretrained(folder, dtype=torch.float32)
             check_fits_target(drafter, target)
+            if config.drafter is None and self.resumed is not None:
+                self.config = self.resumed.keep_form(config)
         else:
-            drafter = new_drafter(target.model, config, self._draft_ids())
+            self.config = size_form(target.model.config, config)  # so that the record says what was chosen
+            drafter = new_drafter(target.model, self.config, self._draft_ids())
         drafter.config.base_model = self.base
         drafter.config.base_embedding_norms = embedding_norms(target.embedding)
         drafter.config.trained_draft_len = config.draft_len

@@ -174,7 +174,9 @@ def test_layers_whose_outputs_are_no_hidden_states_are_refused(make):
     model = make()
     size = Target(model).hidden_size
     drafter = random_drafter(target_layers=(0, 2), hidden_size=size)
-    with pytest.raises(UnsupportedError, match=r"a layer's output has the shape \[.*use one without target_layers"):
+    with pytest.raises(
+        UnsupportedError, match=r"a layer's output has the shape \[.*train one with --target-layers none"
+    ):
         ReDrafter(Target(model), drafter)
     with pytest.raises(UnsupportedError, match="a layer's output has the shape"), Teacher(model, (0, 2)) as teacher:
         teacher.read(IDS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
 
 from helpers.drafters import FORMS, random_drafter
 from helpers.models import HIDDEN, VOCAB, assert_close_by_scale, tiny_drafter, tiny_model
@@ -16,7 +17,7 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.target.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.head_loss import CHUNK_BYTES, CHUNK_PREDICTIONS_ON_CPU, Objective, chunk_anchors, head_loss
-from redrafter.train.init_drafter import new_drafter
+from redrafter.train.init_drafter import form_of, new_config, new_drafter
 from redrafter.train.loss import Unroll, find_anchors, target_mask, total_weight
 from redrafter.train.teacher import Teacher, TeacherOutput
 
@@ -374,9 +375,34 @@ def test_a_new_drafter_starts_simple_and_sees_its_tokens(recurrence):
     assert not torch.equal(other.lm_head.weight, drafter.lm_head.weight)
 
 
+@pytest.mark.parametrize(
+    ("width", "depth", "layers", "exit_dim", "rank", "heads", "kv_heads"),
+    [
+        (32, 2, [0], 64, None, 4, 1),
+        (512, 6, [1, 3, 4], 1024, 512, 4, 1),
+        (2048, 16, [4, 8, 12], 4096, 512, 8, 1),
+        (4096, 32, [8, 16, 24], 8192, 1024, 16, 2),
+        (8192, 80, [20, 40, 60], 8192, 1024, 32, 4),
+    ],
+)
+def test_a_new_drafter_has_the_best_form_sized_by_its_base(width, depth, layers, exit_dim, rank, heads, kv_heads):
+    base = LlamaConfig(hidden_size=width, num_hidden_layers=depth)
+    found = new_config(base, TrainConfig())
+    assert (found.recurrence, found.num_draft_layers, found.context_window) == ("gated", 3, 512)
+    assert (found.target_layers, found.exit_dim, found.head_rank) == (layers, exit_dim, rank)
+    assert (found.context_heads, found.context_kv_heads) == (heads, kv_heads)
+    assert new_config(base, TrainConfig(head_rank=0)).head_rank is None
+    for published in (TrainConfig(recurrence="apple"), TrainConfig(rnn=False)):
+        form = form_of(new_config(base, published))
+        plain = {"recurrence": "apple", "num_layers": 2, "target_layers": (), "head_rank": 0, "context_window": 0}
+        assert form == plain | {"exit_dim": exit_dim}
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_new_drafter_has_the_form_that_was_asked_for(form):
     named = {name.replace("num_draft_layers", "num_layers"): value for name, value in FORMS[form].items()}
+    # A form here is the published one but for what it names.
+    named = {"recurrence": "apple", "num_layers": 2, "context_window": 0, "head_rank": 0, "target_layers": ()} | named
     asked = {name: value for name, value in named.items() if name != "draft_vocab_size"}
     model, ids = tiny_model("llama"), torch.arange(3, 43) if "draft_vocab_size" in FORMS[form] else None
     drafter = new_drafter(model, TrainConfig(draft_len=3, **asked), ids)

@@ -1,5 +1,6 @@
 """Drafters that attend to committed tokens: training and search agree, and neither sees what is not known yet."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -136,8 +137,8 @@ def test_a_training_on_packed_rows_keeps_texts_apart(target):
 
 
 def test_a_new_drafter_begins_as_one_that_reads_nothing(target):
-    plain = TrainConfig(recurrence="gated", target_layers=(0, 2), head_rank=8)
-    reading = TrainConfig(recurrence="gated", target_layers=(0, 2), head_rank=8, context_window=6, context_head_dim=8)
+    plain = TrainConfig(target_layers=(0, 2), head_rank=8, context_window=0)
+    reading = replace(plain, context_window=6, context_head_dim=8)
     drafter, other = new_drafter(target.model, reading).eval(), new_drafter(target.model, plain).eval()
     missing, unexpected = drafter.load_state_dict(other.state_dict(), strict=False)
     assert not unexpected
@@ -171,11 +172,11 @@ def test_a_replay_accepts_what_is_drafted_from_the_tokens_before_alone(target, f
     assert [found.steps for found in stats] == [len(accepts)] * 2
 
 
-@pytest.mark.parametrize(("window", "least", "most"), [(None, 1, 1.2), (48, 3.5, 4)], ids=["without", "with"])
+@pytest.mark.parametrize(("window", "least", "most"), [(0, 1, 1.2), (48, 3.5, 4)], ids=["without", "with"])
 def test_what_it_learns_is_to_find_what_came_next_before(target, window, least, most):
     """Train on random texts that are written twice, of which nothing else tells the second half, and replay others."""
-    form = {} if window is None else {"context_window": window, "context_heads": 2, "context_head_dim": 16}
-    config = TrainConfig(draft_len=DEPTH, distill=0, lr=1e-2, steps=200, cpu=True, recurrence="gated", **form)
+    form = {"context_window": window} | ({"context_heads": 2, "context_head_dim": 16} if window else {})
+    config = TrainConfig(draft_len=DEPTH, distill=0, lr=1e-2, steps=200, cpu=True, target_layers=(), **form)
     random, drafter = torch.Generator().manual_seed(0), new_drafter(target.model, config)
     halves = torch.randint(3, VOCAB, (config.steps + 1, 16, 24), generator=random)
     *batches, others = torch.cat([halves, halves], dim=2)

@@ -76,7 +76,7 @@ def close(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [[], ["--context-window", "8"]], ids=["published", "context"])
+@pytest.mark.parametrize("form", [["--recurrence", "apple"], ["--context-window", "8"]], ids=["published", "context"])
 def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path, form):
     places = {name: tmp_path / name for name in ("one", "two", "shared")}
     for place in places.values():
@@ -92,10 +92,10 @@ def test_two_processes_are_one_that_accumulates_whoever_holds_the_base(tmp_path,
 @pytest.mark.parametrize(
     "form",
     [
-        [],
-        ["--recurrence", "gated", "--head-rank", "8", "--target-layers", "0"],
+        ["--recurrence", "apple"],
+        ["--head-rank", "8", "--target-layers", "0"],
         ["--draft-vocab-size", "50", "--context-window", "8", "--context-heads", "2", "--context-head-dim", "8"],
-        ["--draft-len", "1"],  # with which a weight has no gradient
+        ["--recurrence", "apple", "--draft-len", "1"],  # with which a weight has no gradient
         ["--accumulate", "2", "--no-rnn"],
         ["--mixed-precision", "bf16"],
     ],

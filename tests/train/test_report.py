@@ -49,7 +49,9 @@ def test_rows_are_as_long_as_the_base_reads_unless_asked(tmp_path):
 
 def test_a_sharded_drafter_is_planned_by_its_share(tmp_path):
     config = replace(parse(command(tmp_path, "--exit-dim", "16", "--shard-drafter")), length=32)
-    parameters = sum(weight.numel() for weight in random_drafter(tiny_model(), exit_dim=16).parameters())
+    parameters = sum(
+        weight.numel() for weight in random_drafter(tiny_model(), recurrence=None, exit_dim=16).parameters()
+    )
     (memory,) = (line for line in describe_plan(config, load_windows(config, tiny_tokenizer()), 4) if "AdamW" in line)
     assert f"drafter's weights {parameters / 1e6:.2f} MB" in memory
     assert f"AdamW's state {2 * parameters / 1e6:.2f} MB" in memory
@@ -64,7 +66,7 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "data.jsonl"]
     config = parse(arguments)
     base, drafter = build_without_weights(config)
-    real = random_drafter(tiny_model(), exit_dim=16)
+    real = random_drafter(tiny_model(), recurrence=None, exit_dim=16)
     assert {name: weight.shape for name, weight in drafter.state_dict().items()} == {
         name: weight.shape for name, weight in real.state_dict().items()
     }
@@ -79,11 +81,12 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path, capsys):
     assert "in all: 5 steps, at most 1,280 tokens" in said
     assert f"drafter's weights {4 * own / 1e6:.2f} MB" in said
     assert "AdamW's state" in said
-    assert main([*arguments, "--dry-run", "--context-window", "8"]) == 0
-    more = sum(weight.numel() for weight in random_drafter(tiny_model(), exit_dim=16, context_window=8).parameters())
-    said = capsys.readouterr().out
-    assert f"{more:,} trainable parameters" in said
     assert "its attention to the texts" in said
+    assert main([*arguments, "--dry-run", "--recurrence", "apple"]) == 0
+    fewer = sum(weight.numel() for weight in random_drafter(tiny_model(), exit_dim=16).parameters())
+    said = capsys.readouterr().out
+    assert f"{fewer:,} trainable parameters" in said
+    assert "its attention to the texts" not in said
     assert main([*arguments, "--dry-run", "--draft-vocab-size", "9999"]) == 2
     assert main([*arguments, "--dry-run", "--drafter", str(tmp_path / "gone")]) == 2
 

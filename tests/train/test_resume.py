@@ -200,6 +200,8 @@ def test_what_changed_since_is_refused_by_name(tmp_path, capsys, monkeypatch):
 
     refused("--lr 0.001, now it is 0.01", [*arguments, "--lr", "0.01"])
     refused("--steps 8, now it is 9", [*arguments, "--steps", "9"])
+    refused("--target-layers 0, now it is none", [*arguments, "--target-layers", "none"])
+    refused("--recurrence gated, now it is apple", [*arguments, "--recurrence", "apple"])
     refused("--seed 0, now it is 1", [*arguments, "--seed", "1"])
     data = tmp_path / "data.jsonl"
     text = data.read_text()
@@ -252,12 +254,12 @@ def test_a_checkpoint_of_before_there_was_an_option_goes_on_with_its_default(tmp
     shutil.rmtree(tmp_path / "out")
     written = tmp_path / "out.checkpoints" / "step-0000002" / "trainer.json"
     trainer = json.loads(written.read_text())
-    del trainer["identity"]["options"]["context_heads"]
+    del trainer["identity"]["options"]["context_head_dim"]
     written.write_text(json.dumps(trainer))
     assert main(arguments) == 0
     shutil.rmtree(tmp_path / "out")
-    assert main([*arguments, "--context-window", "8", "--context-heads", "2"]) == 2
-    assert "--context-heads 4, now it is 2" in capsys.readouterr().err
+    assert main([*arguments, "--context-head-dim", "32"]) == 2
+    assert "--context-head-dim 64, now it is 32" in capsys.readouterr().err
 
 
 # Kills

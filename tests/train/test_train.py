@@ -328,9 +328,16 @@ def test_what_a_user_can_mend_exits_with_2_and_one_line(tmp_path, capsys):
     RecurrentDrafter(DrafterConfig(vocab_size=VOCAB, hidden_size=8)).save_pretrained(tmp_path / "other")
     fails("hidden size of 8", "--drafter", str(tmp_path / "other"))
     fails("--exit-dim is the drafter's own", "--drafter", str(tmp_path / "other"), "--exit-dim", "8")
-    fails("--context-heads is for drafters that attend to the text: give --context-window", "--context-heads", "8")
+    no_window = ["--context-window", "0"]
+    fails(
+        "--context-heads is for drafters that attend to the text: give --context-window",
+        *no_window,
+        "--context-heads",
+        "8",
+    )
+    fails("give --context-window", "--recurrence", "apple", "--context-heads", "8")
     window = ["--context-window", "8"]
-    fails("multiple of --context-kv-heads=3, got 4", *window, "--context-kv-heads", "3")
+    fails("multiple of --context-kv-heads=3, got 4", *window, "--context-heads", "4", "--context-kv-heads", "3")
     fails("--context-head-dim must be even, got 7", *window, "--context-head-dim", "7")
     fails("--keep must be positive, got 0", "--keep", "0")
     fails("--reach must be from 0 to 1, got nan", "--reach", "nan")
