@@ -38,8 +38,8 @@ from redrafter.errors import CheckpointError, first_line
 __all__ = ["Row", "fingerprint", "open_lines", "read_rows"]
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-SUFFIXES = (".jsonl", ".json", *OPENERS)
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:.+)?")
+SUFFIXES = (".jsonl", ".json", ".parquet", *OPENERS)
+HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>.+))?")
 KIND_KEYS = ("text", "messages", "conversations", "turns", "input_ids")
 ANSWER_KEYS = ("completion", "response")
 SPLITS = ("train", "val", "test")
@@ -83,8 +83,9 @@ def read_rows(sources: Iterable[str | Path]) -> Iterator[Row]:
     """Yield the rows of data sources, in their order.
 
     Args:
-        sources: Files (.jsonl, or .json that holds lines or one list; also .gz and .xz), directories that
-            `datasets.save_to_disk` wrote, or datasets on the hub: "org/name", "org/name:split".
+        sources: Files (.jsonl, or .json that holds lines or one list; also .gz and .xz), and what `datasets` reads:
+            .parquet files, directories that `datasets.save_to_disk` wrote, and datasets on the hub ("org/name",
+            "org/name:split", "org/name:config:split").
 
     Raises:
         CheckpointError: If a source cannot be read or a row is malformed. The message names file and line.
@@ -147,29 +148,36 @@ def _parse_json(text: str, where: str) -> Any:
 
 def _is_dataset(source: str) -> bool:
     if os.path.isfile(source):  # unlike those of `Path`, these answer for any name
-        return False
+        return source.endswith(".parquet")
     hub = HUB_NAME.fullmatch(source) is not None and not source.endswith(SUFFIXES)
     return hub or os.path.isdir(source.partition(":")[0])
 
 
 def _read_dataset(source: str) -> Iterator[tuple[str, Any]]:
     """Yield where each entry of a Hugging Face dataset's split is, and the entry. A directory goes before the hub."""
+    is_file = os.path.isfile(source)
+    found = "a parquet file" if is_file else "not a file"
     try:
         import datasets
     except ImportError as error:
         raise CheckpointError(
-            f"{source} is not a file; to read it as a Hugging Face dataset: pip install datasets"
+            f"{source} is {found}; to read it as a Hugging Face dataset: pip install datasets"
         ) from error
     name, _, split = source.partition(":")
     try:
-        if Path(name).is_dir():
+        if is_file:
+            split, splits = "", {"train": datasets.load_dataset("parquet", data_files=source, split="train")}
+        elif Path(name).is_dir():
             splits = datasets.load_from_disk(name)
             splits = splits if isinstance(splits, dict) else {"train": splits}
         else:
-            splits = {split or "train": datasets.load_dataset(name, split=split or "train")}
+            named = HUB_NAME.fullmatch(source)
+            assert named is not None, "a dataset on the hub"
+            split = named["split"] or "train"
+            splits = {split: datasets.load_dataset(named["name"], named["config"], split=split)}
     except Exception as error:  # a script, a network and many formats stand behind it
         raise CheckpointError(
-            f"{source} is not a file, and cannot be read as a Hugging Face dataset: {first_line(error)}"
+            f"{source} is {found}, and cannot be read as a Hugging Face dataset: {first_line(error)}"
         ) from error
     if (split or "train") not in splits:
         raise CheckpointError(f"{source}: no split {split or 'train'}; write {name}: and one of {', '.join(splits)}")

@@ -47,7 +47,9 @@ class TrainConfig:
     """
 
     model: str | None = option(None, "base model: a hub id or a directory", required=True)
-    data: tuple[str, ...] = option((), "texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz", required=True, path=True)
+    data: tuple[str, ...] = option(
+        (), "texts: JSON lines, .jsonl, .jsonl.gz or .jsonl.xz; or what datasets reads", required=True, path=True
+    )
     output: str | None = option(None, "directory to write the drafter to", required=True, path=True)
     overwrite: bool = option(False, "replace the drafter that --output holds, and drop its checkpoints")
     resume: bool = option(False, "go on from the newest checkpoint, or begin anew where there is none")

@@ -268,8 +268,8 @@ def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
     rows = [{"text": "one", "messages": None}, {"text": None, "messages": turns}]
     requests = []
 
-    def load_dataset(name: str, split: str) -> list[object]:
-        requests.append((name, split))
+    def load_dataset(name: str, config: str | None = None, *, split: str, **files: str) -> list[object]:
+        requests.append((name, config, split, *files.values()))
         if name == "org/gone":
             raise FileNotFoundError("nobody\nhas it")
         return rows
@@ -280,7 +280,7 @@ def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
     rows_read = list(
         read_rows(["org/name", "org/name:test_sft", write(tmp_path / "a.jsonl", rows[:1]), f"{tmp_path}:test"])
     )
-    assert requests == [("org/name", "train"), ("org/name", "test_sft")]
+    assert requests == [("org/name", None, "train"), ("org/name", None, "test_sft")]
     assert len(rows_read) == 6
     assert rows_read[3].where == "org/name:test_sft:row 2"
     assert rows_read[3].messages == CHAT["conversations"]
@@ -290,9 +290,21 @@ def test_names_that_are_no_files_are_datasets(tmp_path, monkeypatch):
         list(read_rows([tmp_path]))
     stored = rows
     assert len(list(read_rows([tmp_path]))) == 2
+    parquet, requests[:] = tmp_path / "a:b.parquet", []
+    with pytest.raises(CheckpointError, match="No such file"):
+        list(read_rows([parquet]))
+    parquet.touch()
+    assert [row.text for row in read_rows([parquet, "org/name:main:train", "name:train[:10]"])][::2] == ["one"] * 3
+    assert requests == [
+        ("parquet", None, "train", str(parquet)),
+        ("org/name", "main", "train"),
+        ("name", None, "train[:10]"),
+    ]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(CheckpointError, match=r"org/name is not a file; .* pip install datasets"):
         list(read_rows(["org/name"]))
+    with pytest.raises(CheckpointError, match=r"a:b.parquet is a parquet file; .* pip install datasets"):
+        list(read_rows([parquet]))
 
 
 # Answers to prompts
