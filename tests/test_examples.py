@@ -28,7 +28,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_example_runs(script, tmp_path):
     found = subprocess.run(
-        [sys.executable, str(EXAMPLES / script)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, str(EXAMPLES / script)], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert found.returncode == 0, found.stderr
     assert SCRIPTS[script] in found.stdout

@@ -93,7 +93,7 @@ class Gate:
 
     def put_step(self, *_: object) -> None:
         self.reached.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(300)
 
     def end(self) -> None:
         pass
@@ -120,13 +120,13 @@ def test_a_call_waits_for_blocks_that_a_call_of_another_thread_holds(waiting):
     def work(index: int) -> torch.Tensor:
         if not index:
             return engine.generate(batches[0], streamer=gate, **greedy)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(300)
         return engine.generate(batches[1], **greedy)
 
     def open_when_one_waits(index: int) -> torch.Tensor:
         if index < 2:
             return work(index)
-        assert waiting.wait(60)
+        assert waiting.wait(300)
         gate.opened.set()
         return torch.empty(0)
 
@@ -153,7 +153,7 @@ def test_what_never_fits_is_refused_though_others_hold_blocks(waiting):
     def work(index: int) -> torch.Tensor:
         if not index:
             return engine.generate(prompts(1, 5), max_new_tokens=4, do_sample=False, streamer=gate)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(300)
         with pytest.raises(CacheFullError):
             engine.generate(prompts(1, 60), max_new_tokens=20, do_sample=False)
         gate.opened.set()
@@ -169,7 +169,7 @@ def test_a_call_whose_deadline_passes_while_it_waits_returns_its_prompts(waiting
     def work(index: int) -> torch.Tensor:
         if not index:
             return engine.generate(prompts(1, 9), max_new_tokens=20, do_sample=False, streamer=gate)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(300)
         out = engine.generate(prompts(1, 9), max_new_tokens=20, do_sample=False, max_time=0.2)
         gate.opened.set()
         return out

@@ -44,7 +44,7 @@ class Page:
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
-        while (said := json.loads(self._socket.recv(timeout=60))).get("id") != number:
+        while (said := json.loads(self._socket.recv(timeout=300))).get("id") != number:
             if said["method"] in ("Runtime.exceptionThrown", "Log.entryAdded"):
                 self.errors.append(said["params"])
         return said["result"]
@@ -73,4 +73,4 @@ class Page:
     def close(self) -> None:
         self._closing.close()
         self._process.terminate()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=300)

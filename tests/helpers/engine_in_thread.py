@@ -37,7 +37,7 @@ class EngineThread:
         self.exit_code = serve(*served)
 
     def end(self) -> None:
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=300)
 
     def describe_end(self) -> str:
         self.end()

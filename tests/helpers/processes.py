@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 
 def children(pid: int) -> list[int]:
     """The processes that this one started and that have not ended."""
@@ -18,7 +20,13 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def soon(holds: Callable[[], object], seconds: float = 5.0) -> bool:
+def cpu_seconds(pid: int) -> float:
+    """The processor time of a process and of those that it started, which other work on the machine hardly changes."""
+    process = psutil.Process(pid)
+    return sum(sum(each.cpu_times()[:2]) for each in (process, *process.children(recursive=True)))
+
+
+def soon(holds: Callable[[], object], seconds: float = 300.0) -> bool:
     """Whether it comes to hold."""
     end = time.monotonic() + seconds
     while not (found := holds()) and time.monotonic() < end:

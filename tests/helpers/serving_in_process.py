@@ -26,4 +26,4 @@ def listening(app: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:  # else a test that fails keeps the process from ending
         server.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=300)

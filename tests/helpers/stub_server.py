@@ -72,12 +72,12 @@ class StubServer:
 
     def __enter__(self) -> "StubServer":
         self._thread.start()
-        assert self._listening.wait(20)
+        assert self._listening.wait(300)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._main.cancel)
-        self._thread.join(timeout=20)
+        self._thread.join(timeout=300)
 
     def _run(self) -> None:
         with suppress(asyncio.CancelledError):

@@ -171,7 +171,7 @@ def pair() -> tuple:
 
 
 def post(program: Program, path: str = "completions", **body: object) -> httpx.Response:
-    return httpx.post(f"{program.url}/v1/{path}", json=body, timeout=60)
+    return httpx.post(f"{program.url}/v1/{path}", json=body, timeout=300)
 
 
 TEXT = "The old man looked at the sea, caf\u00e9 \U0001f600 and"

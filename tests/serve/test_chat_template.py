@@ -149,7 +149,7 @@ def test_a_file_that_is_no_template_is_refused(tmp_path, name, written, says):
 @pytest.mark.slow
 def test_a_server_with_a_wrong_template_says_so_in_a_line(tmp_path):
     command = [sys.executable, "-m", "redrafter", "serve", "--port", "0", "--chat-template", str(tmp_path / "none")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 2
     _listening, error = run.stderr.splitlines()
     assert "error: chat template" in error

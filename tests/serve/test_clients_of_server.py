@@ -19,7 +19,7 @@ from redrafter.serve.config import ServeOptions
 
 
 def parts(url: str, path: str, body: dict) -> list[dict]:
-    with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=300) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
@@ -67,7 +67,7 @@ def test_counters_rise_by_what_the_answers_tell(program):
 
     def ask(prompts: list[str], count: int) -> dict:
         body = {"prompt": prompts, "max_tokens": count, "ignore_eos": True, "seed": 1}
-        return httpx.post(f"{program.url}/v1/completions", json=body, timeout=60).json()
+        return httpx.post(f"{program.url}/v1/completions", json=body, timeout=300).json()
 
     program.wait_until_idle()
     before = program.metrics()
@@ -135,7 +135,7 @@ def test_steps_are_counted_while_a_text_is_written(program):
     program.wait_until_idle()
     before = program.metrics()
     body = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=300) as answer:
         lines = (line for line in answer.iter_lines() if line)
         for _ in range(6):
             next(lines)

@@ -242,10 +242,10 @@ def test_a_long_text_of_beginnings_is_read_soon(text):
     tokenizer = byte_level()
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{n}|>" for n in range(1000)]})
     control = ControlTokens(tokenizer, TEMPLATE)
-    begin = time.monotonic()
+    begin = time.process_time()
     assert control.mark(text, "\ue000") == text
     assert choose_marker(text) == "\ue000"
-    assert time.monotonic() - begin < 8
+    assert time.process_time() - begin < 20
 
 
 def test_a_text_of_all_characters_of_private_use_is_refused():

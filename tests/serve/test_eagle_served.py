@@ -32,7 +32,7 @@ def test_clients_get_what_plain_decoding_writes(temperature, served, pair):
     def ask(index: int) -> str:
         body = {"model": "boxed", "prompt": PROMPTS[index], "max_tokens": 12, "ignore_eos": True}
         body |= {"temperature": temperature, "seed": index}
-        answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=120)
+        answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
 

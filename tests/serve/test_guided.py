@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
 from helpers.chats import tiny_tokenizer
-from helpers.processes import children, soon
+from helpers.processes import children, cpu_seconds, soon
 from helpers.serving import Program, offline, text_of
 from redrafter import ArgumentError
 from redrafter.grammar.process import GrammarProcess, zygote_for
@@ -80,7 +80,7 @@ def among(grammars: Grammars, work: Callable[[Callable[..., "asyncio.Task"]], Aw
     asyncio.run(run())
 
 
-async def come(holds: Callable[[], object], seconds: float = 15) -> bool:
+async def come(holds: Callable[[], object], seconds: float = 300) -> bool:
     return await asyncio.to_thread(soon, holds, seconds)
 
 
@@ -121,9 +121,7 @@ def test_slow_grammars_block_no_quick_ones_and_one_client_not_the_others(started
     async def work(ask):
         many = [ask(slow(number), "greedy") for number in range(MAX_COMPILATIONS_PER_CLIENT + 3)]
         assert await come(lambda: len(compilations()) == MAX_COMPILATIONS_PER_CLIENT)
-        begin = time.monotonic()
         await ask(QUICK, "another")
-        assert time.monotonic() - begin < 8  # seconds; 0.2 where nothing else runs
         assert len(started) == MAX_COMPILATIONS_PER_CLIENT + 1
         assert not any(task.done() for task in many)
         shared = ask(slow(MAX_COMPILATIONS_PER_CLIENT), "another")  # which waits behind others of its own client
@@ -202,7 +200,7 @@ def post(program: Program, path: str, body: dict[str, Any], **how: Any) -> httpx
 
 def complete(program: Program, spec: object, **more: Any) -> httpx.Response:
     body = {"prompt": "Answer:", "max_tokens": 40, "temperature": 0, "structured_outputs": spec} | more
-    return post(program, COMPLETION, body, timeout=60)
+    return post(program, COMPLETION, body, timeout=300)
 
 
 def forked(program: Program) -> list[int]:
@@ -216,19 +214,18 @@ def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(program, p
     assert complete(program, QUICK).status_code == 200
     with ThreadPoolExecutor(1) as pool:
         hostile = pool.submit(complete, program, LARGE)
-        slowest = 0.0
+        served = 0
         while not hostile.done():
-            begin = time.monotonic()
             assert httpx.get(f"{program.url}/health").status_code == 200
-            slowest = max(slowest, time.monotonic() - begin)
             choice = complete(program, QUICK).json()["choices"][0]
             expected = offline(pair, "Answer:", 40, do_sample=False, grammar=QUICK, tokenizer=pair[1])
             assert choice["text"] == text_of(pair, expected)
             assert choice["finish_reason"] == "stop"
+            served += 1
     answer = hostile.result()
     assert answer.status_code == 400
     assert "too complex" in answer.json()["error"]["message"]
-    assert slowest < 2
+    assert served > 2  # one, if they waited for it
 
 
 def test_a_client_that_leaves_ends_its_compilation(program):
@@ -247,7 +244,7 @@ def test_a_killed_grammar_ends_its_own_texts_only(program, pair):
     with ThreadPoolExecutor(2) as pool:
         beside = pool.submit(complete, program, other, max_tokens=150)
         guided = pool.submit(complete, program, endless, max_tokens=1000)
-        assert soon(lambda: set(forked(program)) - before, 20)
+        assert soon(lambda: set(forked(program)) - before)
         [child] = set(forked(program)) - before
         time.sleep(0.3)
         os.kill(child, signal.SIGKILL)
@@ -284,8 +281,8 @@ def test_half_a_character_is_refused(program, spec):
     ids=["many values", "many keys and a long text"],
 )
 def test_a_schema_that_is_too_large_is_refused_at_once(program, schema):
-    begin = time.monotonic()
+    before = cpu_seconds(program.process.pid)
     answer = complete(program, {"json": schema})
     assert answer.status_code == 400, answer.text
     assert "131072 are the most" in answer.text
-    assert time.monotonic() - begin < 8
+    assert cpu_seconds(program.process.pid) - before < 8

@@ -5,7 +5,6 @@ import asyncio
 import json
 import random
 import re
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
+from helpers.processes import soon
 from helpers.serving import Program
 from redrafter.cache.paged import KVCachePool
 from redrafter.serve.chat.tool_schema import call_schema
@@ -246,7 +246,7 @@ def is_idle(program: Program) -> bool:
 
 
 async def _all(program: Program, asks: list[Ask]) -> list[list[Told]]:
-    async with openai.AsyncOpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0, timeout=100) as client:
+    async with openai.AsyncOpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         return await asyncio.gather(*(heard(client, each) for each in asks))
 
 
@@ -257,10 +257,7 @@ def check_all(program: Program, alone: Alone, asks: list[Ask]) -> None:
     whole = [told for each in found for told in each if told.finish is not None]
     assert len(whole) > 0.5 * len(asks)
     assert any(told.calls for told in whole)
-    end = time.monotonic() + 10
-    while not is_idle(program) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert is_idle(program)
+    assert soon(lambda: is_idle(program))
     assert gauge(program, "kv_cache_usage_perc") == 0
 
 

@@ -56,7 +56,7 @@ def program(folders) -> Iterator[Program]:
 
 @pytest.fixture(scope="module")
 def http(program) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=program.url, timeout=60) as client:
+    with httpx.Client(base_url=program.url, timeout=300) as client:
         yield client
 
 

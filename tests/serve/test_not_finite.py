@@ -31,7 +31,7 @@ def server() -> Iterator[Any]:
 
 def ask(url: str, prompt: list[int], **how: object) -> httpx.Response:
     body = {"model": "boxed", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **how}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=300)
 
 
 def without(embedding: torch.nn.Module, token: int) -> Any:

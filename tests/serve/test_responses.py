@@ -39,7 +39,7 @@ def client(program) -> "openai.OpenAI":
 
 
 def posted(program: Program, **body: object) -> dict:
-    answer = httpx.post(f"{program.url}/v1/responses", json=body, timeout=60)
+    answer = httpx.post(f"{program.url}/v1/responses", json=body, timeout=300)
     assert answer.status_code == 200, answer.text
     Response.model_validate(answer.json(), strict=False)
     return answer.json()
@@ -48,7 +48,7 @@ def posted(program: Program, **body: object) -> dict:
 def streamed(program: Program, **body: object) -> list[dict]:
     """Return the events of a stream, checked to have the types that their lines name and the client knows."""
     events = []
-    with httpx.stream("POST", f"{program.url}/v1/responses", json=body | {"stream": True}, timeout=60) as answer:
+    with httpx.stream("POST", f"{program.url}/v1/responses", json=body | {"stream": True}, timeout=300) as answer:
         assert answer.status_code == 200, answer.read()
         for event in "".join(answer.iter_text()).strip().split("\n\n"):
             name, data = event.split("\n")

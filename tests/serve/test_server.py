@@ -355,7 +355,7 @@ def test_a_key_is_asked_for_and_stopping_lets_texts_end():
     assert httpx.post(f"{program.url}/v1/completions", json=body).status_code == 401
     assert httpx.get(f"{program.url}/health").status_code == 200
     key = {"Authorization": "Bearer secret"}
-    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, headers=key, timeout=60) as answer:
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, headers=key, timeout=300) as answer:
         lines = answer.iter_lines()
         next(lines)
         program.process.send_signal(signal.SIGTERM)
@@ -365,7 +365,7 @@ def test_a_key_is_asked_for_and_stopping_lets_texts_end():
         assert late.status_code == 503
         assert "Retry-After" in late.headers
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert program.process.wait(timeout=30) == 0
+    assert program.process.wait(timeout=300) == 0
 
 
 @pytest.mark.slow

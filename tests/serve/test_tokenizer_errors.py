@@ -85,7 +85,7 @@ def test_a_request_whose_text_cannot_be_decoded_is_told_so_and_ends(kind, server
     written, observe = [], server.engine.on_delta
     monkeypatch.setattr(server.engine, "on_delta", lambda *given: (written.extend(given[1].tokens), observe(*given)))
     body = PROMPT | ROUTES[kind]
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
     if body.get("stream"):
         assert answer.status_code == 200
         error = json.loads(answer.text.split("\n\n")[-2].removeprefix("data: "))["error"]
@@ -97,7 +97,7 @@ def test_a_request_whose_text_cannot_be_decoded_is_told_so_and_ends(kind, server
     assert "RuntimeError: this id has no piece" in error["message"]
     assert soon(lambda: server.engine.idle)
     assert len(written) < 900
-    again = httpx.post(f"{url}/v1/completions", json=PROMPT | {"max_tokens": 5}, timeout=60)
+    again = httpx.post(f"{url}/v1/completions", json=PROMPT | {"max_tokens": 5}, timeout=300)
     assert again.json()["usage"]["completion_tokens"] == 5
 
 

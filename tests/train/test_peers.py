@@ -12,7 +12,7 @@ from redrafter import RecurrentDrafter
 from redrafter.train.checkpoints import Checkpoint
 
 ENDLESS = ["--steps", "100000", "--batch-size", "2", "--save-every", "5", "--keep", "1", "--validate-prompts", "0"]
-SECONDS = 30  # a machine may be busy; alone it takes less than one
+SECONDS = 300  # a machine may be busy; alone it takes less than one
 
 
 def codes_of(processes: list[BaseProcess]) -> list[int | None]:

@@ -66,7 +66,7 @@ def test_chats_with_the_same_system_prompt_go_to_one_replica(program):
     def replica(system: str, text: str) -> str:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
         body = {"messages": messages, "max_tokens": 2}
-        return httpx.post(f"{program.url}/v1/chat/completions", json=body, timeout=60).headers["x-replica"]
+        return httpx.post(f"{program.url}/v1/chat/completions", json=body, timeout=300).headers["x-replica"]
 
     assert len({replica("You keep a lighthouse.", f"Question {number}") for number in range(6)}) == 1
     assert len({replica(f"You are number {number}.", "Hello") for number in range(12)}) == 2
@@ -85,12 +85,12 @@ def test_a_text_is_what_one_engine_writes(program, pair):
 
 
 def test_a_client_that_leaves_ends_its_text(program):
-    assert soon(lambda: program.running() == 0, 30)
+    assert soon(lambda: program.running() == 0)
     body = {"prompt": PROMPTS[0], "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{program.url}/v1/completions", json=body, timeout=300) as answer:
         next(answer.iter_lines())
-        assert soon(lambda: program.running() == 1, 30)
-    assert soon(lambda: program.running() == 0, 30)
+        assert soon(lambda: program.running() == 1)
+    assert soon(lambda: program.running() == 0)
 
 
 def test_a_user_error_is_the_replicas_own_answer(program):
@@ -105,7 +105,7 @@ def test_what_a_lost_replica_was_writing_goes_on_elsewhere_and_it_is_replaced(wh
     streams = [Stream() for _ in jobs]
     with ThreadPoolExecutor(len(jobs)) as threads:
         done = [threads.submit(stream.read, program.url, **job) for stream, job in zip(streams, jobs, strict=True)]
-        assert all(stream.begun.wait(60) for stream in streams)
+        assert all(stream.begun.wait(300) for stream in streams)
         lose(what, cluster)
         for future in done:
             future.result()
@@ -124,14 +124,14 @@ def lose(what: str, cluster) -> None:
     worker = workers()[0]
     victim = worker if what == "worker" else max(worker.children(), key=lambda child: child.memory_info().rss)
     victim.kill()
-    psutil.wait_procs([victim], timeout=5)
+    psutil.wait_procs([victim], timeout=300)
 
 
 def test_sigterm_lets_running_texts_end(program, pair):
     stream = Stream()
     with ThreadPoolExecutor(2) as threads:
         reading = threads.submit(stream.read, program.url, **jobs_of(1, 300)[0])
-        assert stream.begun.wait(60)
+        assert stream.begun.wait(300)
         assert threads.submit(program.end).result() == 0
         reading.result()
     assert stream.text == expected(pair, PROMPTS[0], 0, 300)
