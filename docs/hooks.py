@@ -22,7 +22,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "index.md": (ROOT / "README.md").read_text(),
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
-        "reference/python.md": _python_reference(),
+        "reference/python.md": python_reference(),
         "reference/commands.md": _command_reference(),
     }
     for name, text in pages.items():
@@ -49,12 +49,40 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return re.sub(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", rewrite, markdown)
 
 
-def _python_reference() -> str:
+# Members that the reference shows, of classes that have others for the package's own use.
+ENGINE = ("generate", "custom_generate", "load_adapter", "unload_adapter", "adapters", "model")
+LOADED_ENGINE = ("from_pretrained", *ENGINE)
+MEMBERS: dict[str, tuple[str, ...]] = {
+    "DraftTarget": LOADED_ENGINE,
+    "DrafterConfig": (),
+    "EagleConfig": (),
+    "EagleDrafter": ("from_pretrained",),
+    "Engine": ENGINE,
+    "GenerateStats": ("draft_steps", "tokens_per_step"),
+    "Grammar": ("json_schema", "json_object", "regex", "lark", "ebnf", "choice", "of"),
+    "PromptLookup": LOADED_ENGINE,
+    "ReDrafter": LOADED_ENGINE,
+    "RecurrentDrafter": ("from_pretrained",),
+    "Stats": ("draft_steps", "tokens_per_step"),
+}
+SHARING = (
+    "`drafter.save_pretrained(folder)` writes a drafter, and `drafter.push_to_hub(repository)` uploads it to the "
+    "Hugging Face hub; both are transformers'. `from_pretrained` then takes the name of the repository."
+)
+
+
+def python_reference() -> str:
+    """Return the page of every public name, which mkdocstrings fills in."""
     parts = ["# Python reference", "Every public name: what `from redrafter import ...` gives."]
     errors = [name for name in redrafter.__all__ if name.endswith("Error")]
     others = [name for name in redrafter.__all__ if name not in errors and not name.startswith("__")]
     for name in (*others, *errors):
-        parts.append(f"::: redrafter.{name}")
+        part = f"::: redrafter.{name}"
+        if name in MEMBERS:
+            part += f"\n    options:\n      inherited_members: true\n      members: [{', '.join(MEMBERS[name])}]"
+        parts.append(part)
+        if name == "RecurrentDrafter":
+            parts.append(SHARING)
     return "\n\n".join(parts) + "\n"
 
 

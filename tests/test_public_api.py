@@ -3,8 +3,10 @@
 import pkgutil
 import re
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+
+import pytest
 
 import redrafter
 from helpers.fake_ray import FakeRay
@@ -56,6 +58,24 @@ def test_every_module_lists_its_names_and_they_exist(monkeypatch):
 
 def test_the_changelog_knows_the_version():
     assert f"## {redrafter.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_reference_shows_what_users_call_under_each_engine():
+    pytest.importorskip("mkdocs")
+    spec = spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    hooks = module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    parts = hooks.python_reference().split("::: redrafter.")[1:]
+    members = {
+        part.split("\n")[0]: re.findall(r"\w+", part.partition("members: [")[2].partition("]")[0]) for part in parts
+    }
+    assert set(members) == {*redrafter.__all__} - {"__version__"}
+    for name, shown in members.items():
+        assert all(hasattr(getattr(redrafter, name), member) for member in shown), name
+    for engine in ("ReDrafter", "DraftTarget", "PromptLookup"):
+        assert {"from_pretrained", "generate"} <= {*members[engine]}
+        assert not {"lend_to", "make_graphs", "scheduler_for"} & {*members[engine]}
+    assert "push_to_hub" in hooks.python_reference()
 
 
 def test_nothing_in_a_step_waits_for_the_device_or_loops_over_rows():
