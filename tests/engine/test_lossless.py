@@ -115,10 +115,11 @@ def test_returned_sequences_differ_and_each_can_be_drawn_alone(llama):
     assert torch.equal(alone, out.sequences[4, ids.shape[1] :][: len(alone)])
 
 
-def test_nothing_is_drawn_from_the_global_generator(llama):
-    ids, mask = uneven_batch()
+@pytest.mark.parametrize("draws", [{"do_sample": True, "seed": 3}, {"do_sample": False}])
+def test_torchs_generator_gives_nothing_but_seeds_that_no_call_gives(draws, llama):
+    [ids, mask], engine = uneven_batch(), with_tree(llama, tiny_drafter(), 5, 5)
     before = torch.get_rng_state()
-    with_tree(llama, tiny_drafter(), 5, 5).generate(ids, mask, max_new_tokens=8, do_sample=True)
+    engine.generate(ids, mask, max_new_tokens=8, **draws)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -1,7 +1,6 @@
 """Trees by batch size: the table, where it is found, and that no token depends on it."""
 
 import json
-import types
 
 import pytest
 import torch
@@ -267,7 +266,16 @@ def test_rows_of_an_untuned_gpu_share_nodes_where_each_has_few():
 
 
 def test_an_untuned_engine_on_a_gpu_has_a_proposer_for_each_size():
-    gpu = types.SimpleNamespace(device=torch.device("cuda"), read_aux_hidden=lambda layers: None, varlen=Support())
+    class OnGPU(Target):
+        device, varlen = torch.device("cuda"), Support()
+
+        def __init__(self) -> None:
+            """Bind no model."""
+
+        def read_aux_hidden(self, layers: object) -> None:
+            """Read none."""
+
+    gpu = OnGPU()
     engine = ReDrafter(gpu, tiny_drafter())
     assert engine.proposer_for(1) is engine.proposer_for(4) is engine.proposer
     assert (engine.proposer_for(16).beams, engine.proposer_for(16).nodes) == (5, 8)

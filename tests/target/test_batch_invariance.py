@@ -170,8 +170,9 @@ def test_other_targets_are_not_invariant():
 @pytest.mark.parametrize("broken", ["products", "attention"])
 def test_an_order_that_follows_from_the_number_of_tokens_is_refused(broken, monkeypatch):
     if broken == "products":
-        in_one = lambda x, weight, bias: nn.functional.linear(x, weight, bias)  # noqa: E731
-        monkeypatch.setattr(invariant_linear, "_in_blocks", in_one)
+        # Not torch's own product: on some processors its order does not follow from the number of tokens.
+        by_tokens = lambda x, weight, bias: nn.functional.linear(x, weight, bias) * (1 + 1e-3 * len(x))  # noqa: E731
+        monkeypatch.setattr(invariant_linear, "_in_blocks", by_tokens)
     else:
         monkeypatch.setattr(invariant_attention, "splits", lambda end: iter([range(0, end + 64)]))
         monkeypatch.setattr(invariant_attention, "TILE", 8)
