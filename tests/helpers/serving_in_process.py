@@ -11,8 +11,6 @@ import pytest
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 
-uvicorn = pytest.importorskip("uvicorn")
-
 
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
