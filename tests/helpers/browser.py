@@ -33,7 +33,7 @@ class Page:
         while not (port.is_file() and "\n" in port.read_text()):
             assert self._process.poll() is None, "the browser did not start"
             time.sleep(0.05)
-        pages = httpx.get(f"http://127.0.0.1:{port.read_text().split()[0]}/json/list").json()
+        pages = httpx.get(f"http://127.0.0.1:{port.read_text().split()[0]}/json/list", timeout=300).json()
         [own] = [each["webSocketDebuggerUrl"] for each in pages if each["type"] == "page"]
         self._closing, self._numbers = ExitStack(), count(1)
         self._socket = self._closing.enter_context(connect(own, max_size=None))
@@ -54,7 +54,7 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 30) -> None:
+    def wait(self, script: str, seconds: float = 300) -> None:
         """Until it is true."""
         end = time.monotonic() + seconds
         while not self.run(f"Boolean({script})"):

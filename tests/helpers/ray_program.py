@@ -29,7 +29,9 @@ class RayProgram(Program):
     @property
     def replicas(self) -> set[str]:
         """Names of the replicas that tell their metrics."""
-        return set(re.findall(r'num_requests_running\{.*replica="(\w+)"', httpx.get(f"{self.url}/metrics").text))
+        return set(
+            re.findall(r'num_requests_running\{.*replica="(\w+)"', httpx.get(f"{self.url}/metrics", timeout=300).text)
+        )
 
     def running(self) -> float:
         """Texts that are written by all replicas."""

@@ -32,7 +32,7 @@ class Program:
 
     first_metrics: dict[str, float]
     ready_word = "curl"  # in the line that says that it serves
-    start_seconds, end_seconds = 60.0, 30.0
+    start_seconds = end_seconds = 300.0
 
     def __init__(self, *more: str, ranks: int = 1):
         words = ["redrafter", "serve", "--port", "0", *more]
@@ -60,13 +60,13 @@ class Program:
     @property
     def healthy(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health").status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=300).status_code == 200
         except httpx.TransportError:
             return False
 
     def metrics(self) -> dict[str, float]:
         """Return what `/metrics` reports, by name and labels without that of the model."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=300).text.splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {_MODEL_LABEL.sub("", name): float(value) for name, value in pairs}
 

@@ -96,4 +96,4 @@ def test_a_killed_rank_ends_the_server(folder, rank):
     os.kill(sorted(children(program.process.pid))[rank], signal.SIGKILL)
     assert program.process.wait(timeout=300) != 0
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"{program.url}/health")
+        httpx.get(f"{program.url}/health", timeout=300)

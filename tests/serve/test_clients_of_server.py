@@ -154,7 +154,7 @@ def test_the_share_of_a_prompt_that_was_found_can_be_told(program):
     program.wait_until_idle()
     before = program.metrics()
     body = {"prompt": "The tide came in over the sand, and with it came the boats. " * 4, "max_tokens": 2}
-    usages = [httpx.post(f"{program.url}/v1/completions", json=body).json()["usage"] for _ in range(2)]
+    usages = [httpx.post(f"{program.url}/v1/completions", json=body, timeout=300).json()["usage"] for _ in range(2)]
     after = program.metrics()
     for name, expected in (
         ("queries", sum(usage["prompt_tokens"] for usage in usages)),

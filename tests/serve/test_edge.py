@@ -524,7 +524,7 @@ def test_waiting_connections_make_room(monkeypatch):
     with served(simple, most=20) as (open_connections, port):
         slow = [told(port, b"GET / HTTP/1.1\r\n") for _ in range(60)]
         for _ in range(5):
-            assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
+            assert httpx.get(f"http://127.0.0.1:{port}/", timeout=300).text == "ok"
         assert len(open_connections.open) <= 20
         read_until_closed(slow[0])
 
@@ -534,14 +534,14 @@ def test_one_connection_too_many_is_told_so():
         busy = [told(port, REQUEST % b"slow") for _ in range(3)]
         while len(open_connections.open) < 3 or open_connections.waiting:
             time.sleep(0.01)
-        answer = httpx.get(f"http://127.0.0.1:{port}/")
+        answer = httpx.get(f"http://127.0.0.1:{port}/", timeout=300)
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["message"] == "too many connections"
         busy[0].close()
         while len(open_connections.open) > 2:
             time.sleep(0.01)
-        assert httpx.get(f"http://127.0.0.1:{port}/").text == "ok"
+        assert httpx.get(f"http://127.0.0.1:{port}/", timeout=300).text == "ok"
 
 
 def test_there_are_no_more_connections_than_files(monkeypatch):

@@ -216,7 +216,7 @@ def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(program, p
         hostile = pool.submit(complete, program, LARGE)
         served = 0
         while not hostile.done():
-            assert httpx.get(f"{program.url}/health").status_code == 200
+            assert httpx.get(f"{program.url}/health", timeout=300).status_code == 200
             choice = complete(program, QUICK).json()["choices"][0]
             expected = offline(pair, "Answer:", 40, do_sample=False, grammar=QUICK, tokenizer=pair[1])
             assert choice["text"] == text_of(pair, expected)

@@ -137,7 +137,7 @@ def test_another_method_is_told_which_there_are(program):
 
 
 def test_errors_are_documented(program):
-    document = httpx.get(f"{program.url}/openapi.json").json()
+    document = httpx.get(f"{program.url}/openapi.json", timeout=300).json()
     for path in (CHAT, COMPLETION):
         responses = document["paths"][path]["post"]["responses"]
         assert {int(status) for status in responses} == {200, 400, 401, 404, 408, 413, 422, 429, 500, 503}

@@ -121,7 +121,9 @@ def test_a_response_reads_the_images_of_its_input(served):
 )
 def test_a_response_refuses_other_images(served, role, part, says):
     message = {"role": role, "content": [{"type": "input_image"} | part]}
-    answer = httpx.post(f"{served.program.url}/v1/responses", json={"model": served.name, "input": [message]})
+    answer = httpx.post(
+        f"{served.program.url}/v1/responses", json={"model": served.name, "input": [message]}, timeout=300
+    )
     assert answer.status_code in (400, 422)
     assert says in answer.json()["error"]["message"]
 
@@ -137,7 +139,7 @@ def test_a_sampled_answer_is_the_one_of_its_seed(served):
 def test_the_tokens_of_an_image_are_counted(served):
     content = [image_part(picture(7)), text_part("Go on")]
     body = {"messages": [{"role": "user", "content": content}]}
-    counted = httpx.post(f"{served.program.url}/tokenize", json=body).json()
+    counted = httpx.post(f"{served.program.url}/tokenize", json=body, timeout=300).json()
     assert counted["tokens"].count(served.processor.image_token_id) == 4
     assert served.ask(*content).usage.prompt_tokens == counted["count"]
 

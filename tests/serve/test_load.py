@@ -236,7 +236,7 @@ def alone(pair) -> Alone:
 
 
 def gauge(program: Program, name: str) -> float:
-    lines = httpx.get(f"{program.url}/metrics").text
+    lines = httpx.get(f"{program.url}/metrics", timeout=300).text
     [value] = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", lines, re.MULTILINE)
     return float(value)
 

@@ -176,7 +176,7 @@ def test_metrics_count_the_texts_of_each_adapter(program, http):
 def test_a_server_that_does_not_allow_it_loads_nothing(folders):
     server = Program("--lora-modules", f"one={folders['one']}")
     body = {"lora_name": "three", "lora_path": str(folders["three"])}
-    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body)
+    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=300)
     assert answer.status_code == 404
     assert "--allow-runtime-lora-updating" in answer.json()["error"]["message"]
     assert server.end() == 0

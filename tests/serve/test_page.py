@@ -170,12 +170,12 @@ def test_runs_hold_as_many_drafts_as_the_usage_counts(url, stopped):
 
 def test_drafts_are_for_streams_only(url):
     body = {"prompt": "a", "stream_options": {"include_drafts": True}}
-    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 422
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=300).status_code == 422
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_the_page_may_load_nothing_else(path, url):
-    answer = httpx.get(f"{url}{path}")
+    answer = httpx.get(f"{url}{path}", timeout=300)
     policy = answer.headers["Content-Security-Policy"]
     assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
     assert "unsafe" not in policy
@@ -185,7 +185,7 @@ def test_the_page_may_load_nothing_else(path, url):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\son\w+=|style=\"", answer.text)
     elsewhere = r"src=|href=\"(?!data:)|@import|url\(|https?://(?!www\.w3\.org/2000/svg)"
     assert not re.search(elsewhere, answer.text)
-    assert path not in httpx.get(f"{url}/openapi.json").json()["paths"]
+    assert path not in httpx.get(f"{url}/openapi.json", timeout=300).json()["paths"]
 
 
 @pytest.mark.parametrize("scheme", [0, 1])

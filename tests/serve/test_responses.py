@@ -213,7 +213,7 @@ def test_tools_are_called(choice, client, program):
     ],
 )
 def test_what_is_not_there_is_refused_by_name(field, value, says, program):
-    answer = httpx.post(f"{program.url}/v1/responses", json=TALK | {field: value})
+    answer = httpx.post(f"{program.url}/v1/responses", json=TALK | {field: value}, timeout=300)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert says in error["message"]
@@ -233,7 +233,7 @@ def test_what_is_not_there_is_refused_by_name(field, value, says, program):
     ],
 )
 def test_what_the_chat_route_refuses_is_refused_here(program, body, status):
-    answer = httpx.post(f"{program.url}/v1/responses", json={"max_output_tokens": 1} | body)
+    answer = httpx.post(f"{program.url}/v1/responses", json={"max_output_tokens": 1} | body, timeout=300)
     assert answer.status_code == status, answer.text
     assert status == 200 or answer.json()["error"]["message"]
 

@@ -81,7 +81,9 @@ def test_a_stream_joins_to_the_whole(client, kind):
 
 def test_a_stream_ends_with_done(program):
     body = {"prompt": "a", "max_tokens": 3, "stream": True}
-    lines = [line for line in httpx.post(f"{program.url}/v1/completions", json=body).text.split("\n\n") if line]
+    lines = [
+        line for line in httpx.post(f"{program.url}/v1/completions", json=body, timeout=300).text.split("\n\n") if line
+    ]
     assert lines[-1] == "data: [DONE]"
     assert all(line.startswith("data: ") for line in lines)
     assert all(json.loads(line[6:])["choices"] for line in lines[:-1])
@@ -144,7 +146,9 @@ def test_a_beginning_that_was_read_is_found(client, program):
     usage = client.chat.completions.create(messages=talks[1], **settings).usage
     assert usage.prompt_tokens_details.cached_tokens > 0.5 * usage.prompt_tokens
     assert re.search(
-        r"^vllm:prefix_cache_hits_total\{.*\} [1-9]", httpx.get(f"{program.url}/metrics").text, re.MULTILINE
+        r"^vllm:prefix_cache_hits_total\{.*\} [1-9]",
+        httpx.get(f"{program.url}/metrics", timeout=300).text,
+        re.MULTILINE,
     )
 
 
@@ -180,14 +184,16 @@ def test_a_field_that_is_not_supported_is_named(client):
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000], ids=lambda raw: repr(raw[:9]))
 def test_a_body_that_is_no_object_is_refused(program, raw):
-    answer = httpx.post(f"{program.url}/v1/completions", content=raw, headers={"content-type": "application/json"})
+    answer = httpx.post(
+        f"{program.url}/v1/completions", content=raw, headers={"content-type": "application/json"}, timeout=300
+    )
     assert answer.status_code in (400, 413, 422)
     assert answer.json()["error"]["message"]
 
 
 def test_a_body_that_is_too_large_and_a_route_that_is_not_there_are_refused(program):
-    assert httpx.post(f"{program.url}/v1/completions", content=b"x" * (17 << 20)).status_code == 413
-    assert httpx.get(f"{program.url}/nowhere").json()["error"]["type"] == "not_found_error"
+    assert httpx.post(f"{program.url}/v1/completions", content=b"x" * (17 << 20), timeout=300).status_code == 413
+    assert httpx.get(f"{program.url}/nowhere", timeout=300).json()["error"]["type"] == "not_found_error"
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
@@ -327,11 +333,11 @@ def test_the_example_runs(script, program):
 def test_requests_are_logged():
     program = Program("--log-format", "json")
     body = {"prompt": "The sea", "max_tokens": 9, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{program.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+    answer = httpx.post(f"{program.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"}, timeout=300)
     assert answer.headers["x-request-id"] == "mine"
     with httpx.stream("POST", f"{program.url}/v1/completions", json=body | {"stream": True, "max_tokens": 5}) as left:
         list(left.iter_lines())
-    refused = httpx.post(f"{program.url}/v1/chat/comp%0aletions", json=body)
+    refused = httpx.post(f"{program.url}/v1/chat/comp%0aletions", json=body, timeout=300)
     assert program.end() == 0
     lines = [json.loads(line) for line in program.log]
     first, second, last = [line for line in lines if "status" in line]
@@ -352,8 +358,8 @@ def test_requests_are_logged():
 def test_a_key_is_asked_for_and_stopping_lets_texts_end():
     program = Program("--api-key", "secret", "--served-model-name", "mine")
     body = {"prompt": "The sea", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
-    assert httpx.post(f"{program.url}/v1/completions", json=body).status_code == 401
-    assert httpx.get(f"{program.url}/health").status_code == 200
+    assert httpx.post(f"{program.url}/v1/completions", json=body, timeout=300).status_code == 401
+    assert httpx.get(f"{program.url}/health", timeout=300).status_code == 200
     key = {"Authorization": "Bearer secret"}
     with httpx.stream("POST", f"{program.url}/v1/completions", json=body, headers=key, timeout=300) as answer:
         lines = answer.iter_lines()
@@ -361,7 +367,7 @@ def test_a_key_is_asked_for_and_stopping_lets_texts_end():
         program.process.send_signal(signal.SIGTERM)
         while program.healthy:
             time.sleep(0.02)
-        late = httpx.post(f"{program.url}/v1/completions", json=body, headers=key)
+        late = httpx.post(f"{program.url}/v1/completions", json=body, headers=key, timeout=300)
         assert late.status_code == 503
         assert "Retry-After" in late.headers
         assert [line for line in lines if line][-1] == "data: [DONE]"

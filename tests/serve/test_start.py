@@ -132,9 +132,9 @@ def test_https_and_clients_that_prove_who_they_are(start, certificate):
     without_own = ssl.create_default_context(cafile=cert)
     for client in (without_own, True):
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"{program.url}/", verify=client)
+            httpx.get(f"{program.url}/", verify=client, timeout=300)
     with pytest.raises(httpx.TransportError):
-        httpx.get(program.url.replace("https", "http"))
+        httpx.get(program.url.replace("https", "http"), timeout=300)
     stalled = with_own.wrap_socket(program.connect(), server_hostname="127.0.0.1")
     stalled.sendall(b"GET /endless HTTP/1.1\r\nHost: a\r\n\r\n")
     assert program.end() == 0

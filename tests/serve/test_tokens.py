@@ -26,7 +26,7 @@ def program() -> Iterator[Program]:
 
 @pytest.fixture(scope="module")
 def http(program) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=program.url, headers={"Authorization": "Bearer secret"}) as client:
+    with httpx.Client(base_url=program.url, headers={"Authorization": "Bearer secret"}, timeout=300) as client:
         yield client
 
 
@@ -94,11 +94,11 @@ def test_what_is_wrong_is_said(path, body, status, http):
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/responses", "/v1/embeddings"])
 def test_the_key_is_asked_for_where_work_is_done(program, path):
-    assert httpx.post(f"{program.url}{path}", json={"prompt": "a", "tokens": []}).status_code == 401
+    assert httpx.post(f"{program.url}{path}", json={"prompt": "a", "tokens": []}, timeout=300).status_code == 401
 
 
 def test_the_version_is_told_to_all(program):
-    assert httpx.get(f"{program.url}/version").json() == {"version": __version__}
+    assert httpx.get(f"{program.url}/version", timeout=300).json() == {"version": __version__}
 
 
 def test_a_model_is_told_by_its_name(program, http):

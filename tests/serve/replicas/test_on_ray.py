@@ -94,7 +94,7 @@ def test_a_client_that_leaves_ends_its_text(program):
 
 
 def test_a_user_error_is_the_replicas_own_answer(program):
-    answer = httpx.post(f"{program.url}/v1/completions", json={"prompt": "a", "suffix": "b"})
+    answer = httpx.post(f"{program.url}/v1/completions", json={"prompt": "a", "suffix": "b"}, timeout=300)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
 
 
