@@ -68,7 +68,8 @@ def test_only_the_last_chunk_of_a_prompt_brings_all_its_tokens(model, prompt, mo
         Target, "prefill", lambda self, tokens, *args, **how: read.append(tokens) or prefill(self, tokens, *args, **how)
     )
     run(served, [make_sequence(prompt[0].tolist(), 2, GREEDY)])
-    assert [int((tokens != 0).sum()) < 601 for tokens in read] == [True] * (len(read) - 1) + [False]
+    most = 600 + 1  # of a chunk, and the token before it, from which a draft model with recurrent states reads on
+    assert [int((tokens != 0).sum()) <= most for tokens in read] == [True] * (len(read) - 1) + [False]
 
 
 def test_the_prefix_of_a_text_that_waits_for_blocks_is_not_sought_in_every_round(model, prompt, monkeypatch):
