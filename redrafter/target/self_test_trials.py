@@ -137,7 +137,10 @@ def _positions(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return {}
     positions = torch.arange(first, first + ids.shape[1], device=ids.device).expand(ids.shape)
-    prepared = model.prepare_inputs_for_generation(ids, position_ids=positions, is_first_iteration=first == 0)
+    try:
+        prepared = model.prepare_inputs_for_generation(ids, position_ids=positions, is_first_iteration=first == 0)
+    except MODEL_ERRORS:  # code of the checkpoint's may ask for more; tokens that follow others need positions anyway
+        prepared = {"position_ids": positions} if first else {}
     return {name: value for name, value in prepared.items() if name == "position_ids" and value is not None}
 
 

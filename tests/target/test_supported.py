@@ -134,6 +134,18 @@ def test_a_model_is_served_as_it_is_or_refused_with_the_reason(name):
         assert (written[len(alone) :] == 0).all()
 
 
+def test_a_model_whose_code_prepares_inputs_by_more_arguments_is_served():
+    model, (ids, mask) = tiny_model("llama"), uneven_batch()
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+
+    def prepare(input_ids, past_key_values, attention_mask, **given):
+        return {"input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask} | given
+
+    model.prepare_inputs_for_generation = prepare
+    engine = with_tree(model, tiny_drafter(), 3, 3)
+    assert torch.equal(engine.generate(ids, mask, max_new_tokens=8, do_sample=False), expected)
+
+
 @pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), MemoryError("no memory")])
 def test_memory_that_ran_out_is_not_blamed_on_the_architecture(monkeypatch, error):
     model = tiny_model("llama")
