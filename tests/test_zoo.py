@@ -65,6 +65,7 @@ def test_an_architecture_writes_what_transformers_writes(model_type, name, serve
         ("cpmant", "window 4", "it puts 32 places of its own before each text"),
         ("deepseek_v4", "window 4", "blocks that past tokens are compressed to (compressed_sparse_attention"),
         ("doge", "plain", "changes its masks"),
+        ("mvp", "plain", "gives other logits"),  # its prompt_length counts nothing that stands before a text
     ],
 )
 def test_an_architecture_that_cannot_be_served_is_refused(model_type, name, reason):

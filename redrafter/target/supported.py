@@ -131,7 +131,7 @@ def _check_layers(config: Any, name: str) -> None:
         attends_to = "its config counts no layers of one decoder (num_hidden_layers), as parts of it read other units"
     elif compressed := sorted({kind for kind in _layer_types(config) or () if "compress" in kind}):
         attends_to = f"its layers attend to blocks that past tokens are compressed to ({', '.join(compressed)})"
-    elif count := getattr(config, "prompt_length", 0):  # CPM-Ant
+    elif hasattr(config, "prompt_types") and (count := config.prompt_length):  # CPM-Ant; MVP's are no part of a text
         attends_to = f"it puts {count} places of its own before each text (prompt_length) and reads all of it each step"
     if attends_to is not None:
         raise UnsupportedError(
