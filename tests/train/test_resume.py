@@ -262,6 +262,21 @@ def test_a_checkpoint_of_before_there_was_an_option_goes_on_with_its_default(tmp
     assert "--context-head-dim 64, now it is 32" in capsys.readouterr().err
 
 
+def test_a_training_goes_on_with_the_form_of_before_there_were_other_defaults(tmp_path, capsys):
+    arguments = command(tmp_path, "--steps", "2", "--save-every", "2", "--validate-prompts", "0", "--resume")
+    assert main([*arguments, "--recurrence", "apple"]) == 0
+    shutil.rmtree(tmp_path / "out")
+    written = tmp_path / "out.checkpoints" / "step-0000002" / "trainer.json"
+    trainer = json.loads(written.read_text())
+    trainer["identity"]["options"] |= {"recurrence": "apple", "num_layers": 2, "target_layers": [], "head_rank": None}
+    written.write_text(json.dumps(trainer))
+    assert main(arguments) == 0
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["config"]["recurrence"] == "apple"
+    shutil.rmtree(tmp_path / "out")
+    assert main([*arguments, "--context-window", "8"]) == 2
+    assert "--context-window 0, now it is 8" in capsys.readouterr().err
+
+
 # Kills
 
 

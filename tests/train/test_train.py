@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from itertools import count
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from helpers.chats import BYTES, tiny_tokenizer
 from helpers.training import CONTEXT, VOCAB, base_dir, batches_of, command, random_drafter, tiny_model
 from redrafter import DrafterConfig, RecurrentDrafter, ReDrafter
+from redrafter.convert.convert_checkpoint import main as convert_main
 from redrafter.data.documents import encode_documents
 from redrafter.data.rows import read_rows
 from redrafter.data.windows import Windows
@@ -394,6 +396,19 @@ def test_a_drafter_of_another_form_is_trained_measured_and_trained_on(tmp_path, 
         assert main([*more, *words, "--overwrite"]) == 2
         assert f"{words[0]} is the drafter's own" in capsys.readouterr().err
     assert main(command(tmp_path, "--target-layers", "9", "--output", str(tmp_path / "no"))) == 2
+
+
+def test_the_published_form_is_one_flag_and_fits_the_other_formats(tmp_path, capsys):
+    words = command(tmp_path, "--steps", "1", "--validate-prompts", "0")
+    convert = ["--to", "apple", "--drafter-model-dir", str(tmp_path / "out"), "--output-dir", str(tmp_path / "apple")]
+    assert main(words) == 0
+    assert convert_main(convert) == 2
+    assert "--recurrence apple" in capsys.readouterr().err
+    assert main([*words, "--overwrite", "--recurrence", "apple"]) == 0
+    assert convert_main(convert) == 0
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    again = parse(shlex.split(record["command"])[2:])
+    assert (again.recurrence, again.target_layers, again.head_rank) == ("apple", (), 0)
 
 
 def test_what_is_no_drafter_is_never_overwritten(tmp_path, capsys):
