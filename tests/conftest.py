@@ -28,7 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Show progress by folder, in the process that reports."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(FolderProgress(reporter.write_line))
+
+        def write_line(line: str) -> None:
+            reporter.write_line(line)
+            reporter.flush()  # into a file or a pipe too, as the run goes on
+
+        config.pluginmanager.register(FolderProgress(write_line))
 
 
 @pytest.fixture(scope="session")

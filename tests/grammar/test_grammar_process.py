@@ -84,7 +84,8 @@ def test_masks_are_those_of_a_state_in_this_process():
 
 @pytest.mark.slow
 def test_what_takes_long_is_ended_and_what_waits_for_it_is_told():
-    with pytest.raises(ArgumentError, match=r"^grammar: too complex: .* 10 s of a processor and 1024 MB of memory$"):
+    bound = "10 s of a processor and 1024 MB of memory"  # which a busy machine does not give it in 60 s
+    with pytest.raises(ArgumentError, match=rf"^grammar: too complex: .*({bound}|compiled in 60 s)$"):
         Grammar.json_schema(SLOW, TOKENIZER)
 
 
