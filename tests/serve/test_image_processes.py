@@ -34,6 +34,7 @@ from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
 
 NAMES = ("pixel_values",)
+DECODER = b"redrafter.serve.image_decoder"  # among the arguments of the zygote that forks decoders
 
 
 def of_many_scans(side: int = 1024, count: int = 20_000) -> str:
@@ -48,8 +49,8 @@ def of_many_scans(side: int = 1024, count: int = 20_000) -> str:
 
 @pytest.fixture
 def reader() -> Iterator[ImageReader]:
-    gc.collect()
-    assert soon(lambda: not decoders())
+    gc.collect()  # ends the processes of readers of earlier tests
+    assert soon(lambda: not decoders(), seconds=60)
     reader = ImageReader(llava_processor(), NAMES, ImageLimits(pixels=1 << 22))
     yield reader
     reader.close()
@@ -83,8 +84,9 @@ def test_the_kernel_knows_the_limit_of_memory(reader):
 
 
 def decoders() -> list[int]:
-    """Return the processes that decode images."""
-    return [child for zygote in children(os.getpid()) for child in children(zygote)]
+    """Return the processes that decode images for this one, which may have other children: servers under test."""
+    ours = [pid for pid in children(os.getpid()) if DECODER in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [child for zygote in ours for child in children(zygote)]
 
 
 class Held:
