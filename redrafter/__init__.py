@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from redrafter.drafting.drafter_config import DrafterConfig
     from redrafter.drafting.eagle_config import EagleConfig
     from redrafter.drafting.eagle_drafter import EagleDrafter
+    from redrafter.engine.call import GenerateOutput, GenerateStats
     from redrafter.engine.draft_target import DraftTarget
     from redrafter.engine.engine import Engine
-    from redrafter.engine.outputs import GenerateOutput, GenerateStats
     from redrafter.engine.prompt_lookup import PromptLookup
     from redrafter.engine.recurrent import ReDrafter
     from redrafter.engine.streaming import StepStreamer

@@ -23,9 +23,8 @@ from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.templates import find_template
 from redrafter.checkpoints.adapters import read_adapter, split_name
 from redrafter.checkpoints.merged import boxed_pair
-from redrafter.checkpoints.tokenizers import load_tokenizer
+from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.engine.engine import Engine
-from redrafter.engine.stopping import end_tokens
 from redrafter.engine.streaming import StepStreamer
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import SHAPE_FILE, check_path

@@ -23,7 +23,7 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.checkpoints.merged import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
-from redrafter.engine.outputs import GenerateStats
+from redrafter.engine.call import GenerateStats
 from redrafter.measure.differences import Difference, find_differences
 from redrafter.measure.run import Repeats, Run, describe_stats
 from redrafter.measure.stopwatch import Stopwatch

@@ -13,7 +13,7 @@ from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularie
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
-from redrafter.engine.argument_checks import check_bound
+from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, UnsupportedError

@@ -21,10 +21,12 @@ from redrafter.checkpoints.adapters import read_adapter
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
-from redrafter.engine.argument_checks import check_arguments, check_bound, check_modes, known_arguments
-from redrafter.engine.batch_invariance import make_batch_invariant
-from redrafter.engine.call_arguments import (
+from redrafter.engine.arguments import (
     NEUTRAL,
+    check_arguments,
+    check_bound,
+    check_modes,
+    known_arguments,
     prompt_of,
     with_grammar,
     with_openai_arguments,
@@ -32,16 +34,12 @@ from redrafter.engine.call_arguments import (
     with_stop_strings,
     without_neutral,
 )
-from redrafter.engine.decoding import decode
+from redrafter.engine.call import GenerateOutput, decode
 from redrafter.engine.idle_batches import IdleBatches
-from redrafter.engine.kv_cache_dtype import kv_dtype_of, use_kv_cache_dtype
-from redrafter.engine.model_inputs import separate_inputs
+from redrafter.engine.modes import kv_dtype_of, make_batch_invariant, use_kv_cache_dtype
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.outputs import GenerateOutput
-from redrafter.engine.prompt_checks import check_shapes
-from redrafter.engine.request import Request, read_request
-from redrafter.engine.row_adapters import AdapterNames, row_adapters
-from redrafter.engine.row_seeds import Seed
+from redrafter.engine.prompts import check_shapes, separate_inputs
+from redrafter.engine.request import AdapterNames, Request, Seed, read_request, row_adapters
 from redrafter.engine.streaming import ColumnStream, StepStreamer, takes_columns
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.sampling.grammar_masks import check_grammars

@@ -22,7 +22,7 @@ from redrafter.drafting.eagle_drafter import EagleDrafter
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.drafting.search_proposer import SearchProposer
-from redrafter.engine.argument_checks import check_bound
+from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning

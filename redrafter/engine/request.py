@@ -6,31 +6,171 @@ that names and meanings are its own. What it prepared is read here; what cannot 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from redrafter.engine.argument_checks import check_modes
-from redrafter.engine.batch_invariance import check_processors
-from redrafter.engine.model_inputs import read_prepared
+from redrafter.engine.arguments import check_modes
+from redrafter.engine.modes import check_processors
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.prompt_checks import check_ids, check_length, read_mask
-from redrafter.engine.row_seeds import Seed, row_seeds
-from redrafter.engine.row_temperatures import temperature_divisor, with_temperature
-from redrafter.engine.stop_conditions import read_criteria
+from redrafter.engine.prompts import check_ids, check_length, read_mask, read_prepared
 from redrafter.errors import ArgumentError
 from redrafter.sampling.grammar_masks import GrammarProcessor
-from redrafter.sampling.hf_processors import read_processors
+from redrafter.sampling.hf_processors import TemperaturePerRow, index_of_warpers, read_processors
+from redrafter.sampling.processors import ProcessorOfRows, RowTemperature
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.adapter_slots import Adapter
 from redrafter.target.images import ImagePrompt
 from redrafter.target.target import Target
 
-__all__ = ["Request", "read_request"]
+Seed = int | Sequence[int] | None
+
+
+def row_seeds(seed: Any, rows: int) -> list[int]:
+    """Return a seed per row: s, s+1, ... for an int s, or the values of a sequence; numbers of numpy and torch too.
+
+    For None, s is drawn from torch's CPU generator, so that `torch.manual_seed` makes calls repeatable.
+    """
+    if seed is None:
+        seed = torch.randint(1 << 62, (), device="cpu")
+    seed = _in_python(seed)
+    if isinstance(seed, int):
+        if seed < 1 << 63 < seed + rows:
+            raise ArgumentError(
+                f"seed={seed} is too large for {rows} output rows, which have it and those that follow: give at most "
+                f"{(1 << 63) - rows}, or one per row"
+            )
+        seeds = [seed + row for row in range(rows)]
+    elif isinstance(seed, Sequence) and not isinstance(seed, str):
+        if len(seed) != rows:
+            raise ArgumentError(f"seed has {len(seed)} entries for {rows} output rows; give one int or one per row")
+        seeds = [_in_python(each) for each in seed]
+    else:
+        seeds = [seed]
+    for value in seeds:
+        if not isinstance(value, int) or not 0 <= value < 1 << 63:
+            raise ArgumentError(f"a seed is an int from 0 to 2**63 - 1, got {value!r}")
+    return seeds
+
+
+def _in_python(value: Any) -> Any:
+    """Return an array, a tensor or a scalar of one as lists and numbers of Python; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+AdapterNames: TypeAlias = str | Sequence[str | None] | None
+
+
+def row_adapters(adapter: AdapterNames, prompts: int, rows: int) -> list[str | None]:
+    """Return the name of each output row's adapter, None for the model alone.
+
+    Args:
+        adapter: One name for all prompts, or a name or None for each; None for none.
+        prompts: Number of prompts.
+        rows: Number of output rows, as many of each prompt.
+
+    Raises:
+        ArgumentError: It is neither, or there are more or fewer names than prompts.
+    """
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * rows
+    if not isinstance(adapter, list | tuple) or not all(isinstance(name, str | None) for name in adapter):
+        raise ArgumentError(f"adapter must be a name, or a list of a name or None for each prompt, got {adapter!r}")
+    if len(adapter) != prompts:
+        raise ArgumentError(f"adapter has {len(adapter)} entries for {prompts} prompts; give one name or one for each")
+    return [name for name in adapter for _ in range(rows // prompts)]
+
+
+def with_temperature(
+    processors: LogitsProcessorList, temperature: Any, rows: int, *, sampled: bool
+) -> list[LogitsProcessor]:
+    """Return the processors with a temperature by row where transformers puts its own.
+
+    Sampling at temperature 1, for which transformers makes no processor, gets one too, which changes no score: it is
+    then of one kind with sampling at other temperatures, and shares captured steps. Greedy decoding is given none.
+
+    Args:
+        processors: What transformers prepared.
+        temperature: One value, or one per output row, in place of the config's; None for the config's.
+        rows: Number of output rows.
+        sampled: Whether tokens are sampled.
+    """
+    if temperature is not None:
+        _check_temperatures(temperature, rows)
+    given = list(processors)
+    for processor in given:
+        if isinstance(processor, TemperaturePerRow):
+            _check_temperatures(processor.temperature, rows)
+    if not sampled:
+        given = [processor for processor in given if not isinstance(processor, TemperaturePerRow)]
+    kinds = (TemperatureLogitsWarper, TemperaturePerRow)
+    places = [index for index, processor in enumerate(given) if type(processor) in kinds]
+    if temperature is not None and places:
+        given[places[0]] = TemperaturePerRow(temperature)
+    elif sampled and not places:
+        values = torch.ones(rows) if temperature is None else temperature
+        given.insert(index_of_warpers(given), TemperaturePerRow(values))
+    return given
+
+
+def temperature_divisor(processors: Sequence[ProcessorOfRows], rows: int, device: torch.device) -> Tensor:
+    """Return what scores are divided by altogether, `[B]` float32."""
+    divisor = torch.ones(rows, device=device)
+    for processor in processors:
+        if isinstance(processor, RowTemperature):
+            divisor = divisor * processor.temperature
+    return divisor
+
+
+def _check_temperatures(temperature: Any, rows: int) -> None:
+    values = torch.as_tensor(temperature, dtype=torch.float64)
+    if values.shape != (rows,) or not bool((values > 0).all()):
+        raise ArgumentError(
+            f"temperature must be positive, one value or one per output row ({rows}); got {temperature}"
+        )
+
+
+class StopConditions(NamedTuple):
+    """What ends the texts of a call.
+
+    Attributes:
+        max_length: The most tokens of a row, its padding included.
+        eos: Ids that end a row.
+        deadline: `time.time()` after which no step begins; infinity for none.
+        criteria: The other criteria, which are asked token by token on the host.
+    """
+
+    max_length: int
+    eos: frozenset[int]
+    deadline: float
+    criteria: list[StoppingCriteria]
+
+
+def read_criteria(criteria: StoppingCriteriaList, max_length: int) -> StopConditions:
+    """Read the criteria that transformers prepared; `max_length` is the one of a call without such a criterion."""
+    lengths, eos, deadline = list[int](), frozenset[int](), float("inf")
+    others = []
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            lengths.append(criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            eos |= set(criterion.eos_token_id.tolist())
+        elif type(criterion) is MaxTimeCriteria:
+            deadline = min(deadline, criterion.initial_timestamp + criterion.max_time)
+        else:
+            others.append(criterion)
+    return StopConditions(min(lengths, default=max_length), eos, deadline, others)
+
 
 MAX_TEXT_TOKENS = 1 << 31  # a longer limit need not fit into an integer of the machine
 

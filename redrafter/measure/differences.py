@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redrafter.engine.call import GenerateOutput
 from redrafter.engine.engine import Engine
-from redrafter.engine.outputs import GenerateOutput
 from redrafter.sampling.noise import gumbel
 
 __all__ = ["Difference", "describe_differences", "find_differences", "first_difference", "tolerance"]

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from redrafter.cache.dense import stored_as
-from redrafter.engine.kv_cache_dtype import kv_dtype_of
+from redrafter.engine.modes import kv_dtype_of
 from redrafter.files.dtype_names import dtype_name
 from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.run import Workload

@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from redrafter.drafting.proposer import Proposer
+from redrafter.engine.call import GenerateOutput, GenerateStats
 from redrafter.engine.engine import Engine
-from redrafter.engine.outputs import GenerateOutput, GenerateStats
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.measure.stopwatch import Stopwatch

@@ -24,9 +24,8 @@ from redrafter.app.program import run_command
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_fits_target, embedding_norms
 from redrafter.checkpoints.models import load_model
-from redrafter.checkpoints.tokenizers import load_tokenizer
+from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.engine.stopping import end_tokens
 from redrafter.errors import ArgumentError
 from redrafter.target.target import Target
 from redrafter.train.bad_rows import describe_bad_rows

@@ -6,7 +6,7 @@ from transformers import CompileConfig, GenerationConfig
 
 from helpers.models import engine_with_config, uneven_batch
 from redrafter import ArgumentError, UnsupportedError
-from redrafter.engine.argument_checks import _NOT_OURS, _REFUSED
+from redrafter.engine.arguments import _NOT_OURS, _REFUSED
 
 IDS, MASK = uneven_batch()
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

@@ -12,7 +12,7 @@ from redrafter.app.options import LoadOptions
 from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import PlainProposer
-from redrafter.engine.batch_invariance import check_processors, make_batch_invariant
+from redrafter.engine.modes import check_processors, make_batch_invariant
 from redrafter.engine.options import EngineOptions
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.limits import Limits

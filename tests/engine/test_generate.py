@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from helpers.generation import Collect, Steps
 from helpers.models import HIDDEN, VOCAB, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import ArgumentError, DraftTarget, Engine, MismatchError, ReDrafter, UnsupportedError
-from redrafter.engine import decoding
+from redrafter.engine import call
 from redrafter.engine.streaming import ColumnStream
 
 IDS, MASK = uneven_batch()
@@ -74,13 +74,13 @@ def test_rows_are_looked_at_once_for_the_columns_of_a_streamer_and_not_for_each_
 
 
 def test_recorded_scores_hold_no_memory_of_drafts_that_were_refused(engine, monkeypatch):
-    kept, columns = [], vars(decoding)["_columns"]
+    kept, columns = [], vars(call)["_columns"]
 
     def seen(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
         kept.extend(piece for pieces in rows for piece in pieces)
         return columns(rows)
 
-    monkeypatch.setattr(decoding, "_columns", seen)
+    monkeypatch.setattr(call, "_columns", seen)
     engine.generate(IDS, MASK, output_scores=True, output_logits=True, return_dict_in_generate=True, **GREEDY)
     assert all(piece.untyped_storage().nbytes() == piece.numel() * 4 for piece in kept)
     assert len(kept) > 40

@@ -27,7 +27,7 @@ from redrafter.cache import paged as paged_cache
 from redrafter.cache.dense import stored_as
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.engine import kv_cache_dtype
+from redrafter.engine.modes import use_kv_cache_dtype
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.target.target import Target
@@ -232,10 +232,10 @@ def test_an_older_gpu_has_e5m2_alone(monkeypatch, name, capability, fits):
     monkeypatch.setattr(target, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if fits:
-        kv_cache_dtype.use_kv_cache_dtype(target, None, name)
+        use_kv_cache_dtype(target, None, name)
     else:
         with pytest.raises(UnsupportedError, match=r"this one has 8\.0: take 'fp8_e5m2'"):
-            kv_cache_dtype.use_kv_cache_dtype(target, None, name)
+            use_kv_cache_dtype(target, None, name)
 
 
 def test_a_flag_sets_it():

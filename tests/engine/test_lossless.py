@@ -5,7 +5,7 @@ import torch
 
 from helpers.models import ARCHITECTURES, row_texts, scripted_engine, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.processors import PROCESSORS
-from redrafter.engine.call_arguments import with_openai_arguments
+from redrafter.engine.arguments import with_openai_arguments
 from redrafter.sampling.noise import gumbel
 
 TREES = [(1, 1), (1, 5), (5, 5), (10, 3)]

@@ -7,7 +7,7 @@ from transformers import set_seed
 
 from helpers.models import tiny_drafter, uneven_batch, with_tree
 from redrafter import ArgumentError
-from redrafter.engine.row_seeds import row_seeds
+from redrafter.engine.request import row_seeds
 
 
 def test_rows_count_on_from_one_seed():

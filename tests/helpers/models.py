@@ -15,7 +15,7 @@ from redrafter.cache.paged import KVCachePool
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.proposer import State
-from redrafter.engine.kv_cache_dtype import kv_dtype_of
+from redrafter.engine.modes import kv_dtype_of
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, prepare
 from redrafter.target.target import Target

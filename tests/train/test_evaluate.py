@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 from helpers.models import HIDDEN, VOCAB, tiny_drafter, tiny_model
 from redrafter import RecurrentDrafter, ReDrafter, boxed_pair
 from redrafter.app.loading import Pair
-from redrafter.checkpoints.tokenizers import load_tokenizer
+from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
 from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
-from redrafter.engine.stopping import end_tokens
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
 from redrafter.train.evaluate import replay as replay_module

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from redrafter.app.engines import PLAIN, can_draft, draft_shape
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
+from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
-from redrafter.engine.stopping import end_tokens
 from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.scheduler.cuda_graphs import MOST_ROWS

@@ -25,10 +25,10 @@ from redrafter.app.options import LoadOptions
 from redrafter.app.program import run_command
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_beams
+from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
-from redrafter.engine.stopping import end_tokens
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.measure.picture import check_picture

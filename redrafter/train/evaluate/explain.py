@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from redrafter.app.loading import Pair
+from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.engine.stopping import end_tokens
 from redrafter.target.target import Target
 from redrafter.train.evaluate.misses import (
     MISSES,

@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.drafting.proposer import PlainProposer
+from redrafter.engine.call import GenerateOutput
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
-from redrafter.engine.outputs import GenerateOutput
-from redrafter.engine.stopping import end_tokens
 from redrafter.measure.run import padded
 from redrafter.target.target import Target
 

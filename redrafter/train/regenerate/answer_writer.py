@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
 from redrafter.app.options import GenerationOptions
+from redrafter.checkpoints.tokenizers import end_tokens
 from redrafter.data.rows import Row, fingerprint
 from redrafter.data.windows import Document
 from redrafter.engine.engine import Engine
-from redrafter.engine.stopping import end_tokens
 from redrafter.errors import CacheFullError, ReDrafterError, first_line
 from redrafter.measure.run import Run
 from redrafter.train.regenerate.config import RegenerateConfig, shard_numbers
