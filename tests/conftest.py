@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,23 @@ def _quiet() -> Iterator[None]:
 def _drafting(monkeypatch) -> None:
     """Let engines draft in every step, though the random drafters of tests gain little."""
     monkeypatch.setattr(ReDrafter, "pauses", False)
+
+
+@pytest.fixture(scope="session")
+def program() -> Iterator[Any]:
+    """`redrafter serve` of the boxed pair in a process of its own, for all tests that need no options of theirs.
+
+    Tests share its caches and counters, and take differences of these. It must end with code 0 and leave no process.
+    """
+    from helpers.processes import children, soon
+    from helpers.serving import Program
+
+    program = Program("--max-batch-size", "64")
+    program.first_metrics = program.metrics()  # before any request
+    yield program
+    started = children(program.process.pid)
+    assert program.end() == 0
+    assert soon(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
 
 
 @pytest.fixture(scope="session")

@@ -216,16 +216,6 @@ def test_ctrl_c_leaves_the_document_of_what_was_measured(tmp_path, prompts):
     assert [load["concurrency"] for load in document["loads"]] == [1]
 
 
-@pytest.fixture(scope="module")
-def program():
-    """`redrafter serve` of the boxed pair in a process of its own."""
-    from helpers.serving import Program
-
-    program = Program()
-    yield program
-    assert program.end() == 0
-
-
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_our_own_server_writes_the_same_texts_whatever_runs_beside_them(program, temperature):
     args = ("--url", program.url, "--concurrency", "1,4", "--num-requests", "8", "--max-new-tokens", "12")

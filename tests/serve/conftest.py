@@ -17,25 +17,37 @@ def pair() -> tuple:
 
 
 @pytest.fixture(scope="session")
-def program() -> Iterator[Any]:
-    """`redrafter serve` of the boxed pair in a process of its own, for all tests that need no options of theirs.
-
-    Tests share its caches and counters, and take differences of these. It must end with code 0 and leave no process.
-    """
-    from helpers.processes import children, soon
-    from helpers.serving import Program
-
-    program = Program("--max-batch-size", "64")
-    program.first_metrics = program.metrics()  # before any request
-    yield program
-    started = children(program.process.pid)
-    assert program.end() == 0
-    assert soon(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
-
-
-@pytest.fixture(scope="session")
 def client(program: Any) -> Any:
     """The OpenAI client of `program`."""
     import openai
 
     return openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def loaded() -> Any:
+    """The pair that `server` serves."""
+    from redrafter.app.loading import Pair
+    from redrafter.app.options import LoadOptions
+
+    return Pair.load(LoadOptions(device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def server(loaded: Any) -> Iterator[Any]:
+    """A server in this process, whose engine runs, for tests that change a part of it and put it back."""
+    from helpers.engine_in_thread import server_of
+
+    made = server_of(loaded)
+    made.engine.start()
+    yield made
+    made.engine.stop()
+
+
+@pytest.fixture(scope="session")
+def url(server: Any) -> Iterator[str]:
+    """The address of `server`."""
+    from helpers.serving_in_process import listening
+
+    with listening(server.app) as address:
+        yield address

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -14,14 +13,10 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
-from helpers.engine_in_thread import server_of
 from helpers.serving_in_process import listening
-from redrafter.app.loading import Pair
-from redrafter.app.options import LoadOptions
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.protocol.requests import ChatRequest, CompletionRequest
 from redrafter.serve.routes.app import create_app
-from redrafter.serve.server import Server
 from redrafter.serve.service import Service
 
 HELLO = {"role": "user", "content": "Hello"}
@@ -159,17 +154,8 @@ class Order(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    loaded = server_of(Pair.load(LoadOptions()))
-    loaded.engine.start()
-    yield loaded
-    loaded.engine.stop()
-
-
-@pytest.fixture(scope="module")
-def client(server) -> Iterator["openai.OpenAI"]:
-    with listening(server.app) as url:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+def client(url) -> "openai.OpenAI":
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 TALK = [{"role": "user", "content": "Order two things"}]

@@ -1,7 +1,6 @@
 """A request whose text the model has no numbers for ends with the reason, and others get theirs."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,22 +10,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from helpers.engine_in_thread import server_of
-from helpers.serving_in_process import listening
-from redrafter.app.loading import Pair
-from redrafter.app.options import LoadOptions
-
 GOOD = [[5, 6, 7], [40, 41, 42, 43], [90] * 20]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Any]:
-    pair = Pair.load(LoadOptions(device="cpu"))
-    loaded = server_of(pair)
-    loaded.engine.start()
-    with listening(loaded.app) as url:
-        yield url, pair.engine, loaded.metrics
-    loaded.engine.stop()
 
 
 def ask(url: str, prompt: list[int], **how: object) -> httpx.Response:
@@ -40,9 +24,13 @@ def without(embedding: torch.nn.Module, token: int) -> Any:
     return lambda ids: embed(ids).masked_fill((ids == token)[..., None], torch.nan)
 
 
-def test_others_are_answered_and_later_ones_too(server, monkeypatch):
-    url, engine, metrics = server
-    embedding = engine.model.get_input_embeddings()
+def failures(server: Any) -> float:
+    lines = server.metrics.text().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if '_total{finished_reason="error"' in line)
+
+
+def test_others_are_answered_and_later_ones_too(server, url, loaded, monkeypatch):
+    before, embedding = failures(server), loaded.engine.model.get_input_embeddings()
     bad = embedding.num_embeddings - 1
     expected = [ask(url, prompt).json()["choices"][0]["text"] for prompt in GOOD]
     with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
@@ -54,13 +42,12 @@ def test_others_are_answered_and_later_ones_too(server, monkeypatch):
             assert answer.status_code == 500
             assert "no finite number after" in answer.json()["error"]["message"]
     assert [ask(url, prompt).json()["choices"][0]["text"] for prompt in GOOD] == expected
-    [told] = [line for line in metrics.text().decode().splitlines() if '_total{finished_reason="error"' in line]
-    assert float(told.split()[-1]) == 3
+    assert failures(server) == before + 3
     assert ask(url, [*range(10, 60), bad, 9, 8]).status_code == 200  # nothing of it is found
 
 
-def test_a_stream_has_what_was_written_before_and_then_the_reason(server, monkeypatch):
-    url, engine, _ = server
+def test_a_stream_has_what_was_written_before_and_then_the_reason(url, loaded, monkeypatch):
+    engine = loaded.engine
     embedding, written = engine.model.get_input_embeddings(), ask(url, GOOD[0]).json()["choices"][0]["text"]
     ids = engine.generate(
         torch.tensor(GOOD[:1]), max_new_tokens=24, do_sample=False, speculate=False, eos_token_id=None

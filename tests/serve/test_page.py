@@ -18,10 +18,7 @@ from helpers.chats import tiny_tokenizer
 pytest.importorskip("fastapi")
 
 from helpers.bare_server import BareServer
-from helpers.engine_in_thread import server_of
 from helpers.serving_in_process import listening
-from redrafter.app.loading import Pair
-from redrafter.app.options import LoadOptions
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.answers.text import TextStream
 from redrafter.serve.delta_stream import Stopped
@@ -29,7 +26,6 @@ from redrafter.serve.network.access import AccessPolicy
 from redrafter.serve.network.api_keys import ApiKeys
 from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.routes.app import create_app
-from redrafter.serve.server import Server
 
 if TYPE_CHECKING:
     from helpers.browser import Page
@@ -38,20 +34,6 @@ TEXT = "Zoë paid 3 € for 日本 🙂🙂, naïve as ever. "
 TALK = [{"role": "user", "content": "Tell me of the sea"}]
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": NOTHING}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    made = server_of(Pair.load(LoadOptions()))
-    made.engine.start()
-    yield made
-    made.engine.stop()
-
-
-@pytest.fixture(scope="module")
-def url(server) -> Iterator[str]:
-    with listening(server.app) as address:
-        yield address
 
 
 def streamed(url: str, kind: str, drafts: bool = True, **body: Any) -> list[dict[str, Any]]:

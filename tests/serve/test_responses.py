@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Literal
 
 import httpx
@@ -11,7 +10,6 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
-import openai
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
@@ -24,18 +22,6 @@ from redrafter.serve.protocol.responses_as_chat import as_chat
 EVENTS = TypeAdapter(ResponseStreamEvent)
 TALK = {"input": "Tell me of the sea", "max_output_tokens": 24, "temperature": 0}
 TOOLS = [{"type": "function", "name": "find_dog", "description": "finds", "parameters": SCHEMA, "strict": True}]
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    running = Program("--max-batch-size", "8")
-    yield running
-    assert running.end() == 0
-
-
-@pytest.fixture(scope="module")
-def client(program) -> "openai.OpenAI":
-    return openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0)
 
 
 def posted(program: Program, **body: object) -> dict:

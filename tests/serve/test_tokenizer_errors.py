@@ -9,13 +9,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from helpers.engine_in_thread import server_of
 from helpers.processes import soon
-from helpers.serving_in_process import listening
-from redrafter.app.loading import Pair
-from redrafter.app.options import LoadOptions
 from redrafter.engine.detokenizer import DecodingError, Detokenizer, decode_tokens
-from redrafter.serve.server import Server
 
 PROMPT = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
 ROUTES: dict[str, dict[str, Any]] = {
@@ -41,25 +36,6 @@ class Strict:
         if any(token >= self.known or token == self.broken for token in tokens):
             raise IndexError("piece id is out of range.")
         return str(self.tokenizer.decode(tokens, **options))
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Pair:
-    return Pair.load(LoadOptions())
-
-
-@pytest.fixture(scope="module")
-def server(loaded) -> Iterator[Server]:
-    made = server_of(loaded)
-    made.engine.start()
-    yield made
-    made.engine.stop()
-
-
-@pytest.fixture(scope="module")
-def url(server) -> Iterator[str]:
-    with listening(server.app) as address:
-        yield address
 
 
 @pytest.fixture

@@ -1,0 +1,115 @@
+"""Log-probabilities of prompts and of texts, and the best of several, as a server tells them."""
+
+import json
+
+import httpx
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+
+from helpers.serving import Program
+
+
+def post(program: Program, path: str = "completions", **body: object) -> httpx.Response:
+    return httpx.post(f"{program.url}/v1/{path}", json=body, timeout=300)
+
+
+TEXT = "The old man looked at the sea, caf\u00e9 \U0001f600 and"
+
+
+def test_an_echoed_prompt_is_told_with_its_log_probabilities(program, pair):
+    model, tokenizer = pair[0].model, pair[1]
+    answer = post(program, prompt=TEXT, max_tokens=0, echo=True, logprobs=2).json()
+    [choice] = answer["choices"]
+    ids = tokenizer(TEXT).input_ids
+    with torch.no_grad():
+        lines = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    told = choice["logprobs"]
+    expected = lines[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert told["token_logprobs"][0] is None
+    assert told["top_logprobs"][0] is None
+    assert told["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    best = lines[:-1].max(dim=-1).values.tolist()
+    assert [max(top.values()) for top in told["top_logprobs"][1:]] == pytest.approx(best, abs=1e-4)
+    assert all(2 <= len(top) <= 3 for top in told["top_logprobs"][1:])
+    assert choice["text"] == TEXT
+    assert choice["finish_reason"] == "length"
+    offsets = told["text_offset"]
+    assert offsets == sorted(offsets)
+    assert TEXT[offsets[-1] :] == tokenizer.decode(ids[-1:])
+    assert told["tokens"] == [tokenizer.decode([token]) for token in ids]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_what_follows_is_told_behind_the_prompt_also_in_a_stream(program):
+    body = {"prompt": [TEXT, "She said"], "max_tokens": 4, "echo": True, "logprobs": 1, "seed": 3, "n": 2}
+    whole = post(program, **body).json()["choices"]
+    found = [{name: [] for name in whole[0]["logprobs"]} for _ in whole]
+    for line in post(program, **body, stream=True).text.split("\n\n"):
+        if line.startswith("data: {"):
+            [choice] = json.loads(line[6:])["choices"]
+            for name, values in choice["logprobs"].items():
+                found[choice["index"]][name] += values
+    assert [choice["logprobs"]["tokens"] for choice in whole] == [each["tokens"] for each in found]
+    assert [choice["logprobs"]["text_offset"] for choice in whole] == [each["text_offset"] for each in found]
+    for mine, theirs in zip(found, whole, strict=True):
+        told = theirs["logprobs"]["token_logprobs"]
+        assert told[0] is None
+        assert mine["token_logprobs"][1:] == pytest.approx(told[1:], abs=1e-4)
+
+
+def test_prompt_logprobs_are_told_as_vllm_tells_them(program, pair):
+    model, tokenizer = pair[0].model, pair[1]
+    ids = tokenizer(TEXT).input_ids
+    with torch.no_grad():
+        lines = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    [choice] = post(program, prompt=TEXT, max_tokens=1, prompt_logprobs=3).json()["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(ids) - 1
+    assert choice["logprobs"] is None
+    for told, token, line in zip(others, ids[1:], lines, strict=False):
+        ranked = line.sort(descending=True).indices.tolist()
+        assert next(iter(told)) == f"{token}"
+        assert set(told) == {f"{each}" for each in (token, *ranked[:3])}
+        for each, entry in told.items():
+            assert entry["logprob"] == pytest.approx(float(line[int(each)]), abs=1e-4)
+            assert entry["rank"] == ranked.index(int(each)) + 1
+            assert entry["decoded_token"] == tokenizer.decode([int(each)])
+    talk = [{"role": "user", "content": "Hello"}]
+    answer = post(program, "chat/completions", messages=talk, max_tokens=1, prompt_logprobs=0).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert all(len(each) == 1 for each in answer["prompt_logprobs"][1:])
+
+
+def test_the_best_of_several_are_those_of_the_likeliest_tokens(program):
+    body = {"prompt": ["Once upon a time", "She said"], "max_tokens": 12, "seed": 5, "temperature": 1.5}
+    every = post(program, n=6, logprobs=0, ignore_eos=True, **body).json()["choices"]
+    found = post(program, n=2, best_of=6, ignore_eos=True, **body).json()
+    for place in range(2):
+        told = every[6 * place : 6 * place + 6]
+        told.sort(key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]) / 12)
+        mine = found["choices"][2 * place : 2 * place + 2]
+        assert [choice["text"] for choice in mine] == [choice["text"] for choice in told[:2]]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in found["choices"])
+    assert found["usage"]["completion_tokens"] == 2 * 6 * 12
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"max_tokens": 0}, 422, "echo=true"),
+        ({"prompt_logprobs": 1, "stream": True}, 422, "not told in a stream"),
+        ({"prompt_logprobs": 21}, 422, "20"),
+        ({"best_of": 1, "n": 2}, 422, "best_of must be n or more"),
+        ({"best_of": 2, "stream": True}, 422, "cannot be streamed"),
+        ({"prompt": ["a b c d e f g " * 20] * 200, "prompt_logprobs": 20}, 400, "ask for fewer"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(body, status, says, program):
+    answer = post(program, **{"prompt": "a"} | body)
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]
