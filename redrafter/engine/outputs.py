@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from redrafter.scheduler.stats import Stats
+from redrafter.scheduler.sequence import Stats
 
 __all__ = ["GenerateOutput", "GenerateStats"]
 
