@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from redrafter.engine.recurrent import ReDrafter
     from redrafter.engine.streaming import StepStreamer
     from redrafter.grammar.grammar import Grammar
-    from redrafter.scheduler.stats import Stats
+    from redrafter.scheduler.sequence import Stats
 
 __all__ = [
     "ArgumentError",
@@ -82,7 +82,7 @@ _MODULES = {
     "PromptLookup": "engine.prompt_lookup",
     "ReDrafter": "engine.recurrent",
     "RecurrentDrafter": "drafting.drafter",
-    "Stats": "scheduler.stats",
+    "Stats": "scheduler.sequence",
     "StepStreamer": "engine.streaming",
     "boxed_pair": "checkpoints.merged",
 }

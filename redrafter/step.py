@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
+from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.parallel.ranks import ALONE, Ranks
@@ -24,8 +24,6 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
 from redrafter.tree.accept import Path, accept
 from redrafter.tree.token_tree import Tree, chain
-
-__all__ = ["DraftPrompts", "StepOutput", "draw_first_tokens", "read_draft_prompts", "read_prompts", "step"]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from redrafter.kernels.cache_format import read_slots, write_slots
 from redrafter.kernels.elementwise import in_full_vectors
 from redrafter.kernels.splits import FAR_SPLIT, NEAR, NEAR_SPLIT, TILE
 
-__all__ = ["invariant_attention", "splits"]
-
 TOKENS = 8  # of every product: a batch of another number of matrices may be multiplied in another order
 
 

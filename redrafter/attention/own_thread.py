@@ -5,8 +5,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-__all__ = ["only_in_this_thread"]
-
 
 def only_in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a hook so that it does nothing in forwards of other threads.

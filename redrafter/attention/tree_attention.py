@@ -7,13 +7,15 @@ cache object.
 """
 
 import itertools
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from redrafter import kernels
 from redrafter.attention.invariant_attention import invariant_attention
@@ -21,13 +23,42 @@ from redrafter.attention.tree_plan import RUNNING_PLAN, Plan, RowsPlan
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import read_slots, round_trip, write_slots
 
-__all__ = [
-    "ATTENTION_NAME",
-    "explicit_attention",
-    "gathered_attention",
-    "tree_attention",
-    "tree_attention_forward",
-]
+
+def register_attention(
+    name: str, attention: Callable[..., tuple[Tensor, None]], mask: Callable[..., Tensor | None] | None = None
+) -> None:
+    """Register an attention function with transformers, once as it is and once capping nothing.
+
+    Args:
+        name: Name of the function, which `replacement_for` is given. One that holds "sdpa" or "flash" would make
+            transformers check for those.
+        attention: The function, which takes `softcap` as a keyword.
+        mask: Makes its masks; None where it reads none.
+    """
+
+    @wraps(attention)
+    def uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        return attention(*args, **kwargs)
+
+    for registered, function in ((name, attention), (_uncapped(name), uncapped)):
+        AttentionInterface.register(registered, function)
+        if mask is not None:
+            AttentionMaskInterface.register(registered, mask)
+
+
+def replacement_for(loaded: str, name: str) -> str:
+    """Return the name under which a registered function computes what a model's own attention does.
+
+    Args:
+        loaded: The attention that the model was loaded with.
+        name: Name of the function in `register_attention`.
+    """
+    return _uncapped(name) if loaded == "sdpa" else name
+
+
+def _uncapped(name: str) -> str:
+    return f"{name}_uncapped"
+
 
 ATTENTION_NAME = "redrafter_tree"
 

@@ -19,8 +19,6 @@ from typing import NamedTuple
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
 
-__all__ = ["BlockCopy", "BlockManager", "BlockTable"]
-
 
 @dataclass
 class BlockTable:

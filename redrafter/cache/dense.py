@@ -14,11 +14,9 @@ from einops import rearrange
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from redrafter.attention.prompt_plan import Piece
+from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.states import RowStates, StateShape, StatesOfRows
 from redrafter.tree.accept import Path
-
-__all__ = ["DenseCache", "LayerShape", "group_by_shape", "states_of", "stored_as"]
 
 WINDOW_STEP_SLOTS = 64  # the window grows in steps of this size, so that shapes seldom change
 

@@ -16,8 +16,6 @@ from redrafter.cache.to_device import to_device
 from redrafter.errors import ArgumentError
 from redrafter.kernels.block_size import BLOCK_SIZE
 
-__all__ = ["HostBlocks"]
-
 _LOG = logging.getLogger(__name__)
 STAGING_BYTES = 128 << 20  # of the device, through which all copies go
 

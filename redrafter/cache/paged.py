@@ -1,31 +1,29 @@
 """A KV cache in blocks that any row may hold, so that rows share memory and a shared prefix is computed once."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import DynamicCache
 
 from redrafter import kernels
-from redrafter.attention.prompt_chunks import PromptChunks
-from redrafter.attention.prompt_plan import PagedPrompt, Piece
-from redrafter.attention.tree_plan import Plan
+from redrafter.attention.prompt_attention import PagedPrompt, Piece
+from redrafter.attention.tree_plan import Plan, PromptChunks
 from redrafter.cache.block_manager import BlockTable
 from redrafter.cache.dense import DenseCache, LayerShape, group_by_shape, states_of
 from redrafter.cache.states import RowStates, StatesOfRows
 from redrafter.cache.to_device import to_device
 from redrafter.errors import CacheFullError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.kernels.cache_format import as_bytes
+from redrafter.kernels.cache_format import as_bytes, round_trip, write_slots
 from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.tree.accept import Path
 from redrafter.tree.token_tree import Tree, chain
-
-__all__ = ["KVCache", "KVCachePool", "PagedCache", "stack_block_tables"]
 
 
 class KVCachePool:
@@ -277,3 +275,47 @@ def _flatten_with_spare(x: Tensor) -> Tensor:
 
 KVCache: TypeAlias = DenseCache | PagedCache
 """Keys and values of the rows of a batch, in either form."""
+
+
+def fill_first_slots(cache: KVCache, states: Iterable[tuple[int, Sequence[Tensor]]]) -> None:
+    """Put keys and values into the first slots of a cache's only row.
+
+    Args:
+        cache: The cache of one row, with as many slots.
+        states: Layers that store something, each with the keys and values of P tokens, `[1, heads, P, dim]`, and
+            behind them, on a dense cache, the keys of an indexer, `[1, P, dim]`, of a layer that has one.
+    """
+    for layer, (keys, values, *index_keys) in states:
+        count = keys.shape[2]
+        if isinstance(cache, DenseCache):
+            cache.write_after(torch.zeros(1, dtype=torch.long, device=keys.device), count)
+            cache.update(keys, values, layer)
+            if index_keys:
+                cache.update_indexer(index_keys[0], layer)
+            continue
+        slots = cache.slots(torch.arange(count, device=keys.device)[None])
+        pools = cache.pool.layer_pools[layer]
+        assert pools is not None, "a layer that stores something has a pool"
+        keys_pool, k, values_pool, v = pools
+        write_slots(keys_pool[k], slots, keys[0].transpose(0, 1))
+        write_slots(values_pool[v], slots, values[0].transpose(0, 1))
+
+
+class RoundingCache(DynamicCache):
+    """A cache for a forward of the model's own, whose keys and values are rounded before anything attends to them."""
+
+    def __init__(self, dtype: torch.dtype):
+        """Begin without tokens.
+
+        Args:
+            dtype: Format in which keys and values will be stored.
+        """
+        super().__init__()
+        self._dtype = dtype
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values of a layer, rounded, and return all that it has; as `Cache.update`."""
+        key_states, value_states = (round_trip(x, self._dtype) for x in (key_states, value_states))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from redrafter.tree.accept import Path
-from redrafter.tree.levels import nodes_by_level
-from redrafter.tree.token_tree import Tree
-
-__all__ = ["RowStates", "StateKey", "StateName", "StateShape", "StatesOfRows", "TreeLevels"]
+from redrafter.tree.token_tree import Tree, nodes_by_level
 
 StateName: TypeAlias = tuple[str, int | None]
 """An attribute of a layer of transformers' cache, and the index in it where it holds several tensors."""

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["made_on_host", "to_device"]
-
 
 def made_on_host() -> AbstractContextManager[Any]:
     """Return a context in which tensors made without a device are on the host.

@@ -27,7 +27,7 @@ from redrafter.engine.call import GenerateStats
 from redrafter.measure.differences import Difference, find_differences
 from redrafter.measure.run import Repeats, Run, describe_stats
 from redrafter.measure.stopwatch import Stopwatch
-from redrafter.scheduler.stats import Stats
+from redrafter.scheduler.sequence import Stats
 
 __all__ = ["ASSISTED", "AssistedMethod", "Method", "load_pairs", "measure_result"]
 

@@ -17,8 +17,7 @@ from redrafter.engine.request import Request
 from redrafter.engine.streaming import StepStreamer
 from redrafter.errors import NotFiniteError
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, TokenSequence
-from redrafter.scheduler.stats import Stats
+from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, Stats, TokenSequence
 
 
 @dataclass

@@ -17,7 +17,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError
 from redrafter.measure.stopwatch import Stopwatch
-from redrafter.scheduler.stats import Stats
+from redrafter.scheduler.sequence import Stats
 
 __all__ = ["Arrival", "Repeats", "Run", "Workload", "describe_stats", "pad_token_of", "padded", "timed_run"]
 

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from redrafter.attention.prompt_chunks import PromptChunks
+from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.block_manager import BlockManager
 from redrafter.cache.dense import stored_as
 from redrafter.cache.host_blocks import HostBlocks
@@ -27,8 +27,6 @@ from redrafter.step import step
 from redrafter.target.batch_invariance import check_rows
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import chain
-
-__all__ = ["MOST_ROWS", "CUDAGraphRunner", "CapturedStep", "PendingReport", "bucket", "capture", "new_state", "prepare"]
 
 _LOG = logging.getLogger(__name__)
 MAX_TEXT_TOKENS = 32768  # of a text in each row for which the cache has room; a longer one takes that of others

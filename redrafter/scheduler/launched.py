@@ -12,8 +12,6 @@ from redrafter.scheduler.cuda_graphs import PendingReport
 from redrafter.scheduler.sequence import NewTokens, TokenSequence
 from redrafter.step import StepOutput
 
-__all__ = ["LaunchedPrefill", "LaunchedStep", "Timer"]
-
 
 @dataclass(frozen=True)
 class LaunchedStep:

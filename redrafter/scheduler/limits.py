@@ -10,8 +10,6 @@ if TYPE_CHECKING:  # options are parsed before torch is imported
     from redrafter.scheduler.sequence import SamplingParams, TokenSequence
     from redrafter.scheduler.waiting_queue import WaitingQueue
 
-__all__ = ["Limits", "QueueFullError", "check_sequences"]
-
 
 class QueueFullError(ReDrafterError):
     """Too many sequences wait to accept another."""

@@ -1,4 +1,7 @@
-"""Prefill: the forwards that read prompts into the KV cache, a chunk of several prompts at a time."""
+"""Prefill: which prompts a round reads and how much of each, and the forwards that read them into the KV cache.
+
+Prompts have forwards of their own, or are read by a step's forward beside the trees (mixed prefill).
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -7,21 +10,163 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from redrafter.attention.prompt_chunks import ChunkEnds
+from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
+from redrafter.cache.paged import stack_block_tables
 from redrafter.cache.to_device import to_device
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
-from redrafter.scheduler.chunk_buffers import choose_room
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.logprobs import score_prompt
-from redrafter.scheduler.prefill_budget import Chunk, PrefillPace, choose_chunks
-from redrafter.scheduler.row_adapters import adapters_of
+from redrafter.scheduler.row_adapters import adapters_of, slot_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
+from redrafter.scheduler.sequence_blocks import tables_of
 from redrafter.step import DraftPrompts, read_draft_prompts, read_prompts
 from redrafter.target.target import Target
 
-__all__ = ["PrefilledRows", "Prefiller"]
+TARGET_SECONDS = 0.25  # duration of a prefill forward; running and new sequences wait as long for it
+# Tokens of the first forward, before any was measured, by type of device.
+FIRST_FORWARD_TOKENS = {"cpu": 512, "cuda": 2048}
+MIN_FORWARD_TOKENS = 64  # tokens of a forward on any machine, however slow; fewer would take about as long
+MAX_GROWTH, MIN_GROWTH = 2.0, 0.25  # factors by which one measurement may change the size of the next forward
+
+Chunk = tuple[TokenSequence, int]  # a sequence, and how many more tokens of its prompt are read
+
+
+class PrefillPace:
+    """How many tokens a prefill forward may have, so that it takes about `TARGET_SECONDS`.
+
+    The number follows the measured durations, since these depend on the machine, the model and the lengths of the
+    sequences. The tokens that are drawn do not depend on it.
+
+    Attributes:
+        tokens: Tokens that the next forward may have.
+    """
+
+    def __init__(self, max_num_tokens: int, device: str = "cpu"):
+        """Begin at `FIRST_FORWARD_TOKENS`.
+
+        Args:
+            max_num_tokens: Tokens of a forward on any machine, however fast.
+            device: Type of the device.
+        """
+        self._max_num_tokens = max_num_tokens
+        self.tokens = min(FIRST_FORWARD_TOKENS.get(device, FIRST_FORWARD_TOKENS["cuda"]), max_num_tokens)
+
+    def measure(self, tokens: int, seconds: float) -> None:
+        """Adapt the size of the next forward to the duration of one over so many tokens."""
+        fitting = tokens * TARGET_SECONDS / max(seconds, 1e-6)
+        if seconds <= TARGET_SECONDS and 2 * tokens < self.tokens:
+            return  # that few tokens are fast says nothing of many
+        fitting = min(max(fitting, MIN_GROWTH * self.tokens), MAX_GROWTH * self.tokens)
+        self.tokens = min(max(round(fitting), MIN_FORWARD_TOKENS), self._max_num_tokens)
+
+
+class _ForwardPlan:
+    """The chunks of the next forward, while they are being chosen."""
+
+    def __init__(self, padded: bool):
+        self._padded = padded
+        self.counts: dict[TokenSequence, int] = {}
+        self._total = self._longest = 0
+
+    def add(self, sequence: TokenSequence, budget: int, whole: bool) -> None:
+        """Add as much of a prompt as a forward of `budget` tokens has room for. whole: all of it or nothing."""
+        before = self.counts.get(sequence, 0)
+        free = budget - self._total + before
+        if self._padded:
+            free = budget // (len(self.counts) + (sequence not in self.counts))
+            if self._longest > free:
+                return
+        left = sequence.prefill_length - sequence.prefilled
+        count = min(left, free)
+        if count > before and not (whole and count < left):
+            self.counts[sequence] = count
+            self._total += count - before
+            self._longest = max(self._longest, count)
+
+
+def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool, chunked: bool) -> list[list[Chunk]]:
+    """Choose which prompts are read next, and how many tokens of each.
+
+    Half of a forward is for the prompts that have the fewest tokens left, so that a short one never waits for the
+    chunks of a long one. The rest is for those that were admitted first, so that a long one advances in any case.
+
+    Args:
+        prefilling: Sequences whose prompts are not in the cache yet, in the order of their admission; at least one.
+        budget: Tokens of a forward.
+        padded: Whether each sequence costs as many tokens as the longest one beside it.
+        chunked: Whether a prompt may be read in chunks. If not, the one that was admitted first is read whole however
+            long it is.
+
+    Returns:
+        The chunks of each forward, in the order of arrival: of one forward, or also of a second one for a whole prompt
+        that is longer than `budget`.
+    """
+    plan = _ForwardPlan(padded)
+    for sequence in sorted(prefilling, key=lambda sequence: sequence.prefill_length - sequence.prefilled):
+        plan.add(sequence, max(budget // 2, 1), whole=not chunked)
+    for sequence in prefilling:
+        plan.add(sequence, budget, whole=not chunked)
+    forwards = [sorted(plan.counts.items(), key=lambda chunk: chunk[0].arrival)] if plan.counts else []
+    oldest = prefilling[0]
+    if oldest not in plan.counts and not chunked:
+        forwards.append([(oldest, oldest.prefill_length - oldest.prefilled)])
+    return forwards
+
+
+def padded_tokens(chunks: Sequence[Chunk], padded: bool) -> int:
+    """Count the tokens of a forward, with those of padding if it is padded."""
+    counts = [count for _, count in chunks]
+    return len(counts) * max(counts) if padded else sum(counts)
+
+
+ROOMS = (4, 8, 16)  # chunks that a step has room for, of TOKENS_PER_CHUNK tokens each on average, the smallest first
+
+
+def choose_room(prompts: int, tokens: int) -> int:
+    """Return how many chunks a step needs room for, to read `tokens` tokens of `prompts` prompts or as many as fit."""
+    return next((room for room in ROOMS if prompts <= room and tokens <= room * TOKENS_PER_CHUNK), ROOMS[-1])
+
+
+class ChunkBuffers:
+    """Room for chunks of prompts, where captured steps look for them."""
+
+    def __init__(self, blocks: int, target: Target):
+        """Make empty buffers for prompts that a model reads. blocks: width of the block tables."""
+        self._by_room = {room: PromptChunks.room(room, blocks, target.device) for room in ROOMS}
+        self._blocks, self._target = blocks, target
+
+    def load(self, chunks: Sequence[Chunk]) -> PromptChunks:
+        """Write chunks of prompts into the smallest buffers that have room for them.
+
+        Args:
+            chunks: Sequences with blocks, and how many tokens of each are read; at least one.
+
+        Returns:
+            The buffers.
+        """
+        room = choose_room(len(chunks), sum(count for _, count in chunks))
+        buffers = self._by_room[room]
+        tokens, starts, lengths, adapters, prompts = list[int](), [0], list[int](), list[int](), list[int]()
+        for sequence, count in chunks:
+            tokens += sequence.tokens[sequence.prefilled : sequence.prefilled + count]
+            starts.append(len(tokens))
+            lengths.append(sequence.prefilled)
+            adapters.append(slot_of(sequence))
+            prompts.append(self._target.rope_length(len(sequence.prompt), sequence.prefill_length))
+        empty = room - len(chunks)
+        padding, ends = [0] * (len(buffers.tokens) - len(tokens)), starts[-1:] * empty
+        numbers = tokens + padding + starts + ends + lengths + adapters + prompts
+        device = buffers.tokens.device
+        sizes = len(buffers.tokens), room + 1, len(lengths), len(adapters), len(prompts)
+        parts = to_device(numbers, device, torch.long).split(sizes)  # one copy
+        written = buffers.tokens, buffers.starts, buffers.lengths, buffers.adapters, buffers.prompts
+        for buffer, part in zip(written, parts, strict=True):
+            buffer[: len(part)] = part
+        tables = tables_of([sequence for sequence, _ in chunks])
+        buffers.table[: len(tables)] = stack_block_tables(tables, device, self._blocks)
+        return buffers
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.scheduler.sequence_blocks import draft_tables_of, tables_of
 from redrafter.target.target import Target
 
-__all__ = ["CachePair", "DenseRows", "PagedRows", "RowCaches"]
-
 
 @dataclass(frozen=True)
 class CachePair:

@@ -8,7 +8,7 @@ positions: as many as the sequences have reached, rounded up to a power of two. 
 there costs, within a factor of two, and is captured once for each window.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,19 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redrafter.attention.prompt_chunks import PromptChunks
+from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
 from redrafter.drafting.adaptive_length import AdaptiveDraftLength
+from redrafter.drafting.draft_gain import DraftGain
 from redrafter.drafting.proposer import Proposer, State
 from redrafter.drafting.search_proposer import SearchProposer
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.chunk_buffers import ChunkBuffers
 from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, PendingReport, bucket, new_state
-from redrafter.scheduler.draft_pauses import DraftPauses
 from redrafter.scheduler.launched import LaunchedStep
 from redrafter.scheduler.models import Models
-from redrafter.scheduler.prefill import PrefilledRows
-from redrafter.scheduler.prefill_budget import Chunk
+from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows
 from redrafter.scheduler.row_adapters import RowAdapters, any_adapter
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
 from redrafter.scheduler.row_sampling import RowSampling
@@ -36,7 +34,40 @@ from redrafter.scheduler.sequence import TokenSequence
 from redrafter.step import StepOutput, draw_first_tokens
 from redrafter.target.target import Target
 
-__all__ = ["RunningBatch", "overshoot"]
+
+class DraftPauses:
+    """Decides by what earlier steps of the same cost have gained whether the next one drafts."""
+
+    def __init__(self, cost_of: Callable[[int], float | None]):
+        """Begin with drafts.
+
+        Args:
+            cost_of: Returns the time of a step of so many rows with drafts, in steps without; None where every step
+                drafts.
+        """
+        self._cost_of = cost_of
+        self._gains: dict[float, DraftGain] = {}  # by cost: batches of many sizes may share one
+
+    def _gain(self, rows: int) -> DraftGain | None:
+        cost = self._cost_of(rows)
+        return None if cost is None else self._gains.setdefault(cost, DraftGain(cost))
+
+    def should_draft(self, rows: int) -> bool:
+        """Decide whether the next step drafts. To be called once for each step. rows: how many it has."""
+        gain = self._gain(rows)
+        return gain is None or gain.should_draft()
+
+    def observe(self, rows: int, drafted_rows: int, tokens: int) -> None:
+        """Take note of a step with drafts.
+
+        Args:
+            rows: Its rows.
+            drafted_rows: Those that took drafts, at least 1.
+            tokens: Tokens that these gained.
+        """
+        if (gain := self._gain(rows)) is not None:
+            gain.observe(drafted_rows, tokens)
+
 
 # Positions that the buffers of each row and the window of a step have at least, by type of device.
 MIN_POSITIONS = {"cpu": 256, "cuda": 2048}

@@ -29,22 +29,18 @@ import torch
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.admission import Admission
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner, bucket
 from redrafter.scheduler.launched import LaunchedPrefill, LaunchedStep, Timer
 from redrafter.scheduler.limits import Limits, check_sequences
 from redrafter.scheduler.models import Models, check_paged
-from redrafter.scheduler.places import Places
-from redrafter.scheduler.prefill import PrefilledRows, Prefiller
-from redrafter.scheduler.prefill_budget import Chunk, padded_tokens
+from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller, padded_tokens
 from redrafter.scheduler.row_caches import PagedRows
 from redrafter.scheduler.running_batch import RunningBatch
+from redrafter.scheduler.running_set import Admission, Places
 from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import NewTokens, SequenceDelta, TokenSequence, not_finite
 from redrafter.scheduler.sequence_blocks import SequenceBlocks
 from redrafter.step import StepOutput
-
-__all__ = ["Scheduler"]
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,8 +10,6 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.sequence import TokenSequence
 
-__all__ = ["SequenceBlocks", "draft_tables_of", "tables_of"]
-
 LONGEST_WAIT = 0.05  # seconds, after which a call that waits for blocks looks at its deadline and cancellations again
 
 

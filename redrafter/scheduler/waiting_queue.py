@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 
 from redrafter.scheduler.sequence import TokenSequence
 
-__all__ = ["WaitingQueue"]
-
 MAX_REMEMBERED_CLIENTS = 4096  # clients without any sequence whose accounts are kept
 SPARE_HEAP_ENTRIES = 64  # entries of a heap that may be out of date, beside one for each waiting client
 

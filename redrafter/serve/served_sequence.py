@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from redrafter.scheduler.logprobs import PromptScore
-from redrafter.scheduler.sequence import SequenceDelta
-from redrafter.scheduler.stats import Stats
+from redrafter.scheduler.sequence import SequenceDelta, Stats
 
 __all__ = ["ServedSequence"]
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from redrafter.attention.layer_kinds import LayerKinds
-from redrafter.attention.mask import AttentionKind
+from redrafter.attention.mask import AttentionKind, LayerKinds
 from redrafter.cache.dense import LayerShape
 from redrafter.errors import UnsupportedError, first_line
 

@@ -1,13 +1,13 @@
 """The caches that a model's token trees are right on, found by self-tests when the model is bound."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from redrafter import kernels
-from redrafter.attention.layer_kinds import LayerKinds
+from redrafter.attention.mask import LayerKinds
 from redrafter.cache.dense import DenseCache, LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
@@ -17,10 +17,24 @@ from redrafter.target.mixers import Mixer
 from redrafter.target.prompt_reader import PromptReader
 from redrafter.target.self_test import SelfTest
 from redrafter.target.self_test_trials import TargetUnderTest
-from redrafter.target.support import Support
 from redrafter.target.supported import stored_shapes
 
-__all__ = ["CacheSupport"]
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a model can be decoded in some way, and why not.
+
+    Attributes:
+        reason: Why it cannot, as the end of a sentence; None when it can.
+    """
+
+    reason: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the model can be decoded in that way."""
+        return self.reason is None
+
 
 MAX_CHEAP_WINDOW = 64  # positions; prompts of the self-test reach past a window up to this long
 # Of the longer prompt: more than convolutions look back, and such that no piece of a prompt has one token, which some

@@ -8,14 +8,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from redrafter.attention.prompt_plan import Piece, cut_prompts
+from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.cache.to_device import to_device
 from redrafter.target.tree_forward import TreeForward
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import chain
-
-__all__ = ["PromptReader", "ShowLogits"]
 
 MAX_FORWARD_TOKENS = 8192  # of all rows; bounds what a forward holds beside the cache
 MAX_CHUNK_TOKENS = 512  # of a row, in a forward whose masks have all tokens of the cache

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from redrafter.attention.prompt_plan import Piece
+from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.states import StatesOfRows
 from redrafter.target.fused_linear import is_plain
 from redrafter.target.mixers import Mixer

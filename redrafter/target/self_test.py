@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from redrafter.attention.layer_kinds import LayerKinds
+from redrafter.attention.mask import LayerKinds
 from redrafter.cache.dense import LayerShape, states_of
 from redrafter.cache.paged import KVCache
 from redrafter.errors import CheckpointError, UnsupportedError

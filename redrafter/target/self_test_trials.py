@@ -17,8 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer
 
 from redrafter.cache.dense import LayerShape
-from redrafter.cache.fill import fill_first_slots
-from redrafter.cache.paged import KVCache
+from redrafter.cache.paged import KVCache, fill_first_slots
 from redrafter.errors import UnsupportedError, first_line
 from redrafter.target.mixer_probe import cache_argument
 from redrafter.tree.accept import Path

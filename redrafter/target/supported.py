@@ -1,4 +1,4 @@
-"""Refuse models that cannot be a target, each with its reason, and read from others what they store."""
+"""Refuse models that cannot be a target, and modes that change text; read from others what they store."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -10,17 +10,8 @@ from torch import Tensor, nn
 from redrafter.attention.alibi import has_alibi
 from redrafter.cache.dense import LayerShape
 from redrafter.cache.states import StateShape
-from redrafter.errors import ReDrafterError, UnsupportedError, first_line
-
-__all__ = [
-    "check_on_device",
-    "check_states_found",
-    "check_supported",
-    "config_width",
-    "head_width",
-    "name_model_in_errors",
-    "stored_shapes",
-]
+from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, first_line
+from redrafter.files.dtype_names import dtype_name
 
 MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
 
@@ -229,3 +220,32 @@ def head_width(head: nn.Module, config: Any) -> int:
 def config_width(config: Any) -> int:
     """Return D by a config: the width of the layers, or what OPT projects their input and output to."""
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+
+
+def check_eval(*models: nn.Module) -> None:
+    """Check that models are in eval mode; in training mode, dropout would change the text.
+
+    Raises:
+        ArgumentError: A part of a model is in training mode; the message names the first one.
+    """
+    for model in models:
+        if not any(module.training for module in model.modules()):
+            continue
+        part = next(name for name, module in model.named_modules() if module.training)
+        where = f" (its {part})" if part else ""
+        raise ArgumentError(
+            f"{type(model).__name__} is in training mode{where}, where dropout draws at random; call model.eval() first"
+        )
+
+
+def check_autocast(device: torch.device) -> None:
+    """Check that `torch.autocast` is off on a device; it would change the dtype of keys and values on the way.
+
+    Raises:
+        UnsupportedError: It is on.
+    """
+    if torch.is_autocast_enabled(device.type):
+        dtype = dtype_name(torch.get_autocast_dtype(device.type))
+        raise UnsupportedError(
+            f"a model cannot be verified under torch.autocast; leave it, and load the model with dtype={dtype!r}"
+        )

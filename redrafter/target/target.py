@@ -13,11 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from redrafter.attention.positions import find_slot_readers, masks_slots
-from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
+from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape, states_of
-from redrafter.cache.fill import fill_first_slots
-from redrafter.cache.paged import KVCache, PagedCache
-from redrafter.cache.rounding import RoundingCache
+from redrafter.cache.paged import KVCache, PagedCache, RoundingCache, fill_first_slots
 from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name
@@ -27,32 +25,28 @@ from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.aux_hidden import decoder_layers
 from redrafter.target.batch_invariance import check_products, check_rows, support_of
-from redrafter.target.cache_support import CacheSupport
+from redrafter.target.cache_support import CacheSupport, Support
 from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.images import ImagePrompt, image_arguments, token_type_arguments
 from redrafter.target.invariant_products import RowByRow
 from redrafter.target.lora_layers import LoraWeights
 from redrafter.target.mixer_probe import find_mixers
-from redrafter.target.mode_checks import check_autocast
 from redrafter.target.model_state import ModelState, hooked_module, uncompiled
-from redrafter.target.padded_forward import PaddedForward
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import is_quantized, warn_of_shared_scales
 from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
 from redrafter.target.self_test_trials import MODEL_ERRORS
-from redrafter.target.support import Support
 from redrafter.target.supported import (
+    check_autocast,
     check_on_device,
     check_states_found,
     check_supported,
     head_width,
     name_model_in_errors,
 )
-from redrafter.target.tree_forward import ModelParts, TreeForward
+from redrafter.target.tree_forward import ModelParts, PaddedForward, TreeForward
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import Tree, chain
-
-__all__ = ["Target", "context_of"]
 
 _INVARIANT_ADAPTERS = (
     "batch_invariant=True computes one model for all rows, and adapters are products of each row's own: merge the "

@@ -1,18 +1,26 @@
-"""What the padded and the varlen forward of a model have in common: their interface, and the hooks that they set."""
+"""What forwards over token trees have in common, their hooks, and the padded one, which serves every model.
+
+The padded forward has all rows side by side in one batch, on a dense cache, with a 4-D mask over the model's attention.
+"""
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
-from redrafter.attention.layer_kinds import LayerKinds
+from redrafter.attention.alibi import has_alibi
+from redrafter.attention.mask import LayerKinds, TreeSlots, additive_mask
 from redrafter.attention.own_thread import only_in_this_thread
-from redrafter.attention.prompt_plan import Piece
+from redrafter.attention.positions import answer_by_position
+from redrafter.attention.prompt_attention import Piece
+from redrafter.cache.dense import DenseCache
 from redrafter.errors import UnsupportedError
 from redrafter.target.aux_hidden import join_hidden, watch_outputs
 from redrafter.target.drafter_layer import DrafterLayer
@@ -23,8 +31,6 @@ from redrafter.target.model_state import CompiledPart, uncompiled
 from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
 from redrafter.target.rope import RopeByLength
 from redrafter.tree.token_tree import Tree
-
-__all__ = ["ModelParts", "TreeForward"]
 
 # One lock a model, for all forwards of all targets on it: what one sets on the model, another must not take down.
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -229,3 +235,116 @@ class TreeForward(ABC):
 
     def _record_aux_output(self, output: Tensor) -> None:
         self._aux_outputs = (*self._aux_outputs, output)
+
+
+class PaddedForward(TreeForward):
+    """A causal LM's forward over trees side by side, `[B, M]` new nodes, on a dense cache."""
+
+    def __init__(self, parts: ModelParts, device: torch.device, dtype: torch.dtype):
+        """Make the forward of a model.
+
+        Args:
+            parts: The model's parts.
+            device: Of its embedding, and of all that is returned.
+            dtype: Of its hidden states, and of the masks.
+        """
+        super().__init__(parts)
+        self._device, self._dtype = device, dtype
+        self._alibi = any(has_alibi(module) for module in parts.slot_readers)
+
+    def __call__(
+        self,
+        tree: Tree,
+        length: Tensor,
+        cache: DenseCache,
+        logits_index: Tensor | None = None,
+        prompt: Tensor | None = None,
+        position_shift: Tensor | None = None,
+        pieces: Sequence[Piece] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the new nodes of a tree through the model; see `TreeForward`."""
+        nodes, new = tree.tokens.shape[1], tree.new
+        cache.write_after(length + (nodes - new), new)
+        places = length[:, None] + tree.depth[:, -new:]  # [B, M]
+        positions = places if position_shift is None else places + position_shift[:, None]
+        slots = TreeSlots(length, tree.depth, tree.ancestors, cache.window)
+        keep = self._kept_columns(None if cache.adapters is None else cache.adapters[:, None].expand(-1, new))
+        with (
+            self.lock,
+            self._adapting(keep),
+            self._recording(),
+            answer_by_position(self._slot_readers, lambda: places, slots),
+            self._choosing_rope(torch.zeros_like(length) if prompt is None else prompt),
+            self._mixing(tree, length, cache, pieces),
+        ):
+            self._start_recording(logits_index)
+            out = self._call_model(
+                tree.tokens[:, -new:],
+                # Nodes past the end of the context are never kept; they only must not index past a table.
+                positions if self._context is None else positions.clamp(max=self._context - 1),
+                cache,
+                attention_mask=None if cache.committed else self._mask(slots),
+            )
+            hidden = self._recorded_hidden().to(self._device)  # [B, M, F]
+        if self._drafter_layer is not None:
+            flat = tree.tokens[:, -new:].flatten(), places.flatten(), hidden.flatten(0, 1)
+            self._drafter_layer.write(cache, cache.slots(self._device), *flat)
+        if logits_index is not None:
+            hidden = _take(hidden, logits_index)
+        return out.logits.to(self._device), hidden
+
+    def read_whole(
+        self,
+        ids: Tensor,
+        inputs: Mapping[str, Any],
+        past: DynamicCache,
+        adapters: Tensor | None = None,
+        prompt: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Read one text as the model itself does, all of it at once.
+
+        Args:
+            ids: The text, `[1, P]` int64.
+            inputs: What else the model takes of it, by name.
+            past: A cache of transformers' own with what stands before it; receives the keys and values of the layers.
+            adapters: Slot of the text's adapter, `[1]` int64; None for the model alone.
+            prompt: Length of text whose rope all tokens have at least.
+
+        Returns:
+            Logits `[1, V]` of the last token, and hidden states of all, `[1, P, F]`.
+        """
+        keep = self._kept_columns(None if adapters is None else adapters[:, None].expand_as(ids))
+        least = torch.tensor([prompt], device=ids.device)
+        with self.lock, self._adapting(keep), self._recording(), self._choosing_rope(least):
+            self._start_recording(torch.tensor([ids.shape[1] - 1], device=ids.device))
+            out = self._model(input_ids=ids, past_key_values=past, use_cache=True, **inputs)
+            hidden = self._recorded_hidden().to(self._device)
+        return out.logits[:, -1].to(self._device), hidden
+
+    def _select(self, hidden: Tensor) -> Tensor:
+        return hidden if self._index is None else _take(hidden, self._index.to(hidden.device))
+
+    def _choosing_rope(self, prompt: Tensor) -> AbstractContextManager[None]:
+        """Rotate tokens by the lengths of their texts. prompt: the least of each row, `[B]` int64."""
+        if self._rope is None:
+            return nullcontext()
+        return self._rope.choosing(lambda: prompt[:, None], threads_apart=True)
+
+    def _mask(self, slots: TreeSlots) -> Tensor | dict[str, Tensor | None] | None:
+        """Return the additive mask `[B, 1, M, S]`, one by name where kinds differ; with ALiBi, ones `[B, S]`.
+
+        It is None for a model without attention.
+        """
+        if self._alibi:
+            return torch.ones_like(slots.positions)
+        masks: dict[str, Tensor | None] = {
+            name: additive_mask(slots.seen(kind), self._dtype) for name, kind in self._kinds.by_name.items()
+        }
+        if len(masks) < 2:
+            return next(iter(masks.values()), None)
+        return {"linear_attention": None, "conv": None} | masks  # mixers are given no padding to mask
+
+
+def _take(hidden: Tensor, index: Tensor) -> Tensor:
+    """Return the hidden states `[B, 1, D]` of one node of each row, `index` `[B]`."""
+    return hidden.gather(1, index[:, None, None].expand(-1, 1, hidden.shape[-1]))

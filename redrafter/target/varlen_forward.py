@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from redrafter.attention.positions import answer_by_position
-from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME
-from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
-from redrafter.attention.prompt_plan import Piece, PromptPlan
-from redrafter.attention.replacement import register_attention, replacement_for
-from redrafter.attention.tree_attention import ATTENTION_NAME, tree_attention_forward
-from redrafter.attention.tree_plan import RUNNING_PLAN, Plan
+from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME, Piece, PromptPlan
+from redrafter.attention.tree_attention import (
+    ATTENTION_NAME,
+    register_attention,
+    replacement_for,
+    tree_attention_forward,
+)
+from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan, PromptChunks
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE

@@ -6,7 +6,7 @@ from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.scheduler.stats import Stats
+from redrafter.scheduler.sequence import Stats
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.shapes import Shape
 from redrafter.train.trainer import TrainingResult

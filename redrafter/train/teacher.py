@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from redrafter.attention.mask import AttentionKind, additive_mask
-from redrafter.attention.prompt_plan import Piece
+from redrafter.attention.prompt_attention import Piece
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.aux_hidden import decoder_layers, join_hidden, watch_outputs
 from redrafter.target.mixer_probe import find_mixers

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["Path", "accept"]
-
 
 @dataclass(frozen=True)
 class Path:

@@ -17,8 +17,6 @@ from torch import Tensor
 from redrafter import kernels
 from redrafter.tree.token_tree import Tree, chain, keep_best, share_nodes, tree_of
 
-__all__ = ["Expand", "beam_search", "node_count", "top_continuations"]
-
 CPU_NODE_BUDGET = 12  # nodes; on a CPU each costs arithmetic. Best or nearly for the boxed pair, see docs/benchmarks.md
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]

@@ -14,8 +14,6 @@ from torch import Tensor
 from redrafter import kernels
 from redrafter.errors import ArgumentError
 
-__all__ = ["Tree", "chain", "check_size", "keep_best", "share_nodes", "tree_of"]
-
 MAX_BEAMS = 1024  # also of levels; a tree's memory grows with the square of its nodes
 
 
@@ -200,3 +198,27 @@ def share_nodes(tree: Tree, score: Tensor, total: int, eligible: Tensor) -> Tree
     order = held.sort(dim=1, descending=True, stable=True).indices
     moved = tree_of(*_take(tree.tokens, tree.parents, tree.depth, order), max_depth=tree.levels, width=tree.width)
     return replace(moved, counts=counts, total=total)
+
+
+def nodes_by_level(tree: Tree) -> Tensor:
+    """Return the new nodes of each row by their level, `[L, B, W]` int64, counted from the first new node.
+
+    L and W are numbers on the host: levels that the next forward computes, and the most nodes that one of them may
+    have. Where a row has fewer at a level, or verifies fewer, M stands in their place.
+
+    Args:
+        tree: The trees of B rows, M new nodes each.
+    """
+    new = tree.new
+    depth = tree.depth[:, -new:]  # [B, M]
+    if tree.counts is not None:  # nodes behind those that are verified are in no order
+        depth = depth.where(torch.arange(new, device=depth.device) < tree.counts[:, None], tree.levels + 1)
+    levels = torch.arange(tree.levels_above, tree.levels + 1, device=depth.device)[:, None]  # [L, 1]
+    first, count = ((compared.sum(dim=-1)) for compared in _compare(depth, levels))  # [L, B] each
+    beam = torch.arange(tree.width, device=depth.device)
+    return torch.where(beam < count[..., None], first[..., None] + beam, new)
+
+
+def _compare(depth: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which nodes are above each level and which are at it, `[L, B, M]` bool each."""
+    return depth < levels[..., None], depth == levels[..., None]

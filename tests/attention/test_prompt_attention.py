@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.models import ARCHITECTURES, HIDDEN, VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from helpers.targets import CHUNKED
-from redrafter.attention.prompt_plan import Piece, cut_prompts
+from redrafter.attention.prompt_attention import Piece, cut_prompts
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE
 from redrafter.target.target import Target

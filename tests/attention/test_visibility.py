@@ -5,8 +5,7 @@ import torch
 
 from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch, with_tree
 from redrafter import UnsupportedError
-from redrafter.attention.layer_kinds import LayerKinds
-from redrafter.attention.mask import AttentionKind
+from redrafter.attention.mask import AttentionKind, LayerKinds
 from redrafter.target.attention_probe import probe_attention
 from redrafter.target.target import Target
 from redrafter.target.varlen_forward import VarlenForward

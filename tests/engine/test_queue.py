@@ -8,8 +8,7 @@ from helpers.scheduling import launch_ahead
 from redrafter import ArgumentError, DraftTarget, Engine, ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.engine.options import EngineOptions
-from redrafter.scheduler.prefill import PrefilledRows, Prefiller
-from redrafter.scheduler.prefill_budget import Chunk
+from redrafter.scheduler.prefill import Chunk, PrefilledRows, Prefiller
 from redrafter.scheduler.row_caches import RowCaches
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.target.target import Target

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from redrafter.attention.prompt_chunks import PromptChunks
+from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.dense import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels.block_size import BLOCK_SIZE

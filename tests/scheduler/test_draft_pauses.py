@@ -1,7 +1,7 @@
 """Pauses of drafting in batches whose steps cost more the more rows they have."""
 
 from redrafter.drafting.draft_gain import FIRST_PAUSE
-from redrafter.scheduler.draft_pauses import DraftPauses
+from redrafter.scheduler.running_batch import DraftPauses
 
 
 def cost_of(rows: int) -> float | None:

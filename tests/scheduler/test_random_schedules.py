@@ -18,7 +18,7 @@ from redrafter import DraftTarget, Engine
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler import running_batch
-from redrafter.scheduler.chunk_buffers import ChunkBuffers
+from redrafter.scheduler.prefill import ChunkBuffers
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 from redrafter.target.target import Target

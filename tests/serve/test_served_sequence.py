@@ -2,8 +2,7 @@
 
 import pytest
 
-from redrafter.scheduler.sequence import SequenceDelta
-from redrafter.scheduler.stats import Stats
+from redrafter.scheduler.sequence import SequenceDelta, Stats
 from redrafter.serve.served_sequence import ServedSequence
 
 

@@ -11,7 +11,7 @@ from helpers.models import VOCAB, assert_close_by_scale, tiny_model
 from helpers.targets import CHUNKED
 from redrafter import UnsupportedError
 from redrafter.attention import invariant_attention
-from redrafter.attention.prompt_chunks import PromptChunks
+from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.kernels import invariant_linear
 from redrafter.target.batch_invariance import check_rows

@@ -2,8 +2,7 @@
 
 import torch
 
-from redrafter.tree.levels import nodes_by_level
-from redrafter.tree.token_tree import Tree, chain, share_nodes, tree_of
+from redrafter.tree.token_tree import Tree, chain, nodes_by_level, share_nodes, tree_of
 
 PARENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 4], [0, 0, 1, 1, 1, 2, 3]])
 DEPTH = torch.tensor([[0, 1, 1, 1, 2, 2, 3], [0, 1, 2, 2, 2, 3, 3]])

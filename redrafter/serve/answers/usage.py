@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from redrafter.scheduler.stats import Stats
+from redrafter.scheduler.sequence import Stats
 from redrafter.serve.answers.choice import Choice
 from redrafter.serve.served_sequence import ServedSequence
 

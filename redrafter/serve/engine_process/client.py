@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta
-from redrafter.scheduler.stats import Stats
+from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, Stats
 from redrafter.serve.delta_stream import DeltaStream, SlowConsumerError, Stopped
 from redrafter.serve.engine_process.channel import Channel
 from redrafter.serve.engine_process.loading import EngineFacts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
-from redrafter.scheduler.chunk_buffers import ROOMS
+from redrafter.scheduler.prefill import ROOMS
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence

@@ -19,7 +19,7 @@ from redrafter.drafting.context_attention import ContextWindow
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
-from redrafter.scheduler.stats import Stats
+from redrafter.scheduler.sequence import Stats
 from redrafter.target.target import Target
 from redrafter.train.evaluate.shapes import Shape, count_accepted
 from redrafter.train.evaluate.texts import Texts, write_texts
