@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redrafter.attention.own_thread import only_in_this_thread
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.target.lora_layers import LoraStacks, LoraWeights, check_layers
+from redrafter.target.patch import ModelPatch
 
 __all__ = ["Adapter", "AdapterSlots"]
 
@@ -180,14 +180,13 @@ class AdapterSlots:
             UnsupportedError: A layer of the decoder does not read each token of a forward, in their order.
         """
         inputs: dict[str, list[int]] = {name: [] for name in weights.layers}
-        with ExitStack() as hooks:
-            for name in weights.layers:
+        with ModelPatch() as patch:
+            for name, read in inputs.items():
 
-                def note(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-                    inputs[name].append(args[0].numel() // args[0].shape[-1])
+                def note(_: nn.Module, args: tuple[Tensor, ...], read: list[int] = read) -> None:
+                    read.append(args[0].numel() // args[0].shape[-1])
 
-                hook = self._model.get_submodule(name).register_forward_pre_hook(only_in_this_thread(note))
-                hooks.callback(hook.remove)
+                patch.hook(self._model.get_submodule(name), note, before=True)
             count = TRIAL_ROWS * TRIAL_TOKENS
             known = len(self._model.get_input_embeddings().weight)
             ids = torch.arange(count, device=self._device) * 7919 % known

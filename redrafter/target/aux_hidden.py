@@ -3,9 +3,7 @@
 Reading several depths at once is how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from transformers import PreTrainedModel
 
 from redrafter.errors import MismatchError, UnsupportedError
 
-__all__ = ["decoder_layers", "decoder_stack", "join_hidden", "watch_outputs"]
+__all__ = ["decoder_layers", "decoder_stack", "join_hidden"]
 
 
 def decoder_layers(model: PreTrainedModel, count: int, layer_ids: Sequence[int]) -> list[nn.Module]:
@@ -71,16 +69,3 @@ def join_hidden(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
                 "drafter cannot read them together; train one with --target-layers none"
             )
     return torch.cat([last, *(x.to(last) for x in outputs)], dim=-1) if outputs else last
-
-
-@contextmanager
-def watch_outputs(modules: Sequence[nn.Module], record: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `record` with every output of these modules inside the context, in the order of their calls."""
-
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
-        record(output[0] if isinstance(output, tuple) else output)
-
-    with ExitStack() as stack:
-        for module in modules:
-            stack.callback(module.register_forward_hook(hook).remove)
-        yield

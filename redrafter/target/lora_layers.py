@@ -5,9 +5,7 @@ by the first matrix, keeps for each token the columns of its own slot, and multi
 are fixed, tokens of any adapters share a forward, and a captured step sees an adapter that is loaded later.
 """
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from redrafter.errors import MismatchError, UnsupportedError
+from redrafter.target.patch import ModelPatch, Running
 
 __all__ = ["LoraStacks", "LoraWeights", "check_layers", "merge_into"]
 
@@ -93,35 +92,22 @@ def _refusal(weights: LoraWeights, reason: str) -> str:
     )
 
 
-class _Forward:
-    """What the stand-ins of all layers share: which columns each token of the running forward keeps.
-
-    Attributes:
-        keep: Whether a token has the adapter of a column, `[T, S * R]` bool; None between forwards.
-        thread: The thread of the forward, whose model others may run meanwhile; None where nobody can.
-    """
-
-    def __init__(self) -> None:
-        self.keep: Any = None
-        self.thread: int | None = None
-
-
 class _Adapted(nn.Module):
     """A stand-in for a layer, with its weight and bias, that adds the product of each token's own adapter."""
 
-    def __init__(self, layer: Any, a: Tensor, b: Tensor, forward: _Forward):
+    def __init__(self, layer: Any, a: Tensor, b: Tensor, running: Running):
         super().__init__()
         self.layer, self.weight, self.bias = layer, layer.weight, layer.bias
-        self.running, self.a, self.b = forward, a, b
+        self.running, self.a, self.b = running, a, b
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output with the adapter's; the layer's alone in other threads' forwards."""
         running, output = self.running, self.layer(x)
-        if running.thread is not None and running.thread != threading.get_ident():
+        if running.elsewhere():
             return output
         inner = linear(x.to(self.a.dtype), self.a)  # [..., S * R]
-        keep = running.keep.to(inner.device).view(inner.shape)
+        keep = running.value.to(inner.device).view(inner.shape)
         return output + linear(torch.where(keep, inner, 0.0), self.b).to(output.dtype)
 
 
@@ -147,7 +133,7 @@ class LoraStacks:
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: A `[S * R, in]` and B `[out, S * R]`
         self._columns = torch.arange(1, slots + 1, device=device).repeat_interleave(rank)  # slot of each column
         self._stand_ins: dict[str, _Adapted] = {}
-        self._forward = _Forward()
+        self._running = Running()  # tells which columns each token keeps, as `keep` returns it
 
     def write(self, slot: int, weights: LoraWeights, layers: Sequence[str]) -> None:
         """Write an adapter into a slot, which no token has now.
@@ -194,35 +180,24 @@ class LoraStacks:
 
     def set_keep(self, keep: Tensor) -> None:
         """Set what the tokens of the running forward keep, as `keep` returns it."""
-        self._forward.keep = keep
+        self._running.value = keep
 
-    @contextmanager
-    def running(self, keep: Tensor, *, threads_apart: bool) -> Iterator[None]:
-        """Have stand-ins in the places of the layers, which apply the adapters to forwards inside the context.
+    def apply(self, patch: ModelPatch, keep: Tensor) -> None:
+        """Have stand-ins in the places of the layers, which apply the adapters.
 
         Args:
+            patch: The patch of the forward; stand-ins for fused layers are there already.
             keep: What each token keeps, as `keep` returns it.
-            threads_apart: Let the forwards of other threads pass the stand-ins by; a compiled forward cannot tell.
         """
-        self._forward.keep = keep
-        self._forward.thread = threading.get_ident() if threads_apart else None
-        replaced: list[tuple[nn.Module, str, Any]] = []
-        try:
-            for name in self._weights:
-                parent_name, _, attribute = name.rpartition(".")
-                parent = self._model.get_submodule(parent_name)
-                layer = parent._modules[attribute]
-                parent._modules[attribute] = self._stand_in(name, layer)
-                replaced.append((parent, attribute, layer))
-            yield
-        finally:
-            for parent, attribute, layer in replaced:
-                parent._modules[attribute] = layer
-            self._forward.keep = None
+        patch.tell(self._running, keep)
+        for name in self._weights:
+            parent_name, _, attribute = name.rpartition(".")
+            parent = self._model.get_submodule(parent_name)
+            patch.put(parent._modules, attribute, self._stand_in(name, parent._modules[attribute]))
 
     def _stand_in(self, name: str, layer: Any) -> _Adapted:
         """Return the stand-in for a layer, the same object for the same layer, or a compiler would see a new one."""
         known = self._stand_ins.get(name)
         if known is None or known.layer is not layer:
-            known = self._stand_ins[name] = _Adapted(layer, *self._weights[name], self._forward)
+            known = self._stand_ins[name] = _Adapted(layer, *self._weights[name], self._running)
         return known

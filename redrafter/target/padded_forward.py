@@ -4,18 +4,17 @@ It serves any model that can be served at all, on any device or spread over seve
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from redrafter.attention.alibi import has_alibi
 from redrafter.attention.mask import TreeSlots, additive_mask
-from redrafter.attention.positions import answer_by_position
 from redrafter.attention.prompt_plan import Piece
 from redrafter.cache.dense import DenseCache
+from redrafter.target.patch import ModelPatch
+from redrafter.target.positions import answer_by_position, has_alibi
 from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.tree.token_tree import Tree
 
@@ -56,12 +55,12 @@ class PaddedForward(TreeForward):
         keep = self._kept_columns(None if cache.adapters is None else cache.adapters[:, None].expand(-1, new))
         with (
             self.lock,
-            self._adapting(keep),
-            self._recording(),
-            answer_by_position(self._slot_readers, lambda: places, slots),
-            self._choosing_rope(torch.zeros_like(length) if prompt is None else prompt),
+            self._recording() as patch,
             self._mixing(tree, length, cache, pieces),
         ):
+            self._adapt(patch, keep)
+            answer_by_position(patch, self._slot_readers, lambda: places, slots)
+            self._choose_rope(patch, torch.zeros_like(length) if prompt is None else prompt)
             self._start_recording(logits_index)
             out = self._call_model(
                 tree.tokens[:, -new:],
@@ -100,7 +99,9 @@ class PaddedForward(TreeForward):
         """
         keep = self._kept_columns(None if adapters is None else adapters[:, None].expand_as(ids))
         least = torch.tensor([prompt], device=ids.device)
-        with self.lock, self._adapting(keep), self._recording(), self._choosing_rope(least):
+        with self.lock, self._recording() as patch:
+            self._adapt(patch, keep)
+            self._choose_rope(patch, least)
             self._start_recording(torch.tensor([ids.shape[1] - 1], device=ids.device))
             out = self._model(input_ids=ids, past_key_values=past, use_cache=True, **inputs)
             hidden = self._recorded_hidden().to(self._device)
@@ -109,11 +110,10 @@ class PaddedForward(TreeForward):
     def _select(self, hidden: Tensor) -> Tensor:
         return hidden if self._index is None else _take(hidden, self._index.to(hidden.device))
 
-    def _choosing_rope(self, prompt: Tensor) -> AbstractContextManager[None]:
+    def _choose_rope(self, patch: ModelPatch, prompt: Tensor) -> None:
         """Rotate tokens by the lengths of their texts. prompt: the least of each row, `[B]` int64."""
-        if self._rope is None:
-            return nullcontext()
-        return self._rope.choosing(lambda: prompt[:, None], threads_apart=True)
+        if self._rope is not None:
+            self._rope.apply(patch, lambda: prompt[:, None])
 
     def _mask(self, slots: TreeSlots) -> Tensor | dict[str, Tensor | None] | None:
         """Return the additive mask `[B, 1, M, S]`, one by name where kinds differ; with ALiBi, ones `[B, S]`.

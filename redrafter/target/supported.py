@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redrafter.attention.alibi import has_alibi
 from redrafter.cache.dense import LayerShape
 from redrafter.cache.states import StateShape
 from redrafter.errors import ReDrafterError, UnsupportedError, first_line
+from redrafter.target.positions import has_alibi
 
 __all__ = [
     "check_on_device",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from redrafter.attention.positions import find_slot_readers, masks_slots
 from redrafter.attention.prompt_chunks import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape, states_of
 from redrafter.cache.fill import fill_first_slots
@@ -34,8 +33,10 @@ from redrafter.target.invariant_products import RowByRow
 from redrafter.target.lora_layers import LoraWeights
 from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.mode_checks import check_autocast
-from redrafter.target.model_state import ModelState, hooked_module, uncompiled
+from redrafter.target.model_state import ModelState, hooked_module, run_uncompiled
 from redrafter.target.padded_forward import PaddedForward
+from redrafter.target.patch import ModelPatch
+from redrafter.target.positions import find_slot_readers, masks_slots
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import is_quantized, warn_of_shared_scales
 from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
@@ -131,7 +132,8 @@ class Target:
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
         self._state = ModelState.of(model)
-        with torch.no_grad(), made_on_host(), uncompiled(self._state.compiled):
+        with torch.no_grad(), made_on_host(), ModelPatch() as patch:
+            run_uncompiled(patch, self._state.compiled)
             self._bind()
         self._bound_as = self._facts()
         self.note_state()

@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +11,15 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from redrafter.attention.layer_kinds import LayerKinds
-from redrafter.attention.own_thread import only_in_this_thread
 from redrafter.attention.prompt_plan import Piece
 from redrafter.errors import UnsupportedError
-from redrafter.target.aux_hidden import join_hidden, watch_outputs
+from redrafter.target.aux_hidden import join_hidden
 from redrafter.target.drafter_layer import DrafterLayer
 from redrafter.target.lora_layers import LoraStacks
 from redrafter.target.mixer_probe import cache_argument
 from redrafter.target.mixers import Mixer
-from redrafter.target.model_state import CompiledPart, uncompiled
+from redrafter.target.model_state import CompiledPart, run_uncompiled
+from redrafter.target.patch import ModelPatch
 from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
 from redrafter.target.rope import RopeByLength
 from redrafter.tree.token_tree import Tree
@@ -174,12 +174,11 @@ class TreeForward(ABC):
         assert self._lora is not None, "an adapter is loaded before a row has it"
         return self._lora.keep(adapters)
 
-    def _adapting(self, keep: Tensor | None, *, threads_apart: bool = True) -> AbstractContextManager[None]:
-        """Return the context of a forward whose tokens keep these columns; None for the model alone."""
-        if keep is None:
-            return nullcontext()
-        assert self._lora is not None
-        return self._lora.running(keep, threads_apart=threads_apart)
+    def _adapt(self, patch: ModelPatch, keep: Tensor | None) -> None:
+        """Apply adapters to a forward whose tokens keep these columns; None for the model alone."""
+        if keep is not None:
+            assert self._lora is not None
+            self._lora.apply(patch, keep)
 
     def _start_recording(self, index: Tensor | None) -> None:
         self._index, self._head_inputs, self._aux_outputs = index, (), ()
@@ -197,19 +196,15 @@ class TreeForward(ABC):
         return hidden
 
     @contextmanager
-    def _recording(self, *, threads_apart: bool = True) -> Iterator[None]:
-        """Have the hooks set that record hidden states.
-
-        Args:
-            threads_apart: Let the forwards of other threads pass the hooks by; a compiled forward cannot tell.
-        """
-        own: Callable[..., Any] = only_in_this_thread if threads_apart else lambda hook: hook
-        hook = self._head.register_forward_pre_hook(own(self._record_head_input))
+    def _recording(self, *, threads_apart: bool = True) -> Iterator[ModelPatch]:
+        """Patch the model for a forward that records hidden states; the lock is held."""
         try:
-            with watch_outputs(self._aux_layers, own(self._record_aux_output)), uncompiled(self.compiled_parts):
-                yield
+            with ModelPatch(threads_apart=threads_apart) as patch:
+                patch.hook(self._head, self._record_head_input, before=True)
+                patch.watch(self._aux_layers, self._record_aux_output)
+                run_uncompiled(patch, self.compiled_parts)
+                yield patch
         finally:
-            hook.remove()
             self._start_recording(None)
 
     def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
