@@ -14,8 +14,8 @@ from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.guided_text import GuidedText
 from redrafter.scheduler.logprobs import PromptScore, token_logprobs
 from redrafter.scheduler.stats import Stats
-from redrafter.target.adapter_slots import Adapter
 from redrafter.target.images import ImageInputs, ImagePrompt
+from redrafter.target.lora import Adapter
 
 __all__ = ["Finish", "NewTokens", "SamplingParams", "SequenceDelta", "TokenSequence", "cut", "not_finite"]
 

@@ -11,11 +11,10 @@ from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.parallel.ranks import Ranks
-from redrafter.target.aux_hidden import decoder_stack
-from redrafter.target.float8_linear import float8_scheme
+from redrafter.target.drafter_inputs import decoder_stack
 from redrafter.target.invariant_products import record_products
 from redrafter.target.patch import ModelPatch
-from redrafter.target.quantization import is_quantized
+from redrafter.target.quantization import float8_scheme, is_quantized
 from redrafter.target.support import Support
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import Tree, chain

@@ -14,11 +14,10 @@ from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.cache.dense import LayerShape, states_of
 from redrafter.cache.paged import KVCache
 from redrafter.errors import CheckpointError, UnsupportedError
-from redrafter.target.aux_hidden import decoder_stack
-from redrafter.target.float8_linear import float8_scheme
+from redrafter.target.drafter_inputs import decoder_stack
 from redrafter.target.float32 import in_float32
 from redrafter.target.patch import ModelPatch
-from redrafter.target.quantization import is_quantized
+from redrafter.target.quantization import float8_scheme, is_quantized
 from redrafter.target.self_test_trials import (
     MODEL_ERRORS,
     TargetUnderTest,

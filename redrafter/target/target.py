@@ -21,16 +21,13 @@ from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name
 from redrafter.parallel.local_shards import use_local_shards
-from redrafter.target.adapter_slots import Adapter, AdapterSlots
-from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
-from redrafter.target.aux_hidden import decoder_layers
 from redrafter.target.batch_invariance import check_products, check_rows, support_of
 from redrafter.target.cache_support import CacheSupport
-from redrafter.target.drafter_layer import DrafterLayer
+from redrafter.target.drafter_inputs import DrafterLayer, decoder_layers
 from redrafter.target.images import ImagePrompt, image_arguments, token_type_arguments
 from redrafter.target.invariant_products import RowByRow
-from redrafter.target.lora_layers import LoraWeights
+from redrafter.target.lora import Adapter, AdapterSlots, LoraWeights
 from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.mode_checks import check_autocast
 from redrafter.target.model_state import ModelState, hooked_module, run_uncompiled
@@ -43,6 +40,7 @@ from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, 
 from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.target.support import Support
 from redrafter.target.supported import (
+    base_of,
     check_on_device,
     check_states_found,
     check_supported,

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from redrafter.attention.layer_kinds import LayerKinds
 from redrafter.attention.prompt_plan import Piece
 from redrafter.errors import UnsupportedError
-from redrafter.target.aux_hidden import join_hidden
-from redrafter.target.drafter_layer import DrafterLayer
-from redrafter.target.lora_layers import LoraStacks
+from redrafter.target.drafter_inputs import DrafterLayer, join_hidden
+from redrafter.target.lora import LoraStacks
 from redrafter.target.mixer_probe import cache_argument
 from redrafter.target.mixers import Mixer
 from redrafter.target.model_state import CompiledPart, run_uncompiled

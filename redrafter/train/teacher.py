@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from redrafter.attention.mask import AttentionKind, additive_mask
 from redrafter.attention.prompt_plan import Piece
 from redrafter.target.attention_probe import probe_attention
-from redrafter.target.aux_hidden import decoder_layers, join_hidden
+from redrafter.target.drafter_inputs import decoder_layers, join_hidden
 from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.patch import ModelPatch
 from redrafter.target.recurrent_layers import PromptStates, replaced_mixers

@@ -18,9 +18,9 @@ from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.target.batch_invariance import support_of
-from redrafter.target.float8_linear import Float8Linear, float8_scheme, quantize_linears
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
 from redrafter.target.patch import ModelPatch
+from redrafter.target.quantization import Float8Linear, float8_scheme, quantize_linears
 from redrafter.target.target import Target
 
 NEW = 20
