@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.data.windows import Document
 from redrafter.data.windows import Windows as PackedWindows
-from redrafter.train.train_drafter import TrainConfig, new_drafter, train
+from redrafter.train.config import TrainConfig
+from redrafter.train.init_drafter import new_drafter
+from redrafter.train.loop import train
 
 NAME = "redrafter-tiny-base"
 

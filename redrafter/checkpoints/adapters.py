@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from redrafter.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import read_json
-from redrafter.target.lora_layers import LoraWeights, merge_into
+from redrafter.target.lora import LoraWeights, merge_into
 
 __all__ = ["merge_adapter", "read_adapter", "split_name"]
 

@@ -17,7 +17,7 @@ from redrafter.checkpoints.quantization import check_quantization, quantize_mode
 from redrafter.checkpoints.splitting import check_loaded_size, check_splits, split_arguments, split_device
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import check_path, load_error, wrong_kind_error
-from redrafter.target.adapters import base_of
+from redrafter.target.supported import base_of
 from redrafter.target.target import Target
 
 __all__ = ["bind", "find_model_file", "load_model"]

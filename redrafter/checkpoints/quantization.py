@@ -11,8 +11,7 @@ from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.dtype_names import dtype_name
-from redrafter.target.float8_linear import quantize_linears
-from redrafter.target.quantization import is_quantized
+from redrafter.target.quantization import is_quantized, quantize_linears
 
 __all__ = ["QUANTIZATIONS", "check_quantization", "quantize_drafter", "quantize_model"]
 

@@ -19,7 +19,7 @@ from redrafter.drafting.drafter_config import DrafterConfig
 from redrafter.drafting.drafter_model import DrafterModel
 from redrafter.drafting.partial_linear import partial_linear
 from redrafter.kernels.thin_linear import thin_linear
-from redrafter.target.float8_linear import Float8Linear
+from redrafter.target.quantization import Float8Linear
 
 __all__ = ["DraftStart", "RecurrentDrafter"]
 

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from redrafter.target.float8_linear import Float8Linear
+from redrafter.target.quantization import Float8Linear
 
 __all__ = ["partial_linear"]
 

@@ -17,7 +17,7 @@ from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.errors import ArgumentError, UnsupportedError
-from redrafter.target.adapters import base_of
+from redrafter.target.supported import base_of
 from redrafter.target.target import Target
 from redrafter.tree.beam_search import node_count
 from redrafter.tree.token_tree import check_size

@@ -27,7 +27,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.engine.tuning import Tuning, default_shape, find_tuning
 from redrafter.files.checkpoint_kind import check_drafter
-from redrafter.target.drafter_layer import DrafterLayer
+from redrafter.target.drafter_inputs import DrafterLayer
 from redrafter.target.target import Target
 from redrafter.tree.beam_search import node_count
 

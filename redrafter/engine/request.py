@@ -29,8 +29,8 @@ from redrafter.sampling.grammar_masks import GrammarProcessor
 from redrafter.sampling.hf_processors import TemperaturePerRow, index_of_warpers, read_processors
 from redrafter.sampling.processors import ProcessorOfRows, RowTemperature
 from redrafter.sampling.sampler import Sampler
-from redrafter.target.adapter_slots import Adapter
 from redrafter.target.images import ImagePrompt
+from redrafter.target.lora import Adapter
 from redrafter.target.target import Target
 
 Seed = int | Sequence[int] | None

@@ -13,8 +13,8 @@ from redrafter.errors import ArgumentError, NotFiniteError
 from redrafter.grammar.grammar import Grammar
 from redrafter.grammar.guided_text import GuidedText
 from redrafter.scheduler.logprobs import PromptScore, token_logprobs
-from redrafter.target.adapter_slots import Adapter
 from redrafter.target.images import ImageInputs, ImagePrompt
+from redrafter.target.lora import Adapter
 
 
 @dataclass

@@ -13,8 +13,8 @@ from redrafter.serve.chat.control_tokens import ControlTokens, choose_marker
 from redrafter.serve.chat.template import THINK_TAGS, ChatTemplate
 from redrafter.serve.chat.tools import describe_tools, template_tools
 from redrafter.serve.images import ImageReader
-from redrafter.serve.protocol.messages import TextPart
-from redrafter.serve.protocol.requests import ApiError, ChatRequest, Message, ToolCall
+from redrafter.serve.protocol.messages import Message, TextPart, ToolCall
+from redrafter.serve.protocol.requests import ApiError, ChatRequest
 
 __all__ = ["ChatPrompt", "Prompts"]
 

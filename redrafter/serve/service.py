@@ -30,14 +30,9 @@ from redrafter.serve.engine_process.client import EngineClient
 from redrafter.serve.images import ImageReader
 from redrafter.serve.metrics import Metrics
 from redrafter.serve.prompts import Prompts
-from redrafter.serve.protocol.requests import (
-    MAX_PROMPTS,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    StreamOptions,
-)
+from redrafter.serve.protocol.fields import MAX_PROMPTS, StreamOptions
+from redrafter.serve.protocol.messages import Message
+from redrafter.serve.protocol.requests import ApiError, ChatRequest, CompletionRequest
 
 __all__ = ["Service"]
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from redrafter.attention.mask import AttentionKind, LayerKinds
 from redrafter.cache.dense import LayerShape
 from redrafter.errors import UnsupportedError, first_line
+from redrafter.target.patch import ModelPatch
 
 __all__ = ["AttentionProbe", "probe_attention"]
 
@@ -115,17 +116,17 @@ def probe_attention(model: Any, config: Any, ids: Tensor) -> AttentionProbe:
         config: The config that its decoder layers read; left as it was.
         ids: Any text of at least two tokens, `[T]` int64.
     """
-    probe, before = AttentionProbe(), config._attn_implementation
-    config._attn_implementation = PROBE_NAME
+    probe = AttentionProbe()
     running = _RUNNING.set(probe)
     try:
-        model(input_ids=ids[None], use_cache=False)
+        with ModelPatch() as patch:
+            patch.set(config, "_attn_implementation", PROBE_NAME)
+            model(input_ids=ids[None], use_cache=False)
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
         probe.failure = first_line(error)
     finally:
         _RUNNING.reset(running)
         probe.release_tensors()
-        config._attn_implementation = before
     return probe
 
 

@@ -11,11 +11,11 @@ from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.parallel.ranks import Ranks
-from redrafter.target.aux_hidden import decoder_stack, watch_outputs
 from redrafter.target.cache_support import Support
-from redrafter.target.float8_linear import float8_scheme
+from redrafter.target.drafter_inputs import decoder_stack
 from redrafter.target.invariant_products import record_products
-from redrafter.target.quantization import is_quantized
+from redrafter.target.patch import ModelPatch
+from redrafter.target.quantization import float8_scheme, is_quantized
 from redrafter.target.varlen_forward import VarlenForward
 from redrafter.tree.token_tree import Tree, chain
 
@@ -132,7 +132,8 @@ def _first_difference(target: InvariantTarget, pool: KVCachePool) -> str:
     target.varlen_forward.compile(False)
     for way in WAYS:
         seen: list[Tensor] = []
-        with watch_outputs(list(stack or ()), lambda x, seen=seen: seen.append(x)):  # type: ignore[misc]
+        with ModelPatch() as patch:
+            patch.watch(stack or (), seen.append)
             _read(target, way, pool)
         layers = len(stack or ())
         by_layer = [

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from redrafter.kernels.thin_linear import has_thin_kernel, thin_linear
-from redrafter.target.float8_linear import Float8Linear
 from redrafter.target.model_state import has_hooks
+from redrafter.target.patch import ModelPatch
+from redrafter.target.quantization import Float8Linear
 
 __all__ = ["FusedLinears", "is_plain", "linear_calls", "same_inputs"]
 
@@ -25,16 +26,11 @@ __all__ = ["FusedLinears", "is_plain", "linear_calls", "same_inputs"]
 def linear_calls(model: nn.Module) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
     """Record the calls of plain linear layers inside the context: the name of the layer, its input and its output."""
     calls: list[tuple[str, Tensor, Tensor]] = []  # holds the tensors, so that no id is used twice
-    linears = {name: module for name, module in model.named_modules() if is_plain(module)}
-    hooks = [
-        module.register_forward_hook(lambda _, args, output, name=name: calls.append((name, args[0], output)))
-        for name, module in linears.items()
-    ]
-    try:
+    with ModelPatch() as patch:
+        for name, module in model.named_modules():
+            if is_plain(module):
+                patch.hook(module, lambda _, args, output, name=name: calls.append((name, args[0], output)))
         yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -124,7 +120,7 @@ class _NextStandIn(_StandIn):
 
 
 class FusedLinears:
-    """A context in which a model's groups of linear layers are one product each; outside of it the model is as it was.
+    """The groups of linear layers of a model that are one product each, in the forwards that they are applied to.
 
     The weights of a group move into one tensor of which each becomes a view: the same values, shapes and memory. Groups
     are left alone where a layer has a bias and another none, or where dtypes or devices differ.
@@ -138,7 +134,7 @@ class FusedLinears:
             groups: Names of the layers; a group of one is a layer by itself.
             thin: Whether to use the kernel for few tokens where there is one.
         """
-        self._stand_ins: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, name there, layer, stand-in
+        self._stand_ins: list[tuple[nn.Module, str, nn.Module]] = []  # parent, name there, stand-in
         for names in groups:
             layers: list[Any] = [model.get_submodule(name) for name in names]
             if len({(m.bias is None, m.weight.dtype, m.weight.device, m.in_features) for m in layers}) > 1:
@@ -149,15 +145,12 @@ class FusedLinears:
             for index, (name, module) in enumerate(zip(names, layers, strict=True)):
                 parent, _, attribute = name.rpartition(".")
                 stand_in = _NextStandIn(module, group, index) if index else _FirstStandIn(module, group)
-                self._stand_ins.append((model.get_submodule(parent), attribute, module, stand_in))
+                self._stand_ins.append((model.get_submodule(parent), attribute, stand_in))
 
-    def __enter__(self) -> None:
-        for parent, name, _, stand_in in self._stand_ins:
-            parent._modules[name] = stand_in
-
-    def __exit__(self, *_: object) -> None:
-        for parent, name, module, _stand_in in self._stand_ins:
-            parent._modules[name] = module
+    def apply(self, patch: ModelPatch) -> None:
+        """Have stand-ins in the places of the layers."""
+        for parent, name, stand_in in self._stand_ins:
+            patch.put(parent._modules, name, stand_in)
 
 
 def _fuse(tensors: Sequence[Tensor]) -> Tensor:

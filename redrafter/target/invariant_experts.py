@@ -1,7 +1,5 @@
 """Experts of which each token's product is its own, in the place of the implementation that a model was loaded with."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +7,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from redrafter.kernels.invariant_linear import invariant_expert_linear
 
-__all__ = ["expert_configs", "experts_row_by_row", "invariant_experts"]
+__all__ = ["EXPERTS_NAME", "expert_configs", "experts_row_by_row"]
 
 EXPERTS_NAME = "redrafter_invariant"
 
@@ -19,23 +17,6 @@ def expert_configs(model: nn.Module) -> list[Any]:
     traits = "has_gate", "has_bias", "is_transposed"  # that transformers gives to modules of experts
     experts: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in traits)]
     return list({id(module.config): module.config for module in experts}.values())
-
-
-@contextmanager
-def invariant_experts(configs: Sequence[Any]) -> Iterator[None]:
-    """Have experts computed row by row inside the context.
-
-    Args:
-        configs: What `expert_configs` returns.
-    """
-    before = [config._experts_implementation for config in configs]
-    try:
-        for config in configs:
-            config._experts_implementation = EXPERTS_NAME
-        yield
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._experts_implementation = name
 
 
 def experts_row_by_row(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

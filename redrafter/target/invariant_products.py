@@ -7,7 +7,7 @@ tensor than before it. `RowByRow` is the context in which both come from the row
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from redrafter.kernels.elementwise import in_full_vectors
 from redrafter.kernels.invariant_linear import invariant_linear
-from redrafter.target.invariant_experts import expert_configs, invariant_experts
+from redrafter.target.invariant_experts import EXPERTS_NAME, expert_configs
+from redrafter.target.patch import ModelPatch
 
 __all__ = ["RowByRow", "record_products"]
 
@@ -31,14 +32,14 @@ PRODUCT = re.compile(
 
 
 class RowByRow:
-    """A context in which the forward of a model computes each row as it would alone, attention apart.
+    """What a forward is patched with in which a model computes each row as it would alone, attention apart.
 
     Linear layers, and all that calls `torch.nn.functional.linear`, use `invariant_linear`, and experts use
-    `invariant_experts`. Nothing stays on the model.
+    `experts_row_by_row`.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
-        """Prepare the context.
+        """Find what is replaced.
 
         Args:
             model: The model.
@@ -47,16 +48,13 @@ class RowByRow:
         self._configs = expert_configs(model)
         self._on_cpu = device.type == "cpu"
 
-    def running(self) -> AbstractContextManager[object]:
-        """Return the context of one forward."""
-        stack = ExitStack()
-        stack.enter_context(invariant_experts(self._configs))
-        stack.enter_context(_InvariantLinears())
-        if self._on_cpu:
-            stack.enter_context(_FullVectors())
-        else:  # two sizes that happen to be equal when the forward is compiled stay two, and all sizes share a variant
-            stack.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
-        return stack
+    def apply(self, patch: ModelPatch) -> None:
+        """Have one forward compute row by row."""
+        for config in self._configs:
+            patch.set(config, "_experts_implementation", EXPERTS_NAME)
+        patch.enter(_InvariantLinears())
+        # On a GPU two sizes that happen to be equal when the forward is compiled stay two, and all share a variant.
+        patch.enter(_FullVectors() if self._on_cpu else fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
 
 
 class _InvariantLinears(TorchFunctionMode):
@@ -103,13 +101,11 @@ def record_products(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
     """
     calls: list[str] = []
     found: list[tuple[str, str]] = []
-    with ExitStack() as stack:
+    with ModelPatch() as patch:
         for name, module in model.named_modules():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-            leave = module.register_forward_hook(lambda *_: calls.__delitem__(-1))
-            stack.callback(enter.remove)
-            stack.callback(leave.remove)
-        stack.enter_context(_Recorder(calls, found))
+            patch.hook(module, lambda *_, name=name: calls.append(name), before=True)
+            patch.hook(module, lambda *_: calls.__delitem__(-1))
+        patch.enter(_Recorder(calls, found))
         yield found
 
 

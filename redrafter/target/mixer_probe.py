@@ -5,8 +5,7 @@ is the innermost module that was handed the cache and left tensors in it; its st
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from redrafter.cache.states import StateKey, StateShape
 from redrafter.errors import UnsupportedError
 from redrafter.target.fused_linear import linear_calls
 from redrafter.target.mixers import Mixer, copied_layer, layer_tensors, layer_without_tensors
+from redrafter.target.patch import ModelPatch
 
 __all__ = ["cache_argument", "find_mixers"]
 
@@ -48,7 +48,9 @@ def find_mixers(model: Any, config: Any, ids: Tensor, name: str) -> list[Mixer]:
     if argument is None or not any(isinstance(layer, _RECURRENT) for layer in cache.layers):
         return []
     watch = _Watch(cache, len(ids), {index: copied_layer(layer) for index, layer in enumerate(cache.layers)})
-    with watch.on(model):
+    with ModelPatch() as patch:
+        for module in model.modules():
+            patch.hook(module, watch.after_call, with_kwargs=True)
         model(input_ids=ids[None], use_cache=True, **{argument: cache})
     return [_tried(call, cache, len(ids), name) for call in watch.calls]
 
@@ -79,15 +81,7 @@ class _Watch:
     calls: list[_Call] = field(default_factory=list)
     _known: set[StateKey] = field(default_factory=set)
 
-    @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
-        """Watch the modules of a model inside the context."""
-        with ExitStack() as stack:
-            for module in model.modules():
-                stack.callback(module.register_forward_hook(self._after_call, with_kwargs=True).remove)
-            yield
-
-    def _after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Take note of a module that has left new tensors in the cache. Modules inside it were called before."""
         parameters = tuple(inspect.signature(module.forward).parameters)
         given = dict(zip(parameters, args, strict=False)) | kwargs

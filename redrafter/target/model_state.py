@@ -4,15 +4,16 @@ Fused layers, compiled forwards and captured steps are made from these, and keys
 with them. So they are looked at before each call, in one walk over the modules.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["CompiledPart", "ModelState", "has_hooks", "hooked_module", "uncompiled"]
+from redrafter.target.patch import ModelPatch
+
+__all__ = ["CompiledPart", "ModelState", "has_hooks", "hooked_module", "run_uncompiled"]
 
 CompiledPart: TypeAlias = tuple[nn.Module, str, Any]
 """A module, its attribute that `torch.compile` has set, and what is there uncompiled."""
@@ -83,17 +84,10 @@ def hooked_module(model: nn.Module) -> str:
     return next(names, "every module")
 
 
-@contextmanager
-def uncompiled(parts: Sequence[CompiledPart]) -> Iterator[None]:
-    """Run these parts of a model as they are written inside the context; hold the lock of its forwards."""
-    before = [vars(module)[attribute] for module, attribute, _ in parts]
-    try:
-        for module, attribute, original in parts:
-            vars(module)[attribute] = original
-        yield
-    finally:
-        for (module, attribute, _), compiled in zip(parts, before, strict=True):
-            vars(module)[attribute] = compiled
+def run_uncompiled(patch: ModelPatch, parts: Sequence[CompiledPart]) -> None:
+    """Run these parts of a model as they are written; hold the lock of its forwards."""
+    for module, attribute, original in parts:
+        patch.put(vars(module), attribute, original)
 
 
 def _hook_ids(owner: Any) -> tuple[int, ...]:

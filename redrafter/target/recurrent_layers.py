@@ -6,22 +6,22 @@ token each, on the states after their parents: so each token goes the way that i
 read whole from its row's state, without padding.
 """
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.states import StatesOfRows
 from redrafter.target.fused_linear import is_plain
 from redrafter.target.mixers import Mixer
+from redrafter.target.patch import ModelPatch
 from redrafter.tree.token_tree import Tree
 
 __all__ = ["MixerPlan", "PromptStates", "TreeStates", "mixer_plan", "replaced_mixers"]
@@ -107,17 +107,17 @@ class _OuterLinears:
         self._last = layer if last is not None and is_plain(layer := mixer.module.get_submodule(last)) else None
         self._outputs = [_rows_of(linear(x), index).chunk(levels) for linear in self._first]
         self._level = 0
-        self._stack = ExitStack()
+        self._patch = ModelPatch()
 
     def __enter__(self) -> "_OuterLinears":
         for linear, outputs in zip(self._first, self._outputs, strict=True):
-            self._stack.enter_context(_replaced(linear, lambda *_, outputs=outputs: outputs[self._level]))
+            self._patch.replace_forward(linear, lambda *_, outputs=outputs: outputs[self._level])
         if self._last is not None:
-            self._stack.enter_context(_replaced(self._last, lambda _, args, __: args[0]))
+            self._patch.replace_forward(self._last, lambda _, args, __: args[0])
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._patch.__exit__()
 
     def take(self, level: int) -> None:
         """Let the first layers hand out what they computed for the tokens of a level."""
@@ -272,38 +272,12 @@ def mixer_plan(tree: Tree, length: Tensor, states: StatesOfRows, pieces: Sequenc
 @contextmanager
 def replaced_mixers(mixers: Sequence[Mixer], plan: MixerPlan) -> Iterator[None]:
     """Let a plan compute what mixers return inside the context, in this thread alone."""
-    with ExitStack() as stack:
+    with ModelPatch() as patch:
         for mixer in mixers:
-            stack.enter_context(_replaced(mixer.module, _plan_of(mixer, plan)))
+
+            def run(forward: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mixer: Mixer = mixer) -> Any:
+                return plan.run(mixer, forward, mixer.named(args, kwargs))
+
+            patch.replace_forward(mixer.module, run)
         yield
     plan.finish()
-
-
-def _plan_of(mixer: Mixer, plan: MixerPlan) -> Callable[..., Any]:
-    """Return what is called in place of a mixer's forward."""
-    return lambda forward, args, kwargs: plan.run(mixer, forward, mixer.named(args, kwargs))
-
-
-@contextmanager
-def _replaced(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Call `run(forward, args, kwargs)` in place of a module's forward, inside the context and in this thread."""
-    own, forward, thread = module.__dict__.get("forward"), module.forward, threading.get_ident()
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return forward(*args, **kwargs)
-        return run(forward, args, kwargs)
-
-    module.forward = replaced
-    try:
-        yield
-    finally:
-        _restore(module, own)
-
-
-def _restore(module: nn.Module, own: Any) -> None:
-    """Take a replaced forward off a module again, which may have had one of its own."""
-    if own is None:
-        del module.forward
-    else:
-        module.forward = own

@@ -6,10 +6,8 @@ frequencies of a text of max(P, p + 1) tokens. Here each token is given those of
 forward: a row's text does not depend on its batch, and is what transformers writes for the row alone.
 """
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.cache.dense import DenseCache
+from redrafter.target.patch import ModelPatch, Running
 from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.tree.token_tree import Tree
 
@@ -74,13 +73,13 @@ class RopeByLength(ABC):
         """Return what prompts must have in common to have the same keys of the same tokens. prompt: its tokens."""
 
     @abstractmethod
-    def choosing(self, at_least: Callable[[], Tensor], *, threads_apart: bool) -> Any:
-        """Give each token of the forwards inside the context the frequencies of its own row.
+    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
+        """Give each token of a forward the frequencies of its own row.
 
         Args:
+            patch: The patch of the forward.
             at_least: Returns the length of text whose frequencies each token has at least, int64 in a shape that
                 broadcasts to that of the positions; a token whose own position is later has those of its position.
-            threads_apart: Let the forwards of other threads be; a compiled forward cannot tell.
         """
 
 
@@ -124,13 +123,10 @@ class SwitchingRope(RopeByLength):
         """Return whether the prompt is longer than the first context; see `RopeByLength`."""
         return prompt > self.switch_at
 
-    @contextmanager
-    def choosing(self, at_least: Callable[[], Tensor], *, threads_apart: bool) -> Iterator[None]:
+    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token the frequencies of short or of long texts; see `RopeByLength`."""
 
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> tuple[Tensor, ...] | None:
-            if thread not in (None, threading.get_ident()):
-                return None
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> tuple[Tensor, ...]:
             states, positions = args[0] if args else kwargs["x"], kwargs.get("position_ids")
             positions = args[1] if positions is None else positions
             rest = {name: value for name, value in kwargs.items() if name not in ("x", "position_ids")}
@@ -141,11 +137,8 @@ class SwitchingRope(RopeByLength):
             long = torch.maximum(positions + 1, at_least().to(positions.device)) > self.switch_at
             return tuple(torch.where(long[..., None], a[..., :-1, :], b) for a, b in zip(far, near, strict=True))
 
-        thread = threading.get_ident() if threads_apart else None
-        with ExitStack() as stack:
-            for module in self._modules:
-                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-            yield
+        for module in self._modules:
+            patch.hook(module, hook, with_kwargs=True)
 
 
 def _kinds(module: nn.Module) -> dict[str | None, str]:
@@ -251,7 +244,7 @@ class _Layout:
         Args:
             x: Anything of the device and dtype of the hidden states.
             positions: Positions of the tokens, `[...]` int64.
-            at_least: As in `RopeByLength.choosing`.
+            at_least: As in `RopeByLength.apply`.
         """
         positions, dtype = positions.to(x.device), x.dtype if self.follows else torch.float32
         length = torch.maximum(positions + 1, at_least.to(x.device))
@@ -260,33 +253,19 @@ class _Layout:
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
 
-class _Running:
-    """What the stand-ins of all rope modules share: the lengths of the running forward's texts.
-
-    Attributes:
-        at_least: As in `RopeByLength.choosing`; None between forwards.
-        thread: The thread of the forward, whose model others may run meanwhile; None where nobody can.
-    """
-
-    def __init__(self) -> None:
-        self.at_least: Any = None
-        self.thread: int | None = None
-
-
 class _PerToken(nn.Module):
     """A stand-in for a module with `dynamic` rope, which would give all tokens the frequencies of the last one."""
 
-    def __init__(self, module: nn.Module, layouts: dict[str | None, _Layout], running: _Running):
+    def __init__(self, module: nn.Module, layouts: dict[str | None, _Layout], running: Running):
         super().__init__()
         self.module, self.layouts, self.running = module, layouts, running
         self.train(module.training)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Return cosines and sines as the module does, with each token's own frequencies."""
-        running = self.running
-        if layer_type not in self.layouts or (running.thread is not None and running.thread != threading.get_ident()):
+        if layer_type not in self.layouts or self.running.elsewhere():
             return self.module(x, position_ids, **({} if layer_type is None else {"layer_type": layer_type}))
-        return self.layouts[layer_type].rotate(x, position_ids, running.at_least())
+        return self.layouts[layer_type].rotate(x, position_ids, self.running.value())
 
 
 class DynamicRope(RopeByLength):
@@ -302,7 +281,7 @@ class DynamicRope(RopeByLength):
         """Stand in for the rope modules of a model; layouts: what each returns, by the type of layers."""
         of_all = [layout for by_type in layouts.values() for layout in by_type.values()]
         self.switch_at, self.context = (min(x) for x in zip(*((y.first, y.context) for y in of_all), strict=True))
-        self._running = _Running()
+        self._running = Running()  # holds `at_least` of `apply`
         stand_ins = {module: _PerToken(module, by_type, self._running) for module, by_type in layouts.items()}
         self._places = [
             (parent, name, stand_ins[child])
@@ -315,16 +294,8 @@ class DynamicRope(RopeByLength):
         """Return the length of a prompt past the first context; see `RopeByLength`."""
         return prompt if prompt > self.switch_at else None
 
-    @contextmanager
-    def choosing(self, at_least: Callable[[], Tensor], *, threads_apart: bool) -> Iterator[None]:
+    def apply(self, patch: ModelPatch, at_least: Callable[[], Tensor]) -> None:
         """Give each token the frequencies of its own length; see `RopeByLength`."""
-        running = self._running
-        running.at_least, running.thread = at_least, threading.get_ident() if threads_apart else None
-        try:
-            for parent, name, stand_in in self._places:
-                parent._modules[name] = stand_in
-            yield
-        finally:
-            for parent, name, stand_in in self._places:
-                parent._modules[name] = stand_in.module
-            running.at_least = None
+        patch.tell(self._running, at_least)
+        for parent, name, stand_in in self._places:
+            patch.put(parent._modules, name, stand_in)

@@ -4,10 +4,9 @@ A half-precision model is computed in float32, since its own rounding would hide
 and once as it is, which shows that it runs and is not far off.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -15,10 +14,10 @@ from redrafter.attention.mask import LayerKinds
 from redrafter.cache.dense import LayerShape, states_of
 from redrafter.cache.paged import KVCache
 from redrafter.errors import CheckpointError, UnsupportedError
-from redrafter.target.aux_hidden import decoder_stack
-from redrafter.target.float8_linear import float8_scheme
+from redrafter.target.drafter_inputs import decoder_stack
 from redrafter.target.float32 import in_float32
-from redrafter.target.quantization import is_quantized
+from redrafter.target.patch import ModelPatch
+from redrafter.target.quantization import float8_scheme, is_quantized
 from redrafter.target.self_test_trials import (
     MODEL_ERRORS,
     TargetUnderTest,
@@ -103,7 +102,9 @@ class SelfTest:
         target, count = self._target, len(shapes)
         kept = min(self._far_layers, count)
         for length in far_lengths(target.config, self._context, shapes[:kept]):
-            with _few_layers(target.model, count, kept):
+            with ModelPatch() as patch:  # a model that holds its layers in a list is left the first of them
+                if (stack := decoder_stack(target.model, count)) is not None:
+                    patch.put(vars(stack), "_modules", dict(list(stack._modules.items())[:kept]))
                 trial = _unless_it_fails(lambda: far_trial(target, length, shapes[:kept]))  # noqa: B023 -- called here
                 if trial is not None:
                     self._compare(trial, new_cache(trial.shapes, 1, trial.slots), allowed)
@@ -163,17 +164,3 @@ def _unless_it_fails(make: Callable[[], Trial]) -> Trial | None:
         return make()
     except (*MODEL_ERRORS, NotImplementedError):
         return None
-
-
-@contextmanager
-def _few_layers(model: Any, count: int, kept: int) -> Iterator[None]:
-    """Leave a model the first `kept` of its `count` decoder layers inside the context, if it holds them in a list."""
-    stack = decoder_stack(model, count)
-    whole = {} if stack is None else dict(stack._modules)
-    try:
-        for name in list(whole)[kept:]:
-            del stack._modules[name]  # type: ignore[union-attr]
-        yield
-    finally:
-        if stack is not None:
-            stack._modules.update(whole)

@@ -1,5 +1,6 @@
 """Refuse models that cannot be a target, and modes that change text; read from others what they store."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -7,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redrafter.attention.alibi import has_alibi
 from redrafter.cache.dense import LayerShape
 from redrafter.cache.states import StateShape
 from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name
+from redrafter.target.positions import has_alibi
 
 MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
 
@@ -34,6 +35,34 @@ def name_model_in_errors(bind: Callable[..., None]) -> Callable[..., None]:
             ) from error
 
     return wrapped
+
+
+def base_of(model: Any) -> Any:
+    """Return the Hugging Face model inside a `PeftModel` or what `torch.compile` returns, or the model itself.
+
+    Raises:
+        UnsupportedError: The adapters are more than layers of that model (prompt tuning, X-LoRA, aLoRA, ...).
+    """
+    model = getattr(model, "_modules", {}).get("_orig_mod", model)  # our forwards are compiled by ourselves
+    peft = sys.modules.get("peft")  # which is no dependency: an object is one of its models only if it was imported
+    if peft is None or not isinstance(model, peft.PeftModel | peft.PeftMixedModel):
+        return model
+    tuner = model.base_model
+    in_layers = isinstance(tuner, peft.tuners.tuners_utils.BaseTuner)
+    in_layers = in_layers and type(tuner).forward is peft.tuners.tuners_utils.BaseTuner.forward
+    configs = model.peft_config.values()
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+        raise UnsupportedError(
+            f"{type(model).__name__} has an activated LoRA (alora_invocation_tokens), which changes only the tokens "
+            "after those that invoke it, and a step has no place to say which; use LoRA without alora_invocation_tokens"
+        )
+    if not in_layers:
+        kinds = ", ".join(sorted({config.peft_type.value for config in configs}))
+        raise UnsupportedError(
+            f"{type(model).__name__} with {kinds} adapters is more than layers of its model; merge it with "
+            "merge_and_unload(), or use adapters that stand in layers, such as LoRA"
+        )
+    return tuner.model
 
 
 def check_supported(model: Any, name: str) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from redrafter.attention.positions import find_slot_readers, masks_slots
 from redrafter.attention.tree_plan import ChunkEnds, PromptChunks
 from redrafter.cache.dense import DenseCache, LayerShape, states_of
 from redrafter.cache.paged import KVCache, PagedCache, RoundingCache, fill_first_slots
@@ -20,23 +19,23 @@ from redrafter.cache.to_device import made_on_host
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, first_line
 from redrafter.files.dtype_names import dtype_name
 from redrafter.parallel.local_shards import use_local_shards
-from redrafter.target.adapter_slots import Adapter, AdapterSlots
-from redrafter.target.adapters import base_of
 from redrafter.target.attention_probe import probe_attention
-from redrafter.target.aux_hidden import decoder_layers
 from redrafter.target.batch_invariance import check_products, check_rows, support_of
 from redrafter.target.cache_support import CacheSupport, Support
-from redrafter.target.drafter_layer import DrafterLayer
+from redrafter.target.drafter_inputs import DrafterLayer, decoder_layers
 from redrafter.target.images import ImagePrompt, image_arguments, token_type_arguments
 from redrafter.target.invariant_products import RowByRow
-from redrafter.target.lora_layers import LoraWeights
+from redrafter.target.lora import Adapter, AdapterSlots, LoraWeights
 from redrafter.target.mixer_probe import find_mixers
-from redrafter.target.model_state import ModelState, hooked_module, uncompiled
+from redrafter.target.model_state import ModelState, hooked_module, run_uncompiled
+from redrafter.target.patch import ModelPatch
+from redrafter.target.positions import find_slot_readers, masks_slots
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import is_quantized, warn_of_shared_scales
 from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
 from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.target.supported import (
+    base_of,
     check_autocast,
     check_on_device,
     check_states_found,
@@ -125,7 +124,8 @@ class Target:
         check_autocast(self.device)
         # Not in inference mode: some quantisers make the weights in the first forward, for good.
         self._state = ModelState.of(model)
-        with torch.no_grad(), made_on_host(), uncompiled(self._state.compiled):
+        with torch.no_grad(), made_on_host(), ModelPatch() as patch:
+            run_uncompiled(patch, self._state.compiled)
             self._bind()
         self._bound_as = self._facts()
         self.note_state()

@@ -5,7 +5,7 @@ The padded forward has all rows side by side in one batch, on a dense cache, wit
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from redrafter.attention.alibi import has_alibi
 from redrafter.attention.mask import LayerKinds, TreeSlots, additive_mask
-from redrafter.attention.own_thread import only_in_this_thread
-from redrafter.attention.positions import answer_by_position
 from redrafter.attention.prompt_attention import Piece
 from redrafter.cache.dense import DenseCache
 from redrafter.errors import UnsupportedError
-from redrafter.target.aux_hidden import join_hidden, watch_outputs
-from redrafter.target.drafter_layer import DrafterLayer
-from redrafter.target.lora_layers import LoraStacks
+from redrafter.target.drafter_inputs import DrafterLayer, join_hidden
+from redrafter.target.lora import LoraStacks
 from redrafter.target.mixer_probe import cache_argument
 from redrafter.target.mixers import Mixer
-from redrafter.target.model_state import CompiledPart, uncompiled
+from redrafter.target.model_state import CompiledPart, run_uncompiled
+from redrafter.target.patch import ModelPatch
+from redrafter.target.positions import answer_by_position, has_alibi
 from redrafter.target.recurrent_layers import mixer_plan, replaced_mixers
 from redrafter.target.rope import RopeByLength
 from redrafter.tree.token_tree import Tree
@@ -180,12 +178,11 @@ class TreeForward(ABC):
         assert self._lora is not None, "an adapter is loaded before a row has it"
         return self._lora.keep(adapters)
 
-    def _adapting(self, keep: Tensor | None, *, threads_apart: bool = True) -> AbstractContextManager[None]:
-        """Return the context of a forward whose tokens keep these columns; None for the model alone."""
-        if keep is None:
-            return nullcontext()
-        assert self._lora is not None
-        return self._lora.running(keep, threads_apart=threads_apart)
+    def _adapt(self, patch: ModelPatch, keep: Tensor | None) -> None:
+        """Apply adapters to a forward whose tokens keep these columns; None for the model alone."""
+        if keep is not None:
+            assert self._lora is not None
+            self._lora.apply(patch, keep)
 
     def _start_recording(self, index: Tensor | None) -> None:
         self._index, self._head_inputs, self._aux_outputs = index, (), ()
@@ -203,19 +200,15 @@ class TreeForward(ABC):
         return hidden
 
     @contextmanager
-    def _recording(self, *, threads_apart: bool = True) -> Iterator[None]:
-        """Have the hooks set that record hidden states.
-
-        Args:
-            threads_apart: Let the forwards of other threads pass the hooks by; a compiled forward cannot tell.
-        """
-        own: Callable[..., Any] = only_in_this_thread if threads_apart else lambda hook: hook
-        hook = self._head.register_forward_pre_hook(own(self._record_head_input))
+    def _recording(self, *, threads_apart: bool = True) -> Iterator[ModelPatch]:
+        """Patch the model for a forward that records hidden states; the lock is held."""
         try:
-            with watch_outputs(self._aux_layers, own(self._record_aux_output)), uncompiled(self.compiled_parts):
-                yield
+            with ModelPatch(threads_apart=threads_apart) as patch:
+                patch.hook(self._head, self._record_head_input, before=True)
+                patch.watch(self._aux_layers, self._record_aux_output)
+                run_uncompiled(patch, self.compiled_parts)
+                yield patch
         finally:
-            hook.remove()
             self._start_recording(None)
 
     def _record_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -271,12 +264,12 @@ class PaddedForward(TreeForward):
         keep = self._kept_columns(None if cache.adapters is None else cache.adapters[:, None].expand(-1, new))
         with (
             self.lock,
-            self._adapting(keep),
-            self._recording(),
-            answer_by_position(self._slot_readers, lambda: places, slots),
-            self._choosing_rope(torch.zeros_like(length) if prompt is None else prompt),
+            self._recording() as patch,
             self._mixing(tree, length, cache, pieces),
         ):
+            self._adapt(patch, keep)
+            answer_by_position(patch, self._slot_readers, lambda: places, slots)
+            self._choose_rope(patch, torch.zeros_like(length) if prompt is None else prompt)
             self._start_recording(logits_index)
             out = self._call_model(
                 tree.tokens[:, -new:],
@@ -315,7 +308,9 @@ class PaddedForward(TreeForward):
         """
         keep = self._kept_columns(None if adapters is None else adapters[:, None].expand_as(ids))
         least = torch.tensor([prompt], device=ids.device)
-        with self.lock, self._adapting(keep), self._recording(), self._choosing_rope(least):
+        with self.lock, self._recording() as patch:
+            self._adapt(patch, keep)
+            self._choose_rope(patch, least)
             self._start_recording(torch.tensor([ids.shape[1] - 1], device=ids.device))
             out = self._model(input_ids=ids, past_key_values=past, use_cache=True, **inputs)
             hidden = self._recorded_hidden().to(self._device)
@@ -324,11 +319,10 @@ class PaddedForward(TreeForward):
     def _select(self, hidden: Tensor) -> Tensor:
         return hidden if self._index is None else _take(hidden, self._index.to(hidden.device))
 
-    def _choosing_rope(self, prompt: Tensor) -> AbstractContextManager[None]:
+    def _choose_rope(self, patch: ModelPatch, prompt: Tensor) -> None:
         """Rotate tokens by the lengths of their texts. prompt: the least of each row, `[B]` int64."""
-        if self._rope is None:
-            return nullcontext()
-        return self._rope.choosing(lambda: prompt[:, None], threads_apart=True)
+        if self._rope is not None:
+            self._rope.apply(patch, lambda: prompt[:, None])
 
     def _mask(self, slots: TreeSlots) -> Tensor | dict[str, Tensor | None] | None:
         """Return the additive mask `[B, 1, M, S]`, one by name where kinds differ; with ALiBi, ones `[B, S]`.

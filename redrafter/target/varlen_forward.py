@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from redrafter.attention.positions import answer_by_position
 from redrafter.attention.prompt_attention import PROMPT_ATTENTION_NAME, Piece, PromptPlan
 from redrafter.attention.tree_attention import (
     ATTENTION_NAME,
@@ -24,6 +23,7 @@ from redrafter.cache.paged import KVCache, PagedCache
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
 from redrafter.target.invariant_products import RowByRow
+from redrafter.target.positions import answer_by_position
 from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
 from redrafter.target.tree_forward import ModelParts, TreeForward
 from redrafter.tree.token_tree import Tree
@@ -338,13 +338,6 @@ class VarlenForward(TreeForward):
         """Return the length of text whose rope each token of the running forward has at least, `[1, T]` int64."""
         return self._prompt[None]
 
-    def _choosing_rope(self, *, threads_apart: bool) -> AbstractContextManager[None]:
-        return (
-            nullcontext()
-            if self._rope is None
-            else self._rope.choosing(self._running_prompt, threads_apart=threads_apart)
-        )
-
     @contextmanager
     def _attending(
         self, attention: str, plan: Plan | PromptPlan, keep: Tensor | None, *, threads_apart: bool
@@ -357,24 +350,23 @@ class VarlenForward(TreeForward):
             keep: The columns of adapters that each token keeps, `[T, S * R]` bool; None for the model alone.
             threads_apart: Let the forwards of other threads pass what is set by.
         """
-        before = self._config._attn_implementation
-        self._config._attn_implementation = replacement_for(before, attention)
         running = RUNNING_PLAN.set(plan)
-        row_by_row = nullcontext() if self._row_by_row is None else self._row_by_row.running()
         try:
-            with (
-                self._recording(threads_apart=threads_apart),
-                self._choosing_rope(threads_apart=threads_apart),
-                row_by_row,
-                self._fused or nullcontext(),
-                self._adapting(keep, threads_apart=threads_apart),  # its stand-ins stand before those for fused layers
-                # Behind the fused layers, whose stand-ins have the hooks then.
-                answer_by_position(self._slot_readers, self._new_positions),
-            ):
+            with self._recording(threads_apart=threads_apart) as patch:
+                loaded = self._config._attn_implementation
+                patch.set(self._config, "_attn_implementation", replacement_for(loaded, attention))
+                if self._rope is not None:
+                    self._rope.apply(patch, self._running_prompt)
+                if self._row_by_row is not None:
+                    self._row_by_row.apply(patch)
+                if self._fused is not None:
+                    self._fused.apply(patch)
+                self._adapt(patch, keep)  # its stand-ins are called before those for fused layers
+                # After the fused layers, whose stand-ins have the hooks then.
+                answer_by_position(patch, self._slot_readers, self._new_positions)
                 yield
         finally:
             RUNNING_PLAN.reset(running)
-            self._config._attn_implementation = before
 
 
 def _flat_nodes(tree: Tree) -> Tensor | slice:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from redrafter.errors import UnsupportedError
-from redrafter.target.aux_hidden import decoder_stack
+from redrafter.target.drafter_inputs import decoder_stack
 
 __all__ = ["load_sharded"]
 

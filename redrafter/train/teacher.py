@@ -1,7 +1,7 @@
 """The frozen base as the teacher: one forward over whole texts gives its logits and the drafter's input."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -13,8 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 from redrafter.attention.mask import AttentionKind, additive_mask
 from redrafter.attention.prompt_attention import Piece
 from redrafter.target.attention_probe import probe_attention
-from redrafter.target.aux_hidden import decoder_layers, join_hidden, watch_outputs
+from redrafter.target.drafter_inputs import decoder_layers, join_hidden
 from redrafter.target.mixer_probe import find_mixers
+from redrafter.target.patch import ModelPatch
 from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
 
 __all__ = ["Teacher", "TeacherOutput"]
@@ -75,16 +76,14 @@ class Teacher:
         self._captured: _Captured | None = None  # set during `read` only; the model may run between reads
 
     def __enter__(self) -> "Teacher":
-        self._hooks = ExitStack()
-        self._hooks.callback(
-            self.model.get_output_embeddings().register_forward_pre_hook(self._capture_head_input).remove
-        )
-        self._hooks.enter_context(watch_outputs([self.model.get_input_embeddings()], self._capture_embedding))
-        self._hooks.enter_context(watch_outputs(self._layers, self._capture_layer))
+        self._hooks = ModelPatch(threads_apart=False)
+        self._hooks.hook(self.model.get_output_embeddings(), self._capture_head_input, before=True)
+        self._hooks.watch([self.model.get_input_embeddings()], self._capture_embedding)
+        self._hooks.watch(self._layers, self._capture_layer)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hooks.close()
+        self._hooks.__exit__()
 
     def _capture_head_input(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self._captured is not None:

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from helpers.chats import BYTES, CHAT, tiny_tokenizer, write
 from redrafter import RecurrentDrafter
-from redrafter.train.train_drafter import TrainConfig, new_drafter
+from redrafter.train.config import TrainConfig
+from redrafter.train.init_drafter import new_drafter
 
 VOCAB, HIDDEN, CONTEXT = len(BYTES) + 6, 32, 128
 

@@ -11,8 +11,8 @@ if not CUDA:
 pytest.importorskip("triton")
 
 from helpers.attention import DEVICE
-from redrafter.kernels import MAX_ROUNDED_WIDTH, round_to_float8, round_values
 from redrafter.kernels.float8_inputs import round_inputs
+from redrafter.kernels.float8_rounding import MAX_ROUNDED_WIDTH, round_to_float8, round_values
 
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # the interpreter cannot cast bfloat16
 WIDTHS = [16, 48, 100, 4096, pytest.param(14336, marks=pytest.mark.slow)]

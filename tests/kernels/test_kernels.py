@@ -17,11 +17,12 @@ from helpers.attention import DEVICE, check_attention, on_cpu, problem
 from helpers.models import assert_close_by_scale
 from redrafter import kernels
 from redrafter.attention.tree_attention import tree_attention
-from redrafter.kernels import commit, find_ancestors
+from redrafter.kernels import commit
 from redrafter.kernels import top_continuations as kernel_top_continuations
 from redrafter.kernels import tree_attention as kernel
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.linear import split_k_linear
+from redrafter.kernels.tree import find_ancestors
 from redrafter.sampling.noise import gumbel, streams
 from redrafter.tree.beam_search import top_continuations
 from redrafter.tree.token_tree import tree_of

@@ -17,7 +17,8 @@ from torch.nn.functional import linear
 from helpers.attention import DEVICE, check_attention, problem
 from helpers.models import assert_close_by_scale
 from helpers.token_forms import FORMS, SETTINGS, TokenForms
-from redrafter.kernels import ordered_attention, ordered_expert_linear, ordered_linear, splits, torch_order
+from redrafter.kernels import ordered_attention, ordered_linear, splits, torch_order
+from redrafter.kernels.ordered_linear import ordered_expert_linear
 from redrafter.kernels.tiling import Tiling
 
 module = import_module("redrafter.kernels.ordered_attention")  # the package has a function of that name

@@ -14,7 +14,8 @@ from helpers.processes import cpu_seconds
 from helpers.serving import Program
 from redrafter.serve.chat.reader import ChatReader
 from redrafter.serve.chat.tools import collect_calls
-from redrafter.serve.protocol.requests import Tool, error_body
+from redrafter.serve.protocol.messages import Tool
+from redrafter.serve.protocol.requests import error_body
 from redrafter.serve.protocol.response_models import ErrorAnswer
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -26,7 +26,7 @@ from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.drafting.proposer import State
 from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
-from redrafter.target.aux_hidden import decoder_layers, join_hidden
+from redrafter.target.drafter_inputs import decoder_layers, join_hidden
 from redrafter.target.target import Target
 from redrafter.train.teacher import Teacher
 from redrafter.tree.token_tree import Tree, tree_of

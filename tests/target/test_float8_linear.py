@@ -18,8 +18,9 @@ from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.float8_inputs import round_inputs
 from redrafter.target.batch_invariance import support_of
-from redrafter.target.float8_linear import Float8Linear, float8_scheme, quantize_linears
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
+from redrafter.target.patch import ModelPatch
+from redrafter.target.quantization import Float8Linear, float8_scheme, quantize_linears
 from redrafter.target.target import Target
 
 NEW = 20
@@ -92,7 +93,8 @@ def test_a_merged_product_is_that_of_each_layer(biased, scheme):
     assert ["q_proj", "k_proj", "v_proj"] in [[name.split(".")[-1] for name in group] for group in groups]
     fused = FusedLinears(model, groups)
     layer = model.model.layers[0].self_attn
-    with fused, torch.no_grad():
+    with ModelPatch() as patch, torch.no_grad():
+        fused.apply(patch)
         assert type(model.model.layers[0].self_attn.q_proj) is not Float8Linear
         torch.testing.assert_close(model(x).logits, before)
     assert layer.q_proj.weight_scale.data_ptr() + 4 * 32 == layer.k_proj.weight_scale.data_ptr()

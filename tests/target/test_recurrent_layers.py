@@ -14,7 +14,7 @@ from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.target import target as target_module
-from redrafter.target.lora_layers import LoraWeights
+from redrafter.target.lora import LoraWeights
 from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.target import Target
 from redrafter.tree.accept import Path

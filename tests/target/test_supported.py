@@ -10,9 +10,9 @@ from redrafter import DraftTarget, PromptLookup, ReDrafter, UnsupportedError
 from redrafter.checkpoints.drafters import check_fits_target
 from redrafter.target.supported import config_width
 from redrafter.target.target import Target
+from redrafter.train.config import TrainConfig
 from redrafter.train.init_drafter import new_drafter
 from redrafter.train.teacher import Teacher
-from redrafter.train.train_drafter import TrainConfig
 
 IDS, MASK = uneven_batch(rows=3)
 GREEDY = {"max_new_tokens": 10, "do_sample": False}

@@ -14,8 +14,9 @@ from helpers.apart import start_together
 from helpers.training import command
 from redrafter import ArgumentError, RecurrentDrafter, UnsupportedError
 from redrafter.train.checkpoints import Checkpoint
+from redrafter.train.config import TrainConfig
 from redrafter.train.processes import new_accelerator
-from redrafter.train.train_drafter import TrainConfig, main
+from redrafter.train.train_drafter import main
 
 STEPS = ["--steps", "7", "--batch-size", "2", "--no-pack", "--validate-every", "3", "--save-every", "4", "--lr", "0.01"]
 

@@ -25,7 +25,8 @@ from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.target.target import Target
 from redrafter.train.regenerate import answer_writer
 from redrafter.train.regenerate.answer_writer import choose_batch
-from redrafter.train.regenerate.command import RegenerateConfig, load, parse, regenerate
+from redrafter.train.regenerate.command import load, parse, regenerate
+from redrafter.train.regenerate.config import RegenerateConfig
 from redrafter.train.regenerate.journal import Journal
 from redrafter.train.regenerate.merge import merge
 from redrafter.train.regenerate.tasks import BaseLimits, Task, ids_behind

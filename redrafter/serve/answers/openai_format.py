@@ -12,7 +12,8 @@ from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.choice import Choice, TokenLine
 from redrafter.serve.answers.usage import count_usage, usage_and_metrics
 from redrafter.serve.delta_stream import Stopped
-from redrafter.serve.protocol.requests import ApiError, StreamOptions
+from redrafter.serve.protocol.fields import StreamOptions
+from redrafter.serve.protocol.requests import ApiError
 from redrafter.serve.served_sequence import ServedSequence
 
 __all__ = ["AnswerFormat", "collect_answer", "raise_cuts_as_errors", "stream_answer"]

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from redrafter.serve.protocol.requests import ChatRequest, ToolChoice
+from redrafter.serve.protocol.messages import ToolChoice
+from redrafter.serve.protocol.requests import ChatRequest
 
 __all__ = ["call_schema"]
 

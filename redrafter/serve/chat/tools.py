@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from redrafter.serve.chat.reader import Call, Event, Fragment
-from redrafter.serve.protocol.requests import Tool
+from redrafter.serve.protocol.messages import Tool
 
 __all__ = ["collect_calls", "describe_tools", "template_tools"]
 

@@ -17,7 +17,7 @@ from redrafter.serve.config import ServeOptions
 from redrafter.serve.engine_process.loading import EngineFacts, LoadEngine
 from redrafter.serve.engine_process.warm_up import warm_up
 from redrafter.serve.lora_modules import parse_lora_modules
-from redrafter.target.float8_linear import float8_scheme
+from redrafter.target.quantization import float8_scheme
 
 __all__ = ["ServedEngine", "load_pair"]
 

@@ -11,7 +11,7 @@ from redrafter.scheduler.prefill import ROOMS
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
-from redrafter.target.adapter_slots import Adapter
+from redrafter.target.lora import Adapter
 
 __all__ = ["warm_up"]
 

@@ -12,7 +12,8 @@ from redrafter.engine.detokenizer import decode_tokens
 from redrafter.sandbox.process import SandboxedProcess
 from redrafter.serve.prompts import Prompts
 from redrafter.serve.protocol.fields import MAX_PARTS, Ids, Strict
-from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, ChatRequest, Message, Tool
+from redrafter.serve.protocol.messages import Message, Tool
+from redrafter.serve.protocol.requests import MAX_TOOLS, ApiError, ChatRequest
 from redrafter.serve.protocol.response_models import Model, error_responses
 from redrafter.serve.service import Service
 from redrafter.version import __version__

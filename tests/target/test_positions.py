@@ -6,7 +6,8 @@ import torch
 from helpers.models import in_threads, tiny_drafter, tiny_model, uneven_batch, with_spread_weights, with_tree
 from redrafter import PromptLookup, UnsupportedError
 from redrafter.attention.mask import TreeSlots
-from redrafter.attention.positions import answer_by_position, find_slot_readers
+from redrafter.target.patch import ModelPatch
+from redrafter.target.positions import answer_by_position, find_slot_readers
 from redrafter.target.target import Target
 
 NEW = 24
@@ -50,7 +51,8 @@ def test_a_forward_of_another_thread_keeps_its_own_bias(name):
     tree = TreeSlots(torch.tensor([3]), torch.tensor([[0, 1, 1]]), torch.eye(3).bool()[None], 6)
     with torch.no_grad():
         expected = model(text).logits
-        with answer_by_position(find_slot_readers(model), lambda: torch.tensor([[3, 4, 4]]), tree):
+        with ModelPatch() as patch:
+            answer_by_position(patch, find_slot_readers(model), lambda: torch.tensor([[3, 4, 4]]), tree)
             others = in_threads(lambda _: model(text).logits, 1)
     assert torch.equal(others[0], expected)
 

@@ -1,19 +1,19 @@
-"""Auxiliary hidden states: the outputs of earlier layers that a drafter may read beside the last hidden state.
+"""What a drafter reads of a target: hidden states of several depths, and keys and values that are stored for it.
 
-Reading several depths at once is how EAGLE-3 feeds its head (Li et al. 2025, arXiv 2503.01840).
+Reading the outputs of earlier layers beside the last hidden state is how EAGLE-3 feeds its head (Li et al. 2025, arXiv
+2503.01840).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from redrafter.cache.dense import LayerShape
+from redrafter.cache.paged import KVCache
 from redrafter.errors import MismatchError, UnsupportedError
-
-__all__ = ["decoder_layers", "decoder_stack", "join_hidden", "watch_outputs"]
 
 
 def decoder_layers(model: PreTrainedModel, count: int, layer_ids: Sequence[int]) -> list[nn.Module]:
@@ -73,14 +73,36 @@ def join_hidden(last: Tensor, outputs: Sequence[Tensor]) -> Tensor:
     return torch.cat([last, *(x.to(last) for x in outputs)], dim=-1) if outputs else last
 
 
-@contextmanager
-def watch_outputs(modules: Sequence[nn.Module], record: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `record` with every output of these modules inside the context, in the order of their calls."""
+@dataclass(frozen=True)
+class DrafterLayer:
+    """Keys and values that a drafter stores of every token that the target reads.
 
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
-        record(output[0] if isinstance(output, tuple) else output)
+    They are a layer after the target's own in each cache. So whatever the cache does with a text's keys and values, the
+    drafter's go along: blocks, prefixes that are found again, rows that move, paths of a tree that are committed.
 
-    with ExitStack() as stack:
-        for module in modules:
-            stack.callback(module.register_forward_hook(hook).remove)
-        yield
+    Attributes:
+        owner: The drafter.
+        shape: What it stores of a token.
+        remember: Computes keys and values `[T, H, d]` of tokens, from their ids `[T]`, their positions `[T]` and the
+            hidden states that the drafter reads, `[T, F]`.
+    """
+
+    owner: object
+    shape: LayerShape
+    remember: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    def write(self, cache: KVCache, slots: Tensor, ids: Tensor, positions: Tensor, hidden: Tensor) -> None:
+        """Store the keys and values of T tokens, in a cache that has a layer for them.
+
+        Args:
+            cache: The cache of the tokens' texts.
+            slots: Slots of the tokens in its pools, `[T]` int64.
+            ids: The tokens, `[T]` int64.
+            positions: Their positions, `[T]` int64.
+            hidden: Hidden states that the drafter reads, `[T, F]`.
+        """
+        if not cache.has_drafter_layer:
+            return  # a cache that was made before the drafter was loaded has no place for them
+        for store, states in zip(cache.drafter_stores(), self.remember(ids, positions, hidden), strict=True):
+            # A NaN would stay in the cache, and no mask hides one from the drafter. What it reads changes no text.
+            store.index_copy_(0, slots, states.nan_to_num(0, 0, 0))

@@ -1,0 +1,374 @@
+"""LoRA beside a model: a low-rank product for each token of a forward, with the weights of its own adapter.
+
+The weights of all adapters of a layer stand in two matrices, one slot behind the other. A forward multiplies its tokens
+by the first matrix, keeps for each token the columns of its own slot, and multiplies by the second one. So all shapes
+are fixed, tokens of any adapters share a forward, and a captured step sees an adapter that is loaded later.
+
+An adapter has a slot from when it is loaded until it is unloaded and no sequence needs it any more.
+"""
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
+from redrafter.target.patch import ModelPatch, Running
+
+TRIAL_ROWS, TRIAL_TOKENS = 2, 16  # of the forward in which the layers of an adapter are watched
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """The weights of one LoRA adapter.
+
+    Attributes:
+        source: Where they come from, for messages.
+        layers: By name of a layer, its A `[r, in]` and its B `[out, r]` with the adapter's scaling in it, float32.
+    """
+
+    source: str
+    layers: Mapping[str, tuple[Tensor, Tensor]]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its layers."""
+        return max(len(a) for a, _ in self.layers.values())
+
+    def refusal(self, reason: str) -> UnsupportedError:
+        """Return the error of an adapter that is no product of each token alone."""
+        return UnsupportedError(
+            f"{self.source} cannot be applied beside others: {reason}; merge it into its model with PEFT's "
+            "merge_and_unload(), and serve what that saves"
+        )
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that is loaded.
+
+    Attributes:
+        name: Its name.
+        slot: Its slot in the stacks, from 1.
+        number: Its number among all that were ever loaded; one that is loaded again under its name has another.
+        left_out: Names of its layers that no token of a text passes through, such as those of an encoder of images.
+    """
+
+    name: str
+    slot: int
+    number: int
+    left_out: tuple[str, ...] = ()
+
+    def check_images(self) -> None:
+        """Raise `UnsupportedError` where it changes how images are encoded, which the model does alone."""
+        if self.left_out:
+            raise UnsupportedError(
+                f"the adapter {self.name!r} takes no images here: it changes {self.left_out[0]}, which no text passes "
+                "through, and images are encoded without adapters; merge it into its model with PEFT's "
+                "merge_and_unload()"
+            )
+
+
+def _widths(layer: Any) -> tuple[int, int]:
+    """Return the input and output features of a linear layer."""
+    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (layer.nx, layer.nf)
+
+
+def _check_layers(model: nn.Module, weights: LoraWeights) -> None:
+    """Raise `MismatchError` or `UnsupportedError` if a model lacks linear layers of an adapter's names and widths."""
+    for name, (a, b) in weights.layers.items():
+        try:
+            layer: Any = model.get_submodule(name)
+        except AttributeError:
+            raise MismatchError(
+                f"{weights.source} was made for another model: {type(model).__name__} has no layer {name}"
+            ) from None
+        if layer is model.get_output_embeddings():  # type: ignore[operator]
+            raise weights.refusal(f"it changes {name}, the model's head")
+        if not isinstance(layer, nn.Linear | Conv1D):
+            raise weights.refusal(f"{name} is no linear layer but a {type(layer).__name__}")
+        if (a.shape[1], len(b)) != (widths := _widths(layer)):
+            raise MismatchError(
+                f"{weights.source} was made for another model: its {name} reads {a.shape[1]} numbers and writes "
+                f"{len(b)}, that of {type(model).__name__} reads {widths[0]} and writes {widths[1]}"
+            )
+
+
+def merge_into(model: nn.Module, weights: LoraWeights) -> None:
+    """Add an adapter to the weights of a model, in place and for good.
+
+    Raises:
+        MismatchError: The model lacks a layer of the adapter, or has it in another size.
+        UnsupportedError: A layer is none that can be added to, such as one of a quantised model.
+    """
+    _check_layers(model, weights)
+    for name in weights.layers:
+        weight = model.get_submodule(name).weight
+        if not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.element_size() > 1):
+            raise UnsupportedError(
+                f"{weights.source} cannot be merged into {name}, which is quantised: give the model as it was before"
+            )
+    with torch.inference_mode(False), torch.no_grad():
+        for name, (a, b) in weights.layers.items():
+            layer: Any = model.get_submodule(name)
+            change = (b @ a).T if isinstance(layer, Conv1D) else b @ a
+            layer.weight.data += change.to(layer.weight)
+
+
+class _Adapted(nn.Module):
+    """A stand-in for a layer, with its weight and bias, that adds the product of each token's own adapter."""
+
+    def __init__(self, layer: Any, a: Tensor, b: Tensor, running: Running):
+        super().__init__()
+        self.layer, self.weight, self.bias = layer, layer.weight, layer.bias
+        self.running, self.a, self.b = running, a, b
+        self.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output with the adapter's; the layer's alone in other threads' forwards."""
+        running, output = self.running, self.layer(x)
+        if running.elsewhere():
+            return output
+        inner = linear(x.to(self.a.dtype), self.a)  # [..., S * R]
+        keep = running.value.to(inner.device).view(inner.shape)
+        return output + linear(torch.where(keep, inner, 0.0), self.b).to(output.dtype)
+
+
+class LoraStacks:
+    """The weights of S adapters of rank R at most, for the layers that any of them changes.
+
+    Attributes:
+        version: Number of times that layers were added: a captured or compiled forward knows those of its time.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, slots: int, rank: int):
+        """Make stacks without layers.
+
+        Args:
+            model: The model.
+            device: Where forwards say which adapter each token has.
+            dtype: Dtype of the model's hidden states.
+            slots: S.
+            rank: R.
+        """
+        self._model, self._dtype = model, dtype
+        self.slots, self.rank, self.version = slots, rank, 0
+        self._weights: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: A `[S * R, in]` and B `[out, S * R]`
+        self._columns = torch.arange(1, slots + 1, device=device).repeat_interleave(rank)  # slot of each column
+        self._stand_ins: dict[str, _Adapted] = {}
+        self._running = Running()  # tells which columns each token keeps, as `keep` returns it
+
+    def write(self, slot: int, weights: LoraWeights, layers: Sequence[str]) -> None:
+        """Write those layers of an adapter that take part in a forward into a slot, which no token has now."""
+        columns = slice((slot - 1) * self.rank, slot * self.rank)
+        with torch.inference_mode(False), torch.no_grad():
+            new = [name for name in layers if name not in self._weights]
+            for name in new:
+                self._weights[name] = self._new_stacks(name)
+            self.version += bool(new)
+            for name, (stacked_a, stacked_b) in self._weights.items():
+                stacked_a[columns], stacked_b[:, columns] = 0, 0
+                if name in layers:
+                    a, b = weights.layers[name]
+                    stacked_a[columns][: len(a)] = a.to(stacked_a)
+                    stacked_b[:, columns][:, : len(a)] = b.to(stacked_b)
+
+    def _new_stacks(self, name: str) -> tuple[Tensor, Tensor]:
+        layer: Any = self._model.get_submodule(name)
+        device, width, (inputs, outputs) = layer.weight.device, self.slots * self.rank, _widths(layer)
+        if device.type == "meta":
+            raise UnsupportedError(
+                f"adapters cannot be applied where {name} is moved to its device layer by layer: load the model whole, "
+                "or merge the adapter into it with PEFT's merge_and_unload()"
+            )
+        with device:
+            return torch.zeros(width, inputs, dtype=self._dtype), torch.zeros(outputs, width, dtype=self._dtype)
+
+    def keep(self, adapters: Tensor) -> Tensor:
+        """Return which columns each token keeps, `[..., S * R]` bool.
+
+        Args:
+            adapters: Slot of each token, 0 for none, `[...]` int64.
+        """
+        return adapters[..., None] == self._columns
+
+    def set_keep(self, keep: Tensor) -> None:
+        """Set what the tokens of the running forward keep, as `keep` returns it."""
+        self._running.value = keep
+
+    def apply(self, patch: ModelPatch, keep: Tensor) -> None:
+        """Have stand-ins in the places of the layers, which apply the adapters.
+
+        Args:
+            patch: The patch of the forward; stand-ins for fused layers are there already.
+            keep: What each token keeps, as `keep` returns it.
+        """
+        patch.tell(self._running, keep)
+        for name in self._weights:
+            parent_name, _, attribute = name.rpartition(".")
+            parent = self._model.get_submodule(parent_name)
+            layer: Any = parent._modules[attribute]
+            stand_in = self._stand_ins.get(name)
+            if stand_in is None or stand_in.layer is not layer:  # else the same object, or a compiler sees a new one
+                stand_in = self._stand_ins[name] = _Adapted(layer, *self._weights[name], self._running)
+            patch.put(parent._modules, attribute, stand_in)
+
+
+class AdapterSlots:
+    """Loads and unloads the adapters of a model by name, and holds their slots while texts are written with them.
+
+    Threads may share it.
+
+    Attributes:
+        stacks: The weights; None before the first adapter.
+    """
+
+    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype, try_tokens: Callable[[Tensor], object]):
+        """Begin without adapters.
+
+        Args:
+            model: The causal LM.
+            device: Device of its embedding.
+            dtype: Dtype of its hidden states.
+            try_tokens: Runs tokens `[B, M]` int64 through the model.
+        """
+        self._model, self._device, self._dtype, self._try_tokens = model, device, dtype, try_tokens
+        self.stacks: LoraStacks | None = None
+        self._by_name: dict[str, Adapter] = {}
+        self._holds: Counter[int] = Counter()  # texts by slot
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the adapters that are loaded, in the order of loading."""
+        return list(self._by_name)
+
+    def load(self, name: str, weights: LoraWeights, max_loras: int, max_lora_rank: int) -> Adapter:
+        """Load an adapter into a free slot.
+
+        Args:
+            name: What to call it.
+            weights: Its weights.
+            max_loras: Adapters that there is room for, if this is the first one.
+            max_lora_rank: Their largest rank, likewise.
+
+        Raises:
+            ArgumentError: The name is taken, or there is no room for it.
+            MismatchError: It was made for another model.
+            UnsupportedError: It cannot be applied to each token by itself.
+        """
+        with self._lock:
+            if name in self._by_name:
+                raise ArgumentError(f"an adapter {name!r} is loaded already: unload it first, or use another name")
+            _check_layers(self._model, weights)
+            stacks = self.stacks or LoraStacks(self._model, self._device, self._dtype, max_loras, max_lora_rank)
+            if weights.rank > stacks.rank:
+                raise ArgumentError(
+                    f"{weights.source} has rank {weights.rank}, and there is room for rank {stacks.rank}: raise "
+                    "max_lora_rank (--max-lora-rank)"
+                )
+            layers = self._watched_layers(weights)
+            slot = self._free_slot(stacks.slots)
+            stacks.write(slot, weights, layers)
+            self.stacks = stacks
+            left_out = tuple(layer for layer in weights.layers if layer not in layers)
+            adapter = self._by_name[name] = Adapter(name, slot, next(self._numbers), left_out)
+            return adapter
+
+    def _free_slot(self, slots: int) -> int:
+        taken = {adapter.slot for adapter in self._by_name.values()} | set(+self._holds)
+        slot = next((slot for slot in range(1, slots + 1) if slot not in taken), None)
+        if slot is None:
+            unloaded = len(taken) - len(self._by_name)
+            raise ArgumentError(
+                f"there is room for {slots} adapters, and {len(self._by_name)} are loaded"
+                + (f", while texts of {unloaded} that were unloaded go on" if unloaded else "")
+                + ": unload one, or raise max_loras (--max-loras)"
+            )
+        return slot
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Texts that are being written with it go on; its slot is free when the last one ends.
+
+        Raises:
+            ArgumentError: There is no such adapter.
+        """
+        with self._lock:
+            del self._by_name[self._find(name).name]
+
+    def _find(self, name: str) -> Adapter:
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            loaded = ", ".join(map(repr, self._by_name)) or "none"
+            raise ArgumentError(f"no adapter {name!r} is loaded, but {loaded}: load_adapter({name!r}, path) first")
+        return adapter
+
+    def hold(self, name: str, count: int = 1) -> Adapter:
+        """Return the adapter of a name, whose slot is kept until `release` has taken back as many holds.
+
+        Args:
+            name: The adapter's name.
+            count: Number of holds, one a text: all have the same adapter, whoever loads and unloads meanwhile.
+
+        Raises:
+            ArgumentError: There is no such adapter.
+        """
+        with self._lock:
+            adapter = self._find(name)
+            self._holds[adapter.slot] += count
+            return adapter
+
+    def release(self, adapter: Adapter, count: int = 1) -> None:
+        """Take back holds of an adapter."""
+        with self._lock:
+            self._holds[adapter.slot] -= count
+
+    @contextmanager
+    def holding(self, names: Sequence[str | None]) -> Iterator[list[Adapter | None]]:
+        """Yield the adapter of each name, None for None, and hold them inside the context.
+
+        Raises:
+            ArgumentError: There is no such adapter.
+        """
+        with ExitStack() as stack:
+            held: list[Adapter | None] = []
+            for name in names:
+                held.append(None if name is None else self.hold(name))
+                if (adapter := held[-1]) is not None:
+                    stack.callback(self.release, adapter)
+            yield held
+
+    def _watched_layers(self, weights: LoraWeights) -> list[str]:
+        """Return the layers of an adapter that a text's tokens pass through.
+
+        Layers of another part of the model, such as one that sees images, are left out: a text has none.
+
+        Raises:
+            UnsupportedError: A layer of the decoder does not read each token of a forward, in their order.
+        """
+        inputs: dict[str, list[int]] = {name: [] for name in weights.layers}
+        count = TRIAL_ROWS * TRIAL_TOKENS
+        ids = torch.arange(count, device=self._device) * 7919 % len(self._model.get_input_embeddings().weight)
+        with ModelPatch() as patch, torch.no_grad():
+            for name, read in inputs.items():
+
+                def note(_: nn.Module, args: tuple[Tensor, ...], read: list[int] = read) -> None:
+                    read.append(args[0].numel() // args[0].shape[-1])
+
+                patch.hook(self._model.get_submodule(name), note, before=True)
+            self._try_tokens(ids.view(TRIAL_ROWS, TRIAL_TOKENS))
+        decoder = {id(module) for module in self._model.get_decoder().modules()}
+        for name, counts in inputs.items():
+            in_decoder = id(self._model.get_submodule(name)) in decoder
+            if set(counts) != {count} and (counts or in_decoder):
+                raise weights.refusal(f"{name} does not read each token once, as an expert does not")
+        return [name for name, counts in inputs.items() if counts]
