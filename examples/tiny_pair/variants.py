@@ -7,7 +7,7 @@ from torch import Tensor
 
 from redrafter.cache.paged import KVCache
 from redrafter.drafting.proposer import State
-from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree
 

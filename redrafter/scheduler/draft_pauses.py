@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from redrafter.drafting.draft_gain import DraftGain
+from redrafter.drafting.draft_length import DraftGain
 
 __all__ = ["DraftPauses"]
 

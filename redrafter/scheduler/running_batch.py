@@ -18,9 +18,8 @@ from torch import Tensor
 
 from redrafter.attention.prompt_chunks import PromptChunks
 from redrafter.cache.to_device import to_device
-from redrafter.drafting.adaptive_length import AdaptiveDraftLength
-from redrafter.drafting.proposer import Proposer, State
-from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.drafting.draft_length import AdaptiveDraftLength
+from redrafter.drafting.proposer import Proposer, SearchProposer, State
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.chunk_buffers import ChunkBuffers
 from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, PendingReport, bucket, new_state
