@@ -31,9 +31,8 @@ from redrafter.version import __version__
 if TYPE_CHECKING:
     from redrafter.checkpoints.merged import boxed_pair
     from redrafter.drafting.drafter import RecurrentDrafter
-    from redrafter.drafting.drafter_config import DrafterConfig
-    from redrafter.drafting.eagle_config import EagleConfig
-    from redrafter.drafting.eagle_drafter import EagleDrafter
+    from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
+    from redrafter.drafting.eagle import EagleDrafter
     from redrafter.engine.call import GenerateOutput, GenerateStats
     from redrafter.engine.draft_target import DraftTarget
     from redrafter.engine.engine import Engine
@@ -73,11 +72,11 @@ __all__ = [
 _MODULES = {
     "DraftTarget": "engine.draft_target",
     "DrafterConfig": "drafting.drafter_config",
-    "EagleConfig": "drafting.eagle_config",
-    "EagleDrafter": "drafting.eagle_drafter",
+    "EagleConfig": "drafting.drafter_config",
+    "EagleDrafter": "drafting.eagle",
     "Engine": "engine.engine",
-    "GenerateOutput": "engine.outputs",
-    "GenerateStats": "engine.outputs",
+    "GenerateOutput": "engine.call",
+    "GenerateStats": "engine.call",
     "Grammar": "grammar.grammar",
     "PromptLookup": "engine.prompt_lookup",
     "ReDrafter": "engine.recurrent",
@@ -100,8 +99,7 @@ def __getattr__(name: str) -> Any:
 # `AutoConfig` knows our configs once their modules are imported, which the first use of a public name does. Where
 # transformers is there already, that costs nothing; and it must not be imported for them.
 if "transformers.models.auto.configuration_auto" in sys.modules:
-    for _name in ("drafter_config", "eagle_config"):
-        importlib.import_module(f"{__name__}.drafting.{_name}")
+    importlib.import_module(f"{__name__}.drafting.drafter_config")
 
 
 def __dir__() -> list[str]:

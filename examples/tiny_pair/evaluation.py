@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from variants import FinalBeams, Uncoupled
 
 from redrafter import Engine, GenerateOutput, RecurrentDrafter, ReDrafter
+from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import Proposer
-from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.noise import gumbel
 from redrafter.target.target import Target
 

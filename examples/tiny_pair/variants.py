@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from redrafter.cache.paged import KVCache
+from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import State
-from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree
 

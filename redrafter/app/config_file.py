@@ -18,8 +18,6 @@ from redrafter.app.option_values import Option, convert_value, options_by_name
 from redrafter.app.parser import Parser
 from redrafter.errors import ArgumentError
 
-__all__ = ["ConfigParser"]
-
 
 class ConfigParser(Parser):
     """A parser that also reads options from the JSON files that `--config` names; what is typed wins over them.

@@ -11,8 +11,7 @@ from redrafter.checkpoints.merged import default_sampling, holds_drafter
 from redrafter.checkpoints.models import bind
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
-from redrafter.drafting.proposer import PlainProposer, Proposer
-from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.drafting.proposer import PlainProposer, Proposer, SearchProposer
 from redrafter.engine.draft_target import DraftTarget
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
@@ -22,22 +21,6 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER
 from redrafter.parallel.launched import launched_processes
 from redrafter.target.target import Target
-
-__all__ = [
-    "DRAFTER",
-    "DRAFTING_METHODS",
-    "DRAFT_MODEL",
-    "PLAIN",
-    "PROMPT_LOOKUP",
-    "apply_draft_target_config",
-    "can_draft",
-    "check_method_options",
-    "choose_method",
-    "draft_shape",
-    "drafting_model_name",
-    "load_engine",
-    "parse_draft_target_config",
-]
 
 DRAFTING_METHODS = DRAFTER, DRAFT_MODEL, PROMPT_LOOKUP = "drafter", "draft model", "prompt lookup"
 PLAIN = "plain"  # plain decoding: nothing drafts

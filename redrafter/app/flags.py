@@ -13,23 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field, fields
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "add_options",
-    "biases",
-    "dtype_word",
-    "flag",
-    "floats",
-    "format_command",
-    "format_value",
-    "integers",
-    "names",
-    "option",
-    "read_options",
-    "short_name",
-    "temperatures",
-    "yes_or_no",
-]
-
 T = TypeVar("T")
 
 _METAVARS = {int: "N", float: "X"}

@@ -7,8 +7,6 @@ from typing import Any
 from redrafter.app.option_values import Option
 from redrafter.errors import ArgumentError, did_you_mean
 
-__all__ = ["check_object", "read_text", "unknown_key"]
-
 
 def read_text(file: str | Path) -> str:
     """Return the text of a file of options.

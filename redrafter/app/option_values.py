@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 from redrafter.app.flags import flag
 from redrafter.errors import ArgumentError
 
-__all__ = ["Option", "convert_value", "options_by_name"]
-
 # What a value must be, in a message, by the type of the option.
 _EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 

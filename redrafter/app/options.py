@@ -12,15 +12,6 @@ from redrafter.app.flags import biases, dtype_word, flag, format_value, integers
 from redrafter.engine.options import KV_CACHE_DTYPES, EngineOptions
 from redrafter.errors import ArgumentError
 
-__all__ = [
-    "PROMPTS_HELP",
-    "DraftOptions",
-    "GenerationOptions",
-    "LoadOptions",
-    "PromptOptions",
-    "check_counts",
-]
-
 MAX_COUNT = 1_000_000  # largest value of an option that counts something
 PROMPTS_HELP = (
     "prompts. In a .jsonl or .json file or a dataset: the text, prompt, input and instruction of each row, or its "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.drafting.proposer import SearchProposer
 from redrafter.measure.differences import find_differences
 from redrafter.measure.floors import resident_bytes
 from redrafter.measure.run import Arrival, Repeats, Workload

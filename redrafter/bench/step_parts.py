@@ -9,7 +9,7 @@ import torch
 from redrafter.bench.standing_batch import long_texts, open_standing_batch
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.drafting.proposer import SearchProposer
 from redrafter.measure.floors import Bandwidth, draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.run import Workload
 

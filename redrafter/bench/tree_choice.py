@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.drafting.proposer import Proposer
-from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.drafting.proposer import Proposer, SearchProposer
 
 __all__ = [
     "DEEPER_LENGTHS",

@@ -14,8 +14,7 @@ import torch
 
 from redrafter.bench.standing_batch import OneProposer, make_request, opened
 from redrafter.bench.tree_choice import SHARING_ROWS, Timing, at_size, deeper, nodes_per_row, shape_of
-from redrafter.drafting.proposer import Proposer
-from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.call import GenerateOutput, decode
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.request import Request

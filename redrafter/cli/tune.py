@@ -23,7 +23,7 @@ from redrafter.bench.tree_choice import (
 )
 from redrafter.bench.tuner import Tuner
 from redrafter.cli.options import TuneOptions
-from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
 from redrafter.errors import ArgumentError

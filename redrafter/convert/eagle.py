@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from redrafter.convert.tensors import LazyTensor, memory_tensor
-from redrafter.drafting.eagle_config import ROPE_TYPES, EagleConfig
+from redrafter.drafting.drafter_config import ROPE_TYPES, EagleConfig
 from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.files.checkpoint_kind import SPECULATORS_KEY
 

@@ -28,8 +28,7 @@ from redrafter.convert.request import ConversionRequest, ConversionSource
 from redrafter.convert.source_base import SourceBase, open_base
 from redrafter.convert.source_drafter import SourceDrafter, is_pair, open_drafter
 from redrafter.convert.tensors import LazyTensor
-from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.eagle_config import EagleConfig
+from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError, ReDrafterError, first_line
 from redrafter.files.checkpoint_kind import check_path, kind_of
 from redrafter.files.dtype_names import dtype_name

@@ -17,9 +17,8 @@ from redrafter.convert.request import ConversionRequest, ConversionSource
 from redrafter.convert.source_base import TOKENIZER_FILES, SourceBase
 from redrafter.convert.source_drafter import SourceDrafter
 from redrafter.convert.tensors import LazyTensor, cast, split_into_files
-from redrafter.drafting.drafter_config import DrafterConfig
+from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
 from redrafter.drafting.drafter_types import DRAFTER_CLASSES, DrafterArchitecture
-from redrafter.drafting.eagle_config import EagleConfig
 from redrafter.errors import ArgumentError, MismatchError, UnsupportedError
 from redrafter.files.checkpoint_kind import DRAFTER_FOLDER, SHAPE_FILE
 from redrafter.files.dtype_names import dtype_name

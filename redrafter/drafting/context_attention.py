@@ -17,8 +17,6 @@ from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from redrafter.drafting.drafter_config import DrafterConfig
 
-__all__ = ["ContextAttention", "ContextWindow", "packed_mask", "with_empty_entry"]
-
 ROPE_THETA = 10_000.0
 # All that take a mask, but cuDNN's, with which nothing was measured.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -18,8 +18,6 @@ from redrafter.target.target import Target
 from redrafter.tree.beam_search import beam_search
 from redrafter.tree.token_tree import Tree, chain, tree_of
 
-__all__ = ["DraftModelProposer"]
-
 MIN_SCORE = -1e9  # in place of -inf: sums of such scores stay finite and comparable
 
 

@@ -1,21 +1,13 @@
-"""The configuration of a recurrent drafter: its architecture, and the defaults of the search that drafts with it."""
+"""The configurations of drafters: their architectures, and the defaults of the searches that draft with them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
+from transformers.activations import ACT2FN
 
-from redrafter.errors import ArgumentError
-from redrafter.files.checkpoint_kind import MODEL_TYPE
-
-__all__ = [
-    "CONTEXT_HEADS",
-    "CONTEXT_HEAD_DIM",
-    "CONTEXT_KV_HEADS",
-    "RECURRENCES",
-    "DrafterConfig",
-    "check_context_heads",
-]
+from redrafter.errors import ArgumentError, MismatchError
+from redrafter.files.checkpoint_kind import EAGLE_MODEL_TYPE, MODEL_TYPE
 
 RECURRENCES = ("apple", "trtllm", "gated")
 CONTEXT_HEADS, CONTEXT_KV_HEADS, CONTEXT_HEAD_DIM = 4, 1, 64  # of a drafter that attends to the text, by default
@@ -157,3 +149,188 @@ def check_context_heads(heads: int, kv_heads: int, head_dim: int, name: Callable
         )
     if head_dim % 2:
         raise ArgumentError(f"{name('context_head_dim')} must be even, got {head_dim}")
+
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies are the same in texts of any length
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "width",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "draft_beams",
+    "draft_len_per_beam",
+)
+_FLAGS = (
+    "attention_bias",
+    "mlp_bias",
+    "qk_norm",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "own_embedding",
+)
+
+
+class EagleConfig(PretrainedConfig):
+    """The architecture of an EAGLE-3 head, saved as `config.json` beside its weights.
+
+    Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (arXiv
+    2503.01840).
+
+    Below, D is the width of the head's decoder layer.
+
+    Args:
+        vocab_size: V, ids of the target.
+        hidden_size: Hidden size of the target.
+        width: D; the target's hidden size when None.
+        intermediate_size: Width of the layer's MLP.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key and value heads, which divide the query heads.
+        head_dim: Width of a head.
+        hidden_act: Activation of the MLP, as transformers names it.
+        rms_norm_eps: Epsilon of all norms.
+        rope: Rotary positions as transformers' `rope_parameters` has them: `rope_type`, one of `ROPE_TYPES`,
+            `rope_theta`, and what the type needs.
+        max_position_embeddings: Positions that the rope was made for.
+        attention_bias: Whether the attention's products have biases.
+        mlp_bias: Whether the MLP's products have biases.
+        qk_norm: Whether the heads of queries and keys are RMS-normalised, as in Qwen3.
+        target_layers: Decoder layers of the target, ascending from 0, whose outputs the head reads; None for the
+            published choice, which follows from the target's number of layers.
+        norm_before_residual: Whether the residual of the attention is the normalised hidden state.
+        norm_before_fc: Whether the joined outputs of the target's layers are RMS-normalised together.
+        fc_norm: Whether each output of a target's layer is RMS-normalised by itself.
+        norm_output: Whether a draft reads the hidden state of the draft before it after the final norm.
+        own_embedding: Whether the head has an embedding table of its own; else it reads the target's.
+        draft_vocab_size: V', ids that the head can draft, with a map to the target's ids in the weights; None for all.
+        draft_beams: Default number of beams.
+        draft_len_per_beam: Default draft length.
+        trained_draft_len: Steps that the head was trained for, where that is known.
+        base_model: Name of the target.
+        base_embedding_norms: Norms of a few rows of the target's embedding table, as in `DrafterConfig`.
+        kwargs: Passed to `PretrainedConfig`.
+    """
+
+    model_type = EAGLE_MODEL_TYPE
+
+    def __init__(
+        self,
+        vocab_size: int = 0,
+        hidden_size: int = 0,
+        width: int | None = None,
+        intermediate_size: int = 0,
+        num_attention_heads: int = 1,
+        num_key_value_heads: int = 1,
+        head_dim: int = 0,
+        hidden_act: str = "silu",
+        rms_norm_eps: float = 1e-6,
+        rope: Mapping[str, Any] | None = None,
+        max_position_embeddings: int = 2048,
+        attention_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        target_layers: Sequence[int] | None = None,
+        norm_before_residual: bool = False,
+        norm_before_fc: bool = False,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+        own_embedding: bool = False,
+        draft_vocab_size: int | None = None,
+        draft_beams: int = 5,
+        draft_len_per_beam: int = 5,
+        trained_draft_len: int | None = None,
+        base_model: str | None = None,
+        base_embedding_norms: list[float] | None = None,
+        **kwargs: Any,
+    ):
+        self.vocab_size, self.hidden_size, self.width = vocab_size, hidden_size, width or hidden_size
+        self.intermediate_size, self.hidden_act, self.rms_norm_eps = intermediate_size, hidden_act, rms_norm_eps
+        self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
+        self.head_dim, self.max_position_embeddings = head_dim, max_position_embeddings
+        self.rope = dict(DEFAULT_ROPE if rope is None else rope)
+        self.attention_bias, self.mlp_bias, self.qk_norm = attention_bias, mlp_bias, qk_norm
+        self.target_layers = None if target_layers is None else list(target_layers)
+        self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
+        self.norm_before_fc, self.fc_norm = norm_before_fc, fc_norm
+        self.own_embedding, self.draft_vocab_size = own_embedding, draft_vocab_size
+        self.draft_beams, self.draft_len_per_beam = draft_beams, draft_len_per_beam
+        self.trained_draft_len = trained_draft_len
+        self.base_model, self.base_embedding_norms = base_model, base_embedding_norms
+        super().__init__(**kwargs)
+
+    @property
+    def num_target_layers(self) -> int:
+        """The number of the target's layers that the head reads."""
+        return 3 if self.target_layers is None else len(self.target_layers)
+
+    def target_layers_of(self, count: int) -> list[int]:
+        """Return which decoder layers the head reads of a target with `count` of them.
+
+        The published choice is the input of the layers 2, n // 2 and n - 3, which is the output of those before them.
+
+        Raises:
+            MismatchError: The published choice are not three layers of so small a target.
+        """
+        if self.target_layers is not None:
+            return self.target_layers
+        layers = [1, count // 2 - 1, count - 4]
+        if layers != sorted(set(layers)):
+            raise MismatchError(
+                f"the drafter reads three layers that follow from the base's number of layers, and {count} are too "
+                "few; set target_layers in its config.json"
+            )
+        return layers
+
+    def check(self) -> None:
+        """Raise `ArgumentError` for values that no head can have."""
+        optional = [name for name in ("draft_vocab_size", "trained_draft_len") if getattr(self, name) is not None]
+        for name in (*_SIZES, *optional):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MAX_SIZE:
+                raise ArgumentError(f"EagleConfig.{name} must be an integer from 1 to {MAX_SIZE}, got {value!r}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"EagleConfig.{name} must be true or false, got {getattr(self, name)!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ArgumentError(
+                f"EagleConfig.num_attention_heads must be a multiple of num_key_value_heads="
+                f"{self.num_key_value_heads}, got {self.num_attention_heads}"
+            )
+        if self.hidden_act not in ACT2FN:
+            raise ArgumentError(
+                f"EagleConfig.hidden_act must be an activation of transformers, got {self.hidden_act!r}"
+            )
+        if not isinstance(self.rms_norm_eps, float) or not 0 < self.rms_norm_eps < 1:
+            raise ArgumentError(f"EagleConfig.rms_norm_eps must be between 0 and 1, got {self.rms_norm_eps!r}")
+        if self.head_dim % 2:
+            raise ArgumentError(f"EagleConfig.head_dim must be even, got {self.head_dim}")
+        if self.rope.get("rope_type") not in ROPE_TYPES:
+            raise ArgumentError(f"EagleConfig.rope has one of the types {ROPE_TYPES}, got {self.rope!r}")
+        layers = self.target_layers
+        if layers is not None and (
+            not all(type(layer) is int and layer >= 0 for layer in layers)
+            or layers != sorted(set(layers))
+            or not layers
+        ):
+            raise ArgumentError(f"EagleConfig.target_layers must be layer numbers that ascend, or None, got {layers!r}")
+        if self.norm_before_fc and self.fc_norm:
+            raise ArgumentError("EagleConfig has norm_before_fc or fc_norm, not both")
+        if self.width != self.hidden_size and not self.own_embedding:
+            raise ArgumentError(
+                f"EagleConfig.width={self.width} differs from the target's {self.hidden_size}, whose embeddings then "
+                "do not fit: such a head needs own_embedding"
+            )
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise ArgumentError(
+                f"EagleConfig.draft_vocab_size must be from 1 to vocab_size={self.vocab_size}, "
+                f"got {self.draft_vocab_size!r}"
+            )
+
+
+AutoConfig.register(EAGLE_MODEL_TYPE, EagleConfig, exist_ok=True)

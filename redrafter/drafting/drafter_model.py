@@ -1,15 +1,16 @@
-"""The base class of all drafters, which loads a checkpoint whole or not at all."""
+"""The base class of all drafters, which loads a checkpoint whole or not at all, and a product that they share."""
 
 import os
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.checkpoint_kind import check_drafter, load_error, read_json
-
-__all__ = ["DrafterModel"]
+from redrafter.target.quantization import Float8Linear
 
 
 class DrafterModel(PreTrainedModel):
@@ -61,3 +62,18 @@ class DrafterModel(PreTrainedModel):
         wanted = cls.config_class.model_type
         if isinstance(source, Path) and (found := read_json(source / "config.json").get("model_type")) != wanted:
             raise CheckpointError(f"{source} is a drafter of the type {found}, and this needs one of the type {wanted}")
+
+
+def partial_linear(layer: nn.Linear, x: Tensor, columns: slice, *, with_bias: bool) -> Tensor:
+    """Return the product of a layer's weight with some of its input features, `[..., F]`.
+
+    Args:
+        layer: The layer, FP8 or not.
+        x: Those input features, `[..., d]`.
+        columns: Where they are among all of them.
+        with_bias: Whether to add the layer's bias.
+    """
+    weight, bias = layer.weight[:, columns], layer.bias if with_bias else None
+    if isinstance(layer, Float8Linear):
+        return layer.multiply(x, weight, layer.weight_scale, bias)
+    return linear(x, weight, bias)

@@ -7,12 +7,9 @@ from typing import Any, TypeAlias
 from transformers import PretrainedConfig
 
 from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.drafter_config import DrafterConfig
-from redrafter.drafting.eagle_config import EagleConfig
-from redrafter.drafting.eagle_drafter import EagleDrafter
+from redrafter.drafting.drafter_config import DrafterConfig, EagleConfig
+from redrafter.drafting.eagle import EagleDrafter
 from redrafter.files.checkpoint_kind import check_drafter
-
-__all__ = ["DRAFTER_CLASSES", "Drafter", "DrafterArchitecture", "open_drafter_model"]
 
 Drafter: TypeAlias = RecurrentDrafter | EagleDrafter
 """A drafter of any type."""

@@ -1,20 +1,306 @@
 """The proposer that drafts with an EAGLE-3 head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModel, LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.cache.paged import KVCache
-from redrafter.drafting.eagle_drafter import EagleDrafter, EagleEntries, PastEntries
-from redrafter.drafting.proposer import State
-from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.drafting.drafter_config import EagleConfig
+from redrafter.drafting.drafter_model import DrafterModel, partial_linear
+from redrafter.drafting.proposer import SearchProposer, State
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["EagleProposer", "remember"]
+
+class EagleEntries(NamedTuple):
+    """Keys and values of entries, ready to attend to.
+
+    Attributes:
+        keys: Normalised where the head does so, and rotated, `[..., S, H, d]`.
+        values: `[..., S, H, d]`.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+class PastEntries(NamedTuple):
+    """The entries of the committed tokens of B rows, as attention reads them.
+
+    Attributes:
+        entries: Keys and values of S entries, those past a row's end included, `[B, S, H, d]`.
+        bias: Added to scores, float32: -inf for what is past a row's end, else 0; `[B, 1, 1, S]`, or `[B, 1, w g, S]`
+            where beams see different entries, g query heads of each.
+    """
+
+    entries: EagleEntries
+    bias: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence["PastEntries"]) -> "PastEntries":
+        """Return parts that follow each other, as one."""
+        keys, values = (torch.cat(sides, dim=1) for sides in zip(*(part.entries for part in parts), strict=True))
+        return cls(EagleEntries(keys, values), torch.cat([part.bias for part in parts], dim=-1))
+
+
+class _Attention(nn.Module):
+    """The products of the layer's attention; queries, keys and values read joined inputs `[e; h]` of width 2D."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(2 * config.width, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(2 * config.width, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(2 * config.width, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.width, bias=config.attention_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+
+class _MLP(nn.Module):
+    """The gated MLP of the layer."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.width, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.width, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.width, bias=config.mlp_bias)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the MLP to `[..., D]`."""
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    """The weights of the decoder layer, which `EagleDrafter` computes."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        width, eps = config.width, config.rms_norm_eps
+        self.input_layernorm, self.hidden_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.self_attn, self.mlp = _Attention(config), _MLP(config)
+
+
+class EagleDrafter(DrafterModel):
+    """An EAGLE-3 head; the target's embedding table is shared, unless the head has one of its own.
+
+    Attributes:
+        draft_ids: The target's id of each of the head's ids, `[V']` int64; None where the head has all ids.
+    """
+
+    config_class = EagleConfig
+    config: EagleConfig
+    main_input_name = "embedding"
+
+    def __init__(self, config: EagleConfig):
+        """Make a head with random weights.
+
+        Args:
+            config: The architecture.
+
+        Raises:
+            ArgumentError: No head can have the config's values.
+        """
+        config.check()
+        super().__init__(config)
+        joined, eps = config.num_target_layers * config.hidden_size, config.rms_norm_eps
+        self.input_norm = nn.RMSNorm(joined, eps) if config.norm_before_fc else None
+        norms = (nn.RMSNorm(config.hidden_size, eps) for _ in range(config.num_target_layers))
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.fc = nn.Linear(joined, config.width, bias=False)
+        self.midlayer = _Layer(config)
+        self.norm = nn.RMSNorm(config.width, eps)
+        self.lm_head = nn.Linear(config.width, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width) if config.own_embedding else None
+        ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.draft_ids: Tensor | None
+        self.register_buffer("draft_ids", ids)
+        self.post_init()
+
+    def embed(self, tokens: Tensor, table: nn.Module) -> Tensor:
+        """Return the embeddings of ids `[...]`, `[..., D]`: from the target's `table`, or from the head's own.
+
+        They are normalised before anything else, so a scale that the target applies to its own changes nothing.
+        """
+        embedded: Tensor = (table if self.embed_tokens is None else self.embed_tokens)(tokens)
+        return embedded
+
+    def fuse_hidden(self, hidden: Tensor) -> Tensor:
+        """Fuse the outputs of the target's layers to the hidden state that the first draft reads.
+
+        Args:
+            hidden: The target's last hidden state, which is not read, and then the outputs of the layers, `[..., F]`.
+
+        Returns:
+            `[..., D]`.
+        """
+        outputs = hidden[..., self.config.hidden_size :]
+        if self.input_norm is not None:
+            outputs = self.input_norm(outputs)
+        if self.fc_norm is not None:
+            parts = outputs.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
+            outputs = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        fused: Tensor = self.fc(outputs)
+        return fused
+
+    def remember(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute what tokens add to keys and to values, `[..., 2H, d]` each.
+
+        The first H heads are what a token's hidden state adds to its own entry, the other H what its embedding adds to
+        the entry before.
+
+        Args:
+            embedding: The embeddings of the tokens, `[..., D]`.
+            hidden: Their hidden states as `fuse_hidden` returns them, `[..., D]`.
+        """
+        layer, attention, width = self.midlayer, self.midlayer.self_attn, self.config.width
+        e, h = layer.input_layernorm(embedding), layer.hidden_norm(hidden)
+        keys, values = (
+            torch.cat(
+                [
+                    partial_linear(product, h, slice(width, None), with_bias=True),
+                    partial_linear(product, e, slice(width), with_bias=False),
+                ],
+                dim=-1,
+            )
+            for product in (attention.k_proj, attention.v_proj)
+        )
+        return self._by_head(keys), self._by_head(values)
+
+    def read_past(self, keys: Tensor, values: Tensor, length: Tensor, first: int = 0) -> PastEntries:
+        """Return the entries of committed tokens that have a committed token after them.
+
+        Args:
+            keys: What S + 1 tokens of each row, one after the other, add to keys, `[B, S + 1, 2H, d]`.
+            values: What they add to values, `[B, S + 1, 2H, d]`.
+            length: Committed tokens of each row, `[B]` int64.
+            first: Position of the first of these tokens.
+        """
+        heads = self.config.num_key_value_heads
+        position = torch.arange(first, first + keys.shape[1] - 1, device=keys.device)  # [S]
+        key, value = (x[:, :-1, :heads] + x[:, 1:, heads:] for x in (keys, values))
+        missing = position >= length[:, None] - 1  # [B, S]
+        bias = torch.zeros_like(missing, dtype=torch.float32).masked_fill(missing, -torch.inf)[:, None, None]
+        return PastEntries(EagleEntries(self._finish_keys(key, position), value), bias)
+
+    def step(
+        self, embedding: Tensor, hidden: Tensor, position: Tensor, path: EagleEntries | None, past: PastEntries
+    ) -> tuple[Tensor, Tensor, EagleEntries]:
+        """Compute one entry of each of w beams, and the logits of the token after it.
+
+        Args:
+            embedding: The embedding of each beam's last token, `[B, w, D]`.
+            hidden: The hidden state of the token before it, fused from the target's or drafted, `[B, w, D]`.
+            position: Position of that token, `[B, w]` int64, or `[B, 1]` where it is the same for all beams.
+            path: The entries that were drafted before on each beam, `[B, w, k, H, d]`; None for none.
+            past: The entries of the committed tokens.
+
+        Returns:
+            Logits `[B, w, V']` over the head's vocabulary, the drafted hidden states `[B, w, D]`, and the entries of
+            each beam with the new one at the end.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        e, h = layer.input_layernorm(embedding), layer.hidden_norm(hidden)
+        joined = torch.cat([e, h], dim=-1)
+        query, key, value = (
+            self._by_head(product(joined)) for product in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if attention.q_norm is not None:
+            query = attention.q_norm(query)
+        query = self._rotate(query, position)
+        key = self._finish_keys(key, position)
+        new = EagleEntries(key[:, :, None], value[:, :, None])
+        if path is not None:
+            new = EagleEntries(*(torch.cat(pair, dim=2) for pair in zip(path, new, strict=True)))
+        residual = h if self.config.norm_before_residual else hidden
+        x = residual + attention.o_proj(_attend(query, new, past))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        normed = self.norm(x)
+        return self.lm_head(normed), normed if self.config.norm_output else x, new
+
+    forward = step
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim))
+
+    def _finish_keys(self, keys: Tensor, position: Tensor) -> Tensor:
+        """Normalise keys `[..., H, d]` where the head does so, and rotate them by positions that broadcast."""
+        norm = self.midlayer.self_attn.k_norm
+        return self._rotate(keys if norm is None else norm(keys), position)
+
+    def _rotate(self, x: Tensor, position: Tensor) -> Tensor:
+        """Rotate heads `[..., h, d]` by positions that broadcast to `[...]`, and return them in their dtype."""
+        config = self.config
+        rope = tuple(sorted((key, tuple(x) if isinstance(x, list) else x) for key, x in config.rope.items()))
+        frequency, scale = _rope(rope, config.head_dim, config.max_position_embeddings, x.device)
+        angle = (position[..., None] * frequency)[..., None, :]  # [..., 1, d / 2]
+        cosine, sine = angle.cos() * scale, angle.sin() * scale
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+
+
+def _attend(query: Tensor, path: EagleEntries, past: PastEntries) -> Tensor:
+    """Attend from beams to the committed entries of their row, and to those that were drafted on the beam.
+
+    Args:
+        query: `[B, w, h, d]`.
+        path: Entries of each beam, `[B, w, k, H, d]`.
+        past: Entries of each row, `[B, S, H, d]`.
+
+    Returns:
+        What was read, `[B, w, h d]`.
+    """
+    rows, beams, heads, size = query.shape
+    groups, steps = past.entries.keys.shape[2], path.keys.shape[2]
+    query = query.view(rows, beams, groups, heads // groups, size) * size**-0.5
+    by_row = query.permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, H, w g, d]
+    far = by_row @ past.entries.keys.permute(0, 2, 3, 1)  # [B, H, w g, S]
+    near = query @ path.keys.permute(0, 1, 3, 4, 2)  # [B, w, H, g, k]
+    near_by_row = near.transpose(1, 2).flatten(2, 3)  # [B, H, w g, k]
+    weights = torch.cat([far.float() + past.bias, near_by_row.float()], dim=-1).softmax(dim=-1).to(query.dtype)
+    far, near = weights[..., :-steps], weights[..., -steps:].unflatten(2, (beams, -1))  # near [B, H, w, g, k]
+    read = (far @ past.entries.values.transpose(1, 2)).unflatten(2, (beams, -1)).transpose(1, 2)  # [B, w, H, g, d]
+    read = read + near.transpose(1, 2) @ path.values.transpose(2, 3)
+    return read.flatten(2)
+
+
+@lru_cache(maxsize=16)
+def _rope(
+    rope: tuple[tuple[str, Any], ...], head_dim: int, max_position_embeddings: int, device: torch.device
+) -> tuple[Tensor, float]:
+    """Return the frequencies of a rope, `[d / 2]` float32, and what its sines and cosines are scaled by.
+
+    It is computed once for each rope and device: a captured step may copy nothing from the host.
+
+    Args:
+        rope: Items of `EagleConfig.rope`.
+        head_dim: d.
+        max_position_embeddings: Positions that the rope was made for.
+        device: Where the frequencies go.
+    """
+    parameters = dict(rope)
+    with torch.inference_mode(False), torch.device("cpu"):
+        if parameters["rope_type"] == "default":
+            powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            return (parameters["rope_theta"] ** -powers).to(device), 1.0
+        config = LlamaConfig(
+            head_dim=head_dim, max_position_embeddings=max_position_embeddings, rope_parameters=parameters
+        )
+        frequency, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+        return frequency.to(device), scale
+
+
+AutoModel.register(EagleConfig, EagleDrafter, exist_ok=True)
+
 
 ENTRIES_AT_ONCE = 512  # of a row; bounds what reading the text takes beside its result
 

@@ -10,8 +10,6 @@ from redrafter.drafting.proposer import State
 from redrafter.sampling.sampler import Sampler
 from redrafter.tree.token_tree import Tree, chain, check_size
 
-__all__ = ["PromptLookupProposer"]
-
 
 @dataclass(frozen=True)
 class PromptLookupProposer:

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["DraftText", "VocabularyMap"]
-
 UNSHARED_SCORE = -2e9  # below any score of a token that may be drafted, forbidden ones included
 
 

@@ -6,8 +6,6 @@ from transformers import PreTrainedTokenizerBase
 
 from redrafter.errors import ReDrafterError, first_line
 
-__all__ = ["DecodingError", "Detokenizer", "decode_tokens"]
-
 CONTEXT_TOKENS = 8  # before a new one that it is decoded with, for the sake of leading spaces and split characters
 MAX_WINDOW_TOKENS = 64  # after which bytes that still make no character are let go
 MAX_PARTIAL_BYTES = 3  # that may yet become a character

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from redrafter.checkpoints.models import bind
 from redrafter.checkpoints.quantization import check_quantization
 from redrafter.checkpoints.vocabularies import Tokenizer, map_unlike_vocabularies
-from redrafter.drafting.adaptive_length import AdaptiveDraftLength
+from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.drafting.draft_model import DraftModelProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import check_bound
@@ -21,8 +21,6 @@ from redrafter.target.supported import base_of
 from redrafter.target.target import Target
 from redrafter.tree.beam_search import node_count
 from redrafter.tree.token_tree import check_size
-
-__all__ = ["ACCEPTANCE", "Acceptance", "DraftTarget"]
 
 Acceptance = Literal["match", "rejection"]
 ACCEPTANCE: tuple[Acceptance, ...] = ("match", "rejection")

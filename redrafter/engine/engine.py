@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from redrafter.cache.to_device import made_on_host
 from redrafter.checkpoints.adapters import read_adapter
-from redrafter.drafting.adaptive_length import AdaptiveDraftLength
+from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.drafting.proposer import PlainProposer, Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.arguments import (
@@ -50,8 +50,6 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.cache_support import Support
 from redrafter.target.supported import check_autocast, check_eval
 from redrafter.target.target import Target
-
-__all__ = ["Engine"]
 
 Streamer = BaseStreamer | StepStreamer
 

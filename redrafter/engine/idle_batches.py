@@ -11,8 +11,6 @@ from redrafter.scheduler.row_sampling import CallSampling
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.target.target import Target
 
-__all__ = ["IdleBatches"]
-
 Key = tuple[object, int, bool, tuple[int, ...]]
 MAX_IDLE_BYTES = 1 << 30  # that idle batches hold together, as `RunningBatch.num_bytes` counts them
 

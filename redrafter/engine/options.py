@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["KV_CACHE_DTYPES", "EngineOptions", "check_host_cache"]
-
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 

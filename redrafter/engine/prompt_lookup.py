@@ -13,8 +13,6 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
 from redrafter.target.target import Target
 
-__all__ = ["PromptLookup"]
-
 
 class PromptLookup(Engine):
     """A target that drafts for itself from its own text: no second model, and no gain but on text that repeats.

@@ -13,15 +13,13 @@ from redrafter.checkpoints.drafters import check_beams, draft_length_warning, lo
 from redrafter.checkpoints.models import load_model
 from redrafter.checkpoints.quantization import check_quantization
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.drafting import eagle, recurrent
-from redrafter.drafting.draft_gain import STEP_COSTS
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting import drafter as recurrent
+from redrafter.drafting import eagle
+from redrafter.drafting.draft_length import STEP_COSTS
+from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.eagle import EagleProposer
-from redrafter.drafting.eagle_drafter import EagleDrafter
-from redrafter.drafting.proposer import Proposer
-from redrafter.drafting.recurrent import RecurrentProposer
-from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.drafting.eagle import EagleDrafter, EagleProposer
+from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.arguments import check_bound
 from redrafter.engine.engine import Engine
 from redrafter.engine.options import EngineOptions
@@ -30,8 +28,6 @@ from redrafter.files.checkpoint_kind import check_drafter
 from redrafter.target.drafter_inputs import DrafterLayer
 from redrafter.target.target import Target
 from redrafter.tree.beam_search import node_count
-
-__all__ = ["ReDrafter"]
 
 
 class ReDrafter(Engine):

@@ -8,8 +8,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["ColumnStream", "StepStreamer", "takes_columns"]
-
 
 class StepStreamer(Protocol):
     """A streamer that wants each row's tokens the moment a step made them, and how many of them were drafted.

@@ -19,7 +19,7 @@ import torch
 from redrafter.checkpoints.drafters import embedding_norms
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.eagle_drafter import EagleDrafter
+from redrafter.drafting.eagle import EagleDrafter
 from redrafter.errors import ArgumentError, CheckpointError, MismatchError
 from redrafter.files.atomic_file import check_writable, write_atomically
 from redrafter.files.dtype_names import dtype_name
@@ -27,16 +27,6 @@ from redrafter.files.home import home
 from redrafter.scheduler.cuda_graphs import bucket
 from redrafter.target.quantization import float8_scheme
 from redrafter.target.target import Target
-
-__all__ = [
-    "Tuning",
-    "default_shape",
-    "device_name",
-    "drafter_fingerprint",
-    "find_tuning",
-    "target_fingerprint",
-    "tuning_path",
-]
 
 # Of the default where nobody has tuned: tokens of a step that cost little, tokens past which speculation loses, and the
 # smallest tree worth a search. The matrix products of a bf16 8B model on an H200 take, for 1/26/64/128/208/256 tokens,

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["check_writable", "write_atomically"]
-
 
 def check_writable(path: Path, flag: str) -> None:
     """Check that `write_atomically` can write a file, and leave nothing behind.

@@ -15,7 +15,6 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["check_output_folder", "remove_leftovers", "sync_to_disk", "write_folder"]
 
 MAX_NAME_BYTES = 200  # file systems allow 255; names of partial and old folders add some
 

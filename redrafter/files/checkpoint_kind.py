@@ -8,21 +8,6 @@ from typing import Any
 
 from redrafter.errors import CheckpointError, first_line
 
-__all__ = [
-    "APPLE_MODEL_TYPE",
-    "DRAFTER_FOLDER",
-    "EAGLE_MODEL_TYPE",
-    "MODEL_TYPE",
-    "SHAPE_FILE",
-    "SPECULATORS_KEY",
-    "check_drafter",
-    "check_path",
-    "kind_of",
-    "load_error",
-    "read_json",
-    "wrong_kind_error",
-]
-
 MODEL_TYPE = "redrafter"  # `model_type` in the config.json of this project's drafters
 EAGLE_MODEL_TYPE = "redrafter_eagle3"  # the same of EAGLE-3 heads in the form of this project
 APPLE_MODEL_TYPE = "recurrent_drafting_drafter"  # `model_type` in the config.json of Apple's drafters

@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["dtype_name"]
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name without torch's prefix, e.g. `bfloat16` for `torch.bfloat16`."""

@@ -4,8 +4,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["home", "keep_kernels"]
-
 HOME = "REDRAFTER_HOME"  # environment variable that names another folder
 KERNELS = "TORCHINDUCTOR_CACHE_DIR"  # environment variable by which torch.compile finds its kernels
 

@@ -1,16 +1,133 @@
-"""Grammars for guided decoding, the public class.
+"""Grammars for guided decoding: the public class, the process of each grammar, and the texts that follow it.
 
 llguidance compiles and follows each grammar in a process of its own. A grammar may come from anybody: its cost is
 bounded (`redrafter.grammar.limits`), and only its own texts pay it.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+import sys
+import threading
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from itertools import count
+from typing import Any, NamedTuple
 
-from redrafter.grammar.process import GrammarProcess
+from redrafter.errors import ArgumentError, MissingDependencyError, how_to_install
+from redrafter.grammar.limits import COMPILE_CPU_SECONDS, COMPILE_WAIT_SECONDS, MAX_PROCESS_BYTES, step_cpu_seconds
 from redrafter.grammar.source import GrammarSource, checked_text
+from redrafter.grammar.wire import Answer, Question, pack_questions, unpack_answers
+from redrafter.sandbox.frames import receive_frame, send_frame
+from redrafter.sandbox.process import NotPreparedError, SandboxedProcess, Zygote, zygote_of
 
-__all__ = ["Grammar"]
+ANSWER_SLACK_SECONDS = 5.0  # wall-clock time that a process may wait for a processor
+
+_numbers = count()
+
+
+class GrammarProcess(SandboxedProcess):
+    """A process that compiles one grammar and follows its texts. It ends with this object, or by `end`.
+
+    Attributes:
+        lock: Held from a question to its answer.
+        order: Threads that take the locks of several processes take them in this order.
+        memory: Bytes that the compiled grammar takes.
+        forgotten: Numbers of dropped texts, of which the process is told with the next question.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Fork a process from the tokenizer's zygote, which is started if there is none.
+
+        Raises:
+            MissingDependencyError: llguidance is not installed, or the system is Windows.
+            ArgumentError: llguidance cannot read the tokenizer.
+            ReDrafterError: No process can be started.
+        """
+        super().__init__(lambda: zygote_for(tokenizer))
+        self.forgotten: deque[int] = deque()
+        self.lock, self.order, self.memory = threading.Lock(), next(_numbers), 0
+
+    def compile(self, source: GrammarSource) -> None:
+        """Let the process compile a grammar, and wait for it.
+
+        Raises:
+            ArgumentError: The grammar cannot be compiled.
+        """
+        try:
+            self.connection.settimeout(COMPILE_WAIT_SECONDS)
+            send_frame(self.connection, f"{source.kind}\n{source.text}".encode())
+            reply = receive_frame(self.connection)
+        except TimeoutError as error:
+            self.end()
+            raise ArgumentError(f"grammar: too complex: it was not compiled in {COMPILE_WAIT_SECONDS} s") from error
+        except (EOFError, OSError) as error:
+            self.end()
+            raise ArgumentError(
+                "grammar: too complex: its compilation ended unfinished; it may take "
+                f"{COMPILE_CPU_SECONDS} s of a processor and {MAX_PROCESS_BYTES >> 20} MB of memory"
+            ) from error
+        if reply[:1] != b"+":
+            self.end()
+            raise ArgumentError(reply[1:].decode())
+        self.memory = max(int(reply[1:]), 0)
+
+    def ask(self, questions: Sequence[Question]) -> None:
+        """Send questions; the caller holds the lock until it has called `answers`."""
+        forgotten = [self.forgotten.popleft() for _ in range(len(self.forgotten))]
+        try:
+            self.connection.settimeout(ANSWER_SLACK_SECONDS + 2 * step_cpu_seconds(len(questions)))
+            send_frame(self.connection, pack_questions(forgotten, questions))
+        except OSError:
+            self.end()
+
+    def answers(self, count: int) -> list[Answer] | None:
+        """Receive the answers to `count` questions; None if the process has ended or took too long."""
+        try:
+            return unpack_answers(receive_frame(self.connection), count)
+        except (EOFError, OSError):
+            self.end()
+            return None
+
+    def forget(self, text: int) -> None:
+        """Let the process forget a text: now, or with the next question if another thread is asking one."""
+        if not self.owned:
+            return  # this process is a fork; the text is its parent's
+        self.forgotten.append(text)
+        if self.lock.acquire(blocking=False):
+            try:
+                self.ask([])
+            finally:
+                self.lock.release()
+
+
+def zygote_for(tokenizer: Any) -> Zygote:
+    """Return the zygote of a tokenizer, a new one if there is none or it has died."""
+    if sys.platform == "win32":
+        raise MissingDependencyError("grammars need sockets that Windows has not: use Linux or macOS")
+    if find_spec("llguidance") is None:
+        raise MissingDependencyError(f"grammars need llguidance: {how_to_install('guided')}")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise _unreadable("only fast tokenizers are supported")
+
+    def start() -> Zygote:
+        end = json.dumps(tokenizer.eos_token_id).encode()
+        return Zygote("redrafter.grammar.child", [end, backend.to_str().encode()])
+
+    try:
+        return zygote_of(tokenizer, start)
+    except NotPreparedError as error:
+        if not error.missing:
+            raise _unreadable(str(error)) from error
+        raise MissingDependencyError(
+            f"grammars need llguidance, which cannot be imported: {error}; {how_to_install('guided')}"
+        ) from error
+
+
+def _unreadable(why: str) -> ArgumentError:
+    """Make the error for a tokenizer that llguidance cannot read."""
+    return ArgumentError(f"grammar: no grammar can be written with this tokenizer: {' '.join(why.split()):.300}")
 
 
 class Grammar:
@@ -91,3 +208,125 @@ class Grammar:
         if not self._process.alive:
             self._process = GrammarProcess(self._tokenizer)
             self._process.compile(self._source)
+
+
+_text_numbers = count()
+
+Masks = Mapping[int, bytes | memoryview]  # by node, a bit for each token id that may follow
+
+
+class TextTree(NamedTuple):
+    """A text and the tree of drafts that may follow it.
+
+    Attributes:
+        text: All tokens generated so far.
+        tokens: Tokens of the tree, root first; the root is the last token of the text.
+        parents: Index of each node's parent.
+        levels: How many levels of the tree need masks.
+    """
+
+    text: list[int]
+    tokens: list[int]
+    parents: list[int]
+    levels: int
+
+
+class GuidedText:
+    """One text that follows a grammar.
+
+    Attributes:
+        ends: Ids that end the text, in ascending order.
+        process: The process of the grammar.
+        number: Number that stands for the text in the grammar's process.
+        ended: Whether the text has an end token.
+        error: Why the grammar could not be followed further, on one line; from there on only an end is allowed. None
+            while all is well.
+    """
+
+    def __init__(self, grammar: Grammar, ends: Collection[int]) -> None:
+        """Begin an empty text.
+
+        Args:
+            grammar: The grammar to follow.
+            ends: Ids that end the text; allowed where the grammar may end, and nothing else where it must.
+        """
+        self.ends = sorted({token for token in ends if token >= 0})
+        if not self.ends:
+            raise ArgumentError("a grammar needs a token that ends the text: give eos_token_id")
+        self.process: GrammarProcess = grammar.process
+        self.ended = False
+        self.error: str | None = None
+        self.number = next(_text_numbers) & 0x7FFFFFFF
+        self._sent: list[int] = []
+        self._asked = False
+
+    def __del__(self) -> None:
+        if getattr(self, "_asked", False) and not self.process.ended:
+            self.process.forget(self.number)
+
+    def question(self, tree: TextTree) -> Question:
+        """Return the question for the masks of a tree, with the part of the text that the process does not know yet.
+
+        The question must be sent: the process is then taken to know the whole text.
+        """
+        if tree.text[: len(self._sent)] != self._sent:
+            self._sent = []
+        known, self._asked = len(self._sent), True
+        new = tree.text[known:]
+        self._sent += new
+        return Question(self.number, self.ends, known, new, tree.tokens, tree.parents, tree.levels)
+
+    def read_answer(self, answer: Answer | None, nodes: int) -> Masks:
+        """Take over what an answer says of the text, and return its masks.
+
+        Args:
+            answer: The answer; None if the process has ended, which is an error of the text: only an end is allowed at
+                all nodes then.
+            nodes: Nodes of the tree.
+        """
+        if answer is not None:
+            self.ended, self.error = answer.ended, answer.error
+            return answer.masks
+        if self.error is None:
+            self.error = (
+                f"grammar: given up after {len(self._sent)} tokens: its process ended, as it does where a step takes "
+                "too long or too much memory"
+            )
+        mask = bytearray(self.ends[-1] // 8 + 1)
+        for token in self.ends:
+            mask[token >> 3] |= 1 << (token & 7)
+        return dict.fromkeys(range(nodes), bytes(mask))
+
+
+def compute_masks(requests: Sequence[tuple[GuidedText, TextTree]]) -> list[Masks]:
+    """Return the masks of allowed next tokens for several texts, at the nodes that their grammars allow.
+
+    All processes are asked before any answer is waited for, so they work at the same time.
+
+    Args:
+        requests: The texts, each with the tree of drafts that may follow it.
+    """
+    groups: dict[GrammarProcess, list[int]] = {}
+    for index, (text, _) in enumerate(requests):
+        groups.setdefault(text.process, []).append(index)
+    order = sorted(groups, key=lambda process: process.order)  # or else two threads might wait for each other
+    masks: list[Masks] = [{}] * len(requests)
+    with ExitStack() as locks:
+        try:
+            for process in order:
+                locks.enter_context(process.lock)
+                process.ask([requests[index][0].question(requests[index][1]) for index in groups[process]])
+            for process in order:
+                _collect(process, [(index, *requests[index]) for index in groups[process]], masks)
+        except BaseException:  # as by Ctrl-C: the answer to a question was not read
+            for process in order:
+                process.end()
+            raise
+    return masks
+
+
+def _collect(process: GrammarProcess, requests: Sequence[tuple[int, GuidedText, TextTree]], masks: list[Masks]) -> None:
+    """Receive a process's answers, and put the masks of each text at its index."""
+    answers = None if process.ended else process.answers(len(requests))
+    for position, (index, text, tree) in enumerate(requests):
+        masks[index] = text.read_answer(None if answers is None else answers[position], len(tree.tokens))

@@ -1,20 +1,5 @@
 """Limits of size, time and memory for one grammar; a stranger's grammar would take all it is given."""
 
-__all__ = [
-    "COMPILE_CPU_SECONDS",
-    "COMPILE_WAIT_SECONDS",
-    "MASK_CPU_SECONDS",
-    "MASK_CPU_SECONDS_PER_TOKEN",
-    "MAX_EBNF_RULES",
-    "MAX_GRAMMAR_CHARS",
-    "MAX_LEXER_STATES",
-    "MAX_PARSER_ITEMS",
-    "MAX_PROCESS_BYTES",
-    "MAX_SCHEMA_DEPTH",
-    "STACK_BYTES",
-    "step_cpu_seconds",
-]
-
 MAX_GRAMMAR_CHARS = 1 << 17  # of a schema: of its JSON
 MAX_SCHEMA_DEPTH = 128  # objects and lists within each other
 MAX_EBNF_RULES = 1000  # the reader of EBNF takes time that grows with their square

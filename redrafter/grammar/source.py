@@ -7,8 +7,6 @@ from typing import Any, Literal, NamedTuple
 from redrafter.errors import ArgumentError
 from redrafter.grammar.limits import MAX_GRAMMAR_CHARS, MAX_SCHEMA_DEPTH
 
-__all__ = ["GrammarSource", "checked_text"]
-
 KINDS = ("json_schema", "json_object", "regex", "lark", "ebnf", "choice")
 MAX_JSON_CHARS = 6 * MAX_GRAMMAR_CHARS  # of a grammar in JSON whose every character is escaped
 

@@ -5,15 +5,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = [
-    "Answer",
-    "Question",
-    "pack_answers",
-    "pack_questions",
-    "unpack_answers",
-    "unpack_questions",
-]
-
 _LENGTH = struct.Struct("=I")
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from redrafter.cache.dense import LayerShape
 from redrafter.drafting.drafter_types import Drafter
-from redrafter.drafting.eagle_drafter import EagleDrafter
+from redrafter.drafting.eagle import EagleDrafter
 from redrafter.measure.stopwatch import median_ms
 
 __all__ = ["Bandwidth", "copy_bandwidth", "draft_bytes", "forward_bytes", "resident_bytes", "slot_bytes"]

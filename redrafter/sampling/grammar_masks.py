@@ -12,13 +12,10 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from redrafter.errors import ArgumentError
-from redrafter.grammar.grammar import Grammar
-from redrafter.grammar.guided_text import GuidedText, TextTree, compute_masks
+from redrafter.grammar.grammar import Grammar, GuidedText, TextTree, compute_masks
 from redrafter.sampling.prefixes import Prefixes
 from redrafter.sampling.processors import HostProcessor
 from redrafter.tree.token_tree import chain
-
-__all__ = ["GrammarProcessor", "RowGrammars", "check_grammars"]
 
 
 class RowGrammars(HostProcessor[GuidedText | None]):

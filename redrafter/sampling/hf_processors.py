@@ -43,8 +43,6 @@ from redrafter.sampling.tree_processors import (
     force,
 )
 
-__all__ = ["READERS", "REFUSED", "TemperaturePerRow", "TokenPenalties", "index_of_warpers", "read_processors"]
-
 # Scores over a smaller temperature may be past any float32. At this one already, the likeliest token is drawn.
 SMALLEST_TEMPERATURE = 1e-30
 SMALLEST_TOP_K = 64  # bounds on k are this or a higher power of two, so that captured steps serve many k

@@ -11,8 +11,6 @@ a hash of the pair, and token id `v` reads its output number `v`. Integer arithm
 import torch
 from torch import Tensor
 
-__all__ = ["ACCEPT", "DRAFT", "branch", "gumbel", "streams"]
-
 # Streams beside the target's own, for rejection sampling: sharing one would bias its result.
 DRAFT, ACCEPT = 1, 2
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["Prefixes", "marks"]
-
 
 @dataclass(frozen=True)
 class Prefixes:

@@ -21,18 +21,6 @@ from torch import Tensor
 from redrafter.sampling.prefixes import Prefixes, marks
 from redrafter.sampling.processors import HostProcessor, Processor
 
-__all__ = [
-    "PerNode",
-    "apply_to_scores",
-    "ban_repeated_ngrams",
-    "bias_sequences",
-    "cut_by_entropy",
-    "cut_by_eta",
-    "decay_length",
-    "forbid",
-    "force",
-]
-
 
 class PerNode(HostProcessor[Callable[[Tensor, Tensor], Tensor]]):
     """Each row's processor of one text at a time, called once for every node before the row's end.

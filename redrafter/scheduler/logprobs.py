@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PromptScore", "score_prompt", "token_logprobs"]
-
 MIN_LOGPROB = -9999.0  # lowest log-probability reported, as in OpenAI's API: -inf is no JSON
 MAX_LOGITS_AT_ONCE = 1 << 23  # logits scored at once: 32 MiB in float32
 

@@ -7,8 +7,6 @@ from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.errors import UnsupportedError
 from redrafter.target.target import Target
 
-__all__ = ["Models", "check_paged"]
-
 
 class Models(Protocol):
     """A target and what drafts for it; an engine is one."""

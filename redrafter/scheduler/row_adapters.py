@@ -8,8 +8,6 @@ from torch import Tensor
 from redrafter.cache.to_device import to_device
 from redrafter.scheduler.sequence import TokenSequence
 
-__all__ = ["RowAdapters", "adapters_of", "any_adapter", "slot_of"]
-
 
 def slot_of(sequence: TokenSequence) -> int:
     """Return the slot of a sequence's adapter, 0 for none."""

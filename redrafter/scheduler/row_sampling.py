@@ -10,8 +10,6 @@ from redrafter.sampling.processors import HostProcessor
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.sequence import TokenSequence
 
-__all__ = ["CallSampling", "RowSampling"]
-
 
 class RowSampling(Protocol):
     """Settings of the rows of a running batch, in tensors that captured steps read in place."""

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from redrafter.attention.tree_plan import PromptChunks
 from redrafter.cache.to_device import to_device
-from redrafter.drafting.adaptive_length import AdaptiveDraftLength
-from redrafter.drafting.draft_gain import DraftGain
-from redrafter.drafting.proposer import Proposer, State
-from redrafter.drafting.search_proposer import SearchProposer
+from redrafter.drafting.draft_length import AdaptiveDraftLength, DraftGain
+from redrafter.drafting.proposer import Proposer, SearchProposer, State
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, PendingReport, bucket, new_state
 from redrafter.scheduler.launched import LaunchedStep

@@ -24,9 +24,6 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.cuda_graphs import bucket
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
 
-__all__ = ["SamplingTensors"]
-
-
 FEW = 8  # a step that sorts the scores of few rows sorts one in so many
 
 

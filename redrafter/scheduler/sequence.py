@@ -10,8 +10,7 @@ from torch import Tensor
 from redrafter.cache.block_manager import BlockTable
 from redrafter.drafting.vocabulary_map import DraftText
 from redrafter.errors import ArgumentError, NotFiniteError
-from redrafter.grammar.grammar import Grammar
-from redrafter.grammar.guided_text import GuidedText
+from redrafter.grammar.grammar import Grammar, GuidedText
 from redrafter.scheduler.logprobs import PromptScore, token_logprobs
 from redrafter.target.images import ImageInputs, ImagePrompt
 from redrafter.target.lora import Adapter

@@ -15,8 +15,6 @@ from redrafter.scheduler.limits import Limits
 from redrafter.serve.lora_modules import parse_lora_modules
 from redrafter.serve.network.api_keys import KEY_VARIABLE
 
-__all__ = ["LIMIT_OPTIONS", "ServeOptions", "config_beside", "read_config"]
-
 # Keys of `runtime.json` and of the `runtime` part of `llgtrt.json5`, and the options of the same meaning here.
 _RUNTIME = {
     "enable_chunked_context": "chunked_context",

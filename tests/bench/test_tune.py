@@ -12,8 +12,8 @@ from redrafter.bench.tree_choice import Timing, at_size, candidates, choose, dee
 from redrafter.bench.tuner import HOPELESS_RATIO, Tuner
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
+from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
-from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.tuning import Tuning
 from redrafter.target.target import Target
 from redrafter.tree import beam_search

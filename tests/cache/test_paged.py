@@ -23,8 +23,8 @@ from redrafter import ArgumentError, CacheFullError, Engine
 from redrafter.attention.tree_attention import ATTENTION_NAME, gathered_attention, tree_attention
 from redrafter.cache.dense import LayerShape
 from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
-from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.engine.options import EngineOptions
 from redrafter.target.fused_linear import linear_calls, same_inputs
 from redrafter.target.target import Target

@@ -12,9 +12,8 @@ from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, uneven_batch,
 from helpers.scheduling import KINDS, alone, launch_ahead, make_sequence, random_sequences, run, scheduler
 from redrafter import MismatchError, ReDrafter
 from redrafter.drafting.context_attention import ContextWindow
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
-from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
 from redrafter.train.teacher import Teacher

@@ -13,7 +13,7 @@ from helpers.models import CONTEXT, VOCAB, assert_close_by_scale, in_threads, pa
 from helpers.steps import prefill
 from redrafter import ArgumentError, CheckpointError, DraftTarget, MismatchError, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
-from redrafter.drafting.adaptive_length import AdaptiveDraftLength
+from redrafter.drafting.draft_length import AdaptiveDraftLength
 from redrafter.engine.options import EngineOptions
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.sampling.sampler import Sampler

@@ -12,8 +12,7 @@ from helpers.models import VOCAB, paged, tiny_model, uneven_batch, with_tree
 from helpers.scheduling import KINDS, alone, launch_ahead, make_sequence, random_sequences, run, scheduler
 from redrafter import ArgumentError, CheckpointError, MismatchError, RecurrentDrafter, ReDrafter
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.drafting.eagle import EagleProposer
-from redrafter.drafting.eagle_drafter import EagleDrafter
+from redrafter.drafting.eagle import EagleDrafter, EagleProposer
 from redrafter.drafting.proposer import State
 from redrafter.engine.tuning import Tuning
 from redrafter.sampling.sampler import Sampler

@@ -11,7 +11,7 @@ from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
 from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.drafting.draft_gain import STEP_COSTS
+from redrafter.drafting.draft_length import STEP_COSTS
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.tuning import (
     Tuning,

@@ -18,8 +18,7 @@ from helpers.models import paged, scripted_engine, tiny_drafter, tiny_model, wit
 from redrafter import ArgumentError, DraftTarget, ReDrafter, boxed_pair
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.errors import MissingDependencyError
-from redrafter.grammar.grammar import Grammar
-from redrafter.grammar.guided_text import GuidedText
+from redrafter.grammar.grammar import Grammar, GuidedText
 from redrafter.grammar.source import GrammarSource
 from redrafter.sampling.grammar_masks import GrammarProcessor, RowGrammars
 from redrafter.sampling.prefixes import Prefixes
@@ -30,8 +29,7 @@ pytest.importorskip("llguidance")
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
-from redrafter.grammar.compiled import CompiledGrammar
-from redrafter.grammar.state import GrammarState
+from redrafter.grammar.child import CompiledGrammar, GrammarState
 
 TOKENIZER = tiny_tokenizer()
 VOCABULARY = from_tokenizer(TOKENIZER)

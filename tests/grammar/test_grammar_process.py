@@ -17,17 +17,14 @@ from helpers.chats import tiny_tokenizer
 from helpers.models import tiny_drafter, tiny_model, with_tree
 from helpers.processes import children, soon
 from redrafter import ArgumentError
-from redrafter.grammar.grammar import Grammar
-from redrafter.grammar.guided_text import GuidedText, TextTree, compute_masks
-from redrafter.grammar.process import zygote_for
+from redrafter.grammar.grammar import Grammar, GuidedText, TextTree, compute_masks, zygote_for
 from redrafter.grammar.source import GrammarSource
 
 pytest.importorskip("llguidance")
 
 from llguidance.hf import from_tokenizer
 
-from redrafter.grammar.compiled import CompiledGrammar
-from redrafter.grammar.state import GrammarState
+from redrafter.grammar.child import CompiledGrammar, GrammarState
 
 TOKENIZER = tiny_tokenizer()
 EOS = 2
@@ -165,7 +162,7 @@ def test_an_answer_that_nobody_took_is_no_other_questions(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as change, pytest.raises(KeyboardInterrupt):
-        change.setattr("redrafter.grammar.process.receive_frame", interrupted)
+        change.setattr("redrafter.grammar.grammar.receive_frame", interrupted)
         compute_masks([(first, where([70, 71]))])
     assert not grammar.process.alive
     assert not grammar.process.lock.locked()
@@ -174,7 +171,7 @@ def test_an_answer_that_nobody_took_is_no_other_questions(monkeypatch):
 
 
 def test_a_stopped_process_is_given_up(monkeypatch):
-    monkeypatch.setattr("redrafter.grammar.process.ANSWER_SLACK_SECONDS", -4.0)
+    monkeypatch.setattr("redrafter.grammar.grammar.ANSWER_SLACK_SECONDS", -4.0)
     text = GuidedText(Grammar.regex("[ab]*", TOKENIZER), [EOS])
     child = only_child()
     os.kill(child, signal.SIGSTOP)
@@ -227,7 +224,7 @@ def test_nothing_is_left_of_a_program_that_ends(how):
         "import os, sys, threading, time\n"
         "from helpers.chats import tiny_tokenizer\n"
         "from redrafter.grammar.grammar import Grammar\n"
-        "from redrafter.grammar.process import zygote_for\n"
+        "from redrafter.grammar.grammar import zygote_for\n"
         "tokenizer = tiny_tokenizer()\n"
         "grammar = Grammar.regex('a', tokenizer)\n"
         f"threading.Thread(target=Grammar.json_schema, args=({SLOW!r}, tokenizer), daemon=True).start()\n"

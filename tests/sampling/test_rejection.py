@@ -10,8 +10,7 @@ import torch
 from helpers.models import paged, tiny_model, uneven_batch
 from redrafter import DraftTarget
 from redrafter.sampling.noise import DRAFT, branch
-from redrafter.sampling.rejection import draw_residual
-from redrafter.sampling.sampler import Sampler
+from redrafter.sampling.sampler import Sampler, draw_residual
 from redrafter.tree.token_tree import chain
 
 VOCAB, NEW = 7, 3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from redrafter.sampling.row_sums import row_softmax, running_sum
+from redrafter.sampling.processors import row_softmax, running_sum
 
 
 def scores(rows, count):

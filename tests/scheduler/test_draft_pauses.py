@@ -1,6 +1,6 @@
 """Pauses of drafting in batches whose steps cost more the more rows they have."""
 
-from redrafter.drafting.draft_gain import FIRST_PAUSE
+from redrafter.drafting.draft_length import FIRST_PAUSE
 from redrafter.scheduler.running_batch import DraftPauses
 
 

@@ -13,7 +13,7 @@ from helpers.models import paged, tiny_drafter, tiny_model, with_tree
 from helpers.recurrent import recurrent_model
 from helpers.scheduling import KINDS, alone, dense_scheduler, make_sequence, nothing_is_held, scheduler
 from redrafter import DraftTarget, Engine
-from redrafter.drafting.eagle_drafter import EagleDrafter
+from redrafter.drafting.eagle import EagleDrafter
 from redrafter.drafting.prompt_lookup import PromptLookupProposer
 from redrafter.errors import NotFiniteError
 from redrafter.kernels.block_size import BLOCK_SIZE

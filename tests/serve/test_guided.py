@@ -20,7 +20,7 @@ from helpers.chats import tiny_tokenizer
 from helpers.processes import children, cpu_seconds, soon
 from helpers.serving import Program, offline, text_of
 from redrafter import ArgumentError
-from redrafter.grammar.process import GrammarProcess, zygote_for
+from redrafter.grammar.grammar import GrammarProcess, zygote_for
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.serve.engine_process.grammars import MAX_COMPILATIONS, MAX_COMPILATIONS_PER_CLIENT, Grammars

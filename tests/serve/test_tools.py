@@ -14,7 +14,7 @@ pytest.importorskip("llguidance")
 from llguidance.hf import from_tokenizer
 
 from redrafter import boxed_pair
-from redrafter.grammar.compiled import CompiledGrammar
+from redrafter.grammar.child import CompiledGrammar
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.answers.chat import ChatFormat

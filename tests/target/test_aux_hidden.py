@@ -23,8 +23,8 @@ from helpers.models import (
 )
 from redrafter import Engine, MismatchError, ReDrafter, UnsupportedError
 from redrafter.cache.paged import KVCachePool, PagedCache
+from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import State
-from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.drafter_inputs import decoder_layers, join_hidden
 from redrafter.target.target import Target

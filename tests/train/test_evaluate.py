@@ -18,8 +18,8 @@ from redrafter.app.loading import Pair
 from redrafter.checkpoints.tokenizers import end_tokens, load_tokenizer
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
+from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import State
-from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
 from redrafter.train.evaluate import replay as replay_module

@@ -11,9 +11,8 @@ from torch.nn.functional import one_hot
 from helpers.drafters import FORMS, random_drafter
 from helpers.models import VOCAB, assert_close_by_scale, tiny_model
 from redrafter.drafting.context_attention import ContextWindow
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
-from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.target.target import Target
 from redrafter.train.config import TrainConfig
 from redrafter.train.evaluate.replay import ReplayStats, replay

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 from redrafter.errors import ArgumentError
-from redrafter.grammar.grammar import Grammar
-from redrafter.grammar.process import GrammarProcess
+from redrafter.grammar.grammar import Grammar, GrammarProcess
 from redrafter.grammar.source import GrammarSource
 from redrafter.scheduler.limits import QueueFullError
 

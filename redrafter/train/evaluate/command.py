@@ -26,8 +26,7 @@ from redrafter.app.program import run_command
 from redrafter.checkpoints.adapters import merge_adapter
 from redrafter.checkpoints.drafters import check_beams
 from redrafter.checkpoints.tokenizers import end_tokens
-from redrafter.drafting.drafter import RecurrentDrafter
-from redrafter.drafting.recurrent import RecurrentProposer
+from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable, write_atomically

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from redrafter.drafting.context_attention import ContextWindow
-from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.drafting.proposer import State
-from redrafter.drafting.recurrent import RecurrentProposer
 from redrafter.sampling.sampler import Sampler
 from redrafter.target.target import Target
 from redrafter.tree.accept import accept
