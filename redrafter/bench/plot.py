@@ -8,7 +8,7 @@ from typing import Any
 
 from redrafter.bench.tree_choice import Timing, describe
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.measure.picture import batch_size_axis, drawing
+from redrafter.measure.report import drawing
 
 __all__ = ["draw", "draw_tuning"]
 
@@ -36,7 +36,7 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
             for way, color in (("plain", GREY), ("speculative", BLUE)):
                 speeds = [batch[way]["tokens_per_second"] for batch in batches]
                 axes.plot(sizes, speeds, "o-", color=color, label=way)
-            batch_size_axis(axes, sizes)
+            _batch_size_axis(axes, sizes)
             axes.set_ylim(bottom=0)
             axes.legend()
         with picture("ratio", "tokens per second, times plain decoding's") as axes:
@@ -108,8 +108,17 @@ def draw_tuning(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], 
         _finish_ratios(axes, sorted(plain), list(ratio.values()))
 
 
+def _batch_size_axis(axes: Any, batch_sizes: Sequence[int]) -> None:
+    """Make the x-axis logarithmic, with a tick at each batch size measured."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batch_sizes, [str(size) for size in batch_sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("rows in a batch")
+    axes.grid(alpha=0.3)
+
+
 def _finish_ratios(axes: Any, sizes: Sequence[int], ratios: Sequence[float]) -> None:
-    batch_size_axis(axes, sizes)
+    _batch_size_axis(axes, sizes)
     axes.axhline(1, color=GREY, linewidth=0.8, linestyle="--", label="plain decoding")
     axes.set_ylim(0, 1.15 * max(1.0, *ratios))
     axes.margins(x=0.1)

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from redrafter.errors import ArgumentError, first_line
-from redrafter.measure.run import Workload, padded
-from redrafter.measure.stopwatch import Stopwatch
+from redrafter.measure.run import Stopwatch, Workload, padded
 
 __all__ = ["RIVALS", "Rival", "check_names", "measure_rivals"]
 

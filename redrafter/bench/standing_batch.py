@@ -14,8 +14,7 @@ from redrafter.engine.call import Outcome, Row, queued
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError, first_line
-from redrafter.measure.run import Workload
-from redrafter.measure.stopwatch import median_ms
+from redrafter.measure.run import Workload, median_ms
 from redrafter.sampling.processors import RowTemperature
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.cuda_graphs import capture

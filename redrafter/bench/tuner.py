@@ -21,7 +21,7 @@ from redrafter.engine.outputs import GenerateOutput
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
-from redrafter.measure.stopwatch import Stopwatch
+from redrafter.measure.run import Stopwatch
 
 __all__ = ["Tuner"]
 

@@ -20,10 +20,8 @@ from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.checkpoint_kind import check_path
-from redrafter.measure.facts import facts, head
-from redrafter.measure.picture import check_picture
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import Report
+from redrafter.measure.report import Report, check_picture, facts, head
 from redrafter.measure.run import Workload
 from redrafter.parallel.launched import launched_processes, process_rank
 from redrafter.target.target import Target

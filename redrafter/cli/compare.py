@@ -15,9 +15,8 @@ from redrafter.cli.options import CompareOptions
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
 from redrafter.measure.differences import describe_differences
-from redrafter.measure.facts import conditions, describe_pair
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import Report
+from redrafter.measure.report import Report, conditions, describe_pair
 
 __all__ = ["decode_batches", "run", "select_prompts"]
 

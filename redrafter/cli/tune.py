@@ -29,10 +29,8 @@ from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, ta
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.dtype_names import dtype_name
-from redrafter.measure.facts import versions
-from redrafter.measure.picture import check_picture
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import format_table
+from redrafter.measure.report import check_picture, format_table, versions
 
 __all__ = ["run"]
 

@@ -26,7 +26,8 @@ from redrafter.cli.options import BenchOptions
 from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.measure import picture, stopwatch
+from redrafter.measure import report as report_module
+from redrafter.measure import run as run_module
 from redrafter.measure.differences import first_difference
 from redrafter.measure.floors import Bandwidth, copy_bandwidth, draft_bytes, forward_bytes, resident_bytes, slot_bytes
 from redrafter.measure.prompts import encode, read_prompts
@@ -60,8 +61,8 @@ def workload(**changes) -> Workload:
 def _rough():
     """Two calls make a median here: nobody reads the times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stopwatch, "MIN_TIMED_CALLS", 2)
-        patch.setattr(stopwatch, "MAX_CPU_SECONDS", 0.0)
+        patch.setattr(run_module, "MIN_TIMED_CALLS", 2)
+        patch.setattr(run_module, "MAX_CPU_SECONDS", 0.0)
         yield
 
 
@@ -189,7 +190,7 @@ def test_a_padded_rank_for_a_drafter_without_one_is_refused(folder):
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(report_module, "find_spec", lambda name: None)
     code, _, err = bench("--plots", str(tmp_path))
     assert code == 2
     assert "pip install '.[bench]' in a checkout" in err

@@ -31,7 +31,7 @@ from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.stopping import end_tokens
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable, write_atomically
-from redrafter.measure.picture import check_picture
+from redrafter.measure.report import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.prompts import PromptChoice, prompts_by_category, prompts_of_lengths
