@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redrafter.bench.tree_choice import Timing, describe
+from redrafter.bench.tuner import Timing, describe
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.measure.report import drawing
-
-__all__ = ["draw", "draw_tuning"]
 
 GREY, LIGHT_GREY, BLUE, LIGHT_BLUE, RED = "#7f7f7f", "#b0b0b0", "#1f77b4", "#9ecae1", "#d62728"
 PART_COLORS = {"draft": LIGHT_BLUE, "verify": BLUE, "rest": LIGHT_GREY}
@@ -78,14 +76,7 @@ def _draw_steps(axes: Any, steps: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_tuning(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: str, path: Path) -> None:
-    """Draw the speed of every tree in grey, and over them the tree chosen for each batch size.
-
-    Args:
-        timings: What was measured, plain decoding at every batch size included.
-        shapes: The tree chosen by batch size; None for plain decoding.
-        title: Text above the picture.
-        path: The `.png` file to write.
-    """
+    """Draw the speed of every tree in grey, and over them the tree chosen for each batch size, into a `.png` file."""
     plain = {timing.batch: timing.tokens_per_second for timing in timings if timing.shape is None}
     ratio = {(timing.shape, timing.batch): timing.tokens_per_second / plain[timing.batch] for timing in timings}
     lines: dict[TreeShape, list[tuple[int, float]]] = {}

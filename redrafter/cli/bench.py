@@ -7,13 +7,12 @@ from pathlib import Path
 from redrafter.app.flags import flag, read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
 from redrafter.app.options import LoadOptions
+from redrafter.bench.options import BenchOptions, ServerOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
-from redrafter.bench.rivals import check_names
-from redrafter.bench.suite import Plan, run_suite
+from redrafter.bench.suite import run_suite
 from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import bench_server
-from redrafter.cli.options import BenchOptions, ServerOptions
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import find_tuning
@@ -39,14 +38,12 @@ def run(args: argparse.Namespace) -> int:
     options, load = read_options(BenchOptions, args), read_options(LoadOptions, args)
     if launched_processes() > 1:
         options = _shared(options)
-    check_names(options.against)
     if options.pad_to is not None and options.pad_to not in SHAPES:
         raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
-    plots = None if options.plots is None else Path(options.plots)
-    if plots is not None:
-        check_picture(plots, "--plots", folder=True)
-    for name in filter(None, [options.assistant_model]):
-        check_path(name)
+    if options.plots is not None:
+        check_picture(Path(options.plots), "--plots", folder=True)
+    if options.assistant_model:
+        check_path(options.assistant_model)
     if options.json is not None:
         check_writable(Path(options.json), "--json")
     rows = read_prompts(options.prompts)
@@ -74,22 +71,8 @@ def run(args: argparse.Namespace) -> int:
     }
     known = facts(work, names, asdict(load) | asdict(options))
     report = Report(known, path=None if options.json is None else Path(options.json), note=note)
-    for line in head(known):
-        report.line(line)
-    run_suite(
-        report,
-        work,
-        Plan(
-            batch_sizes=options.batch_sizes,
-            repeats=options.repeats,
-            waves=options.waves,
-            contexts=options.context,
-            draft_vocab_sizes=options.draft_vocab_sizes,
-            rivals=options.against,
-            assistant=options.assistant_model,
-            plots=plots,
-        ),
-    )
+    report.line(*head(known))
+    run_suite(report, work, options)
     return report.finish()
 
 

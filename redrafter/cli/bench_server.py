@@ -13,9 +13,9 @@ from typing import Any
 from redrafter.app.flags import flag, read_options
 from redrafter.app.options import LoadOptions, PromptOptions
 from redrafter.bench.http_stream import Address
+from redrafter.bench.options import BenchOptions, ServerOptions
 from redrafter.bench.server_load import Load, find_server
 from redrafter.bench.server_suite import run_server_suite
-from redrafter.cli.options import BenchOptions, ServerOptions
 from redrafter.data.rows import Row
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable

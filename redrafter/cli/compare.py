@@ -9,9 +9,9 @@ from redrafter.app.engines import DRAFT_MODEL, PLAIN
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.bench.options import CompareOptions
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.cli.compared_methods import ASSISTED, AssistedMethod, Method, load_pairs, measure_result
-from redrafter.cli.options import CompareOptions
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
 from redrafter.measure.differences import describe_differences

@@ -166,17 +166,20 @@ def run_in_turn(
     batches: Sequence[Prompts],
     repeats: int,
     progress: Callable[[str], None] = lambda text: None,
+    *,
+    alternate: bool = False,
 ) -> list[Repeats]:
     """Decode all batches in all ways `repeats` times, and return the runs of each way.
 
-    Each batch is decoded in every way before the next one, so that other load of the machine slows all alike. Which way
-    goes first alternates by repeat.
+    Each batch is decoded in every way before the next one, so that other load of the machine slows all alike. A way is
+    called with a batch and the number of prompts before it, and `progress` with a line ahead of each batch.
 
     Args:
-        ways: Each decodes a batch, given with the number of prompts before it.
+        ways: Each decodes a batch.
         batches: The batches.
         repeats: How often.
         progress: Gets a line ahead of each batch.
+        alternate: Whether every other repeat takes the ways backwards.
     """
     ran = [Repeats() for _ in ways]
     for repeat in range(repeats):
@@ -185,7 +188,7 @@ def run_in_turn(
         first, order = 0, range(len(ways))
         for index, batch in enumerate(batches):
             progress(f"repeat {repeat + 1} of {repeats}, batch {index + 1} of {len(batches)}")
-            for way_index in order if repeat % 2 == 0 else reversed(order):
+            for way_index in reversed(order) if alternate and repeat % 2 else order:
                 ran[way_index].repeats[-1].append(ways[way_index](batch, first))
             first += len(batch)
     return ran

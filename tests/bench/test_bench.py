@@ -12,17 +12,15 @@ from helpers.command_line import TEXT, byte_tokenizer, fails
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, CheckpointError, ReDrafterError, UnsupportedError
 from redrafter.app import loading
+from redrafter.bench.options import BenchOptions
 from redrafter.bench.padded_model import SHAPES, PadShape
-from redrafter.bench.rivals import measure_rivals
-from redrafter.bench.speedup import Equality, measure_steady_state, steady_rate
-from redrafter.bench.standing_batch import long_texts, open_standing_batch
-from redrafter.bench.step_parts import measure_parts, random_drafter
-from redrafter.bench.suite import Plan, run_suite
+from redrafter.bench.speedup import Equality, measure_rivals, measure_steady_state, steady_rate
+from redrafter.bench.standing_batch import long_texts, measure_parts, open_standing_batch, random_drafter
+from redrafter.bench.suite import run_suite
 from redrafter.cli import bench as bench_module
 from redrafter.cli import compare as compare_module
 from redrafter.cli import main
 from redrafter.cli import tune as tune_module
-from redrafter.cli.options import BenchOptions
 from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row
 from redrafter.kernels.block_size import BLOCK_SIZE
@@ -299,7 +297,7 @@ def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, fo
         raise StopError("enough")
 
     monkeypatch.setattr(bench_module.Workload, "of", stop)
-    monkeypatch.setattr(tune_module, "Tuner", lambda engine, prompts, **_: stop(prompts=prompts))
+    monkeypatch.setattr(tune_module, "Tuner", lambda work, *_: stop(prompts=work.prompts))
     monkeypatch.setattr(compare_module, "select_prompts", lambda prompts, *_: stop(prompts=prompts))
     monkeypatch.setattr(evaluate_module, "write_texts", lambda target, prompts, *_, **__: stop(prompts=prompts))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in ROWS))
@@ -537,7 +535,7 @@ def test_where_speculation_is_off_the_table_says_so(monkeypatch, capsys):
     work = workload()
     monkeypatch.setattr(work.engine, "proposer_for", lambda rows: work.engine.plain)
     report = Report({})
-    run_suite(report, work, Plan((2,), 1, draft_vocab_sizes=(20,)))
+    run_suite(report, work, BenchOptions(batch_sizes=(2,), repeats=1, draft_vocab_sizes=(20,)))
     assert report.finish() == 0
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])
