@@ -52,7 +52,7 @@ class Equality:
     equal: bool
     rows: int  # that were compared
     divergent: int  # of them
-    # The difference at the earliest new token, of those that rounding cannot explain if there are such: its `prompt` and
+    # The difference at the earliest new token, of those that rounding cannot explain if there are such: `prompt` and
     # `token`, the ids written there (`plain`, `speculative`), by how much the best logit leads the second (`margin`),
     # whether these are the two ids (`top_two`; None as the margin when sampling), and whether it is a `near_tie`.
     first: dict[str, Any] | None
