@@ -28,8 +28,7 @@ from redrafter.engine.engine import Engine
 from redrafter.engine.streaming import StepStreamer
 from redrafter.errors import ArgumentError, CheckpointError, first_line
 from redrafter.files.checkpoint_kind import SHAPE_FILE, check_path
-from redrafter.measure.run import Run, pad_token_of, padded, timed_run
-from redrafter.measure.stopwatch import Stopwatch
+from redrafter.measure.run import Run, pad_token_of, timed_run
 from redrafter.parallel.launched import launched_processes
 
 NO_DRAFT_OPTIONS = DraftOptions()
@@ -145,9 +144,8 @@ class Pair:
             streamer: Gets the tokens of every step.
             arguments: Arguments of `Engine.generate`, which win over those from `options`.
         """
-        ids, mask = padded(prompts, pad_token_of(self.tokenizer))
-        arguments = self.arguments(options) | arguments
-        return timed_run(self.engine, ids, mask, Stopwatch(self.engine.target.device), streamer=streamer, **arguments)
+        arguments = self.arguments(options) | {"streamer": streamer} | arguments
+        return timed_run(self.engine, prompts, pad_token_of(self.tokenizer), **arguments)
 
     def arguments(self, options: GenerationOptions) -> dict[str, Any]:
         """Return the arguments of `Engine.generate` that the options stand for."""

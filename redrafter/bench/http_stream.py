@@ -17,8 +17,6 @@ from urllib.parse import urlsplit
 
 from redrafter.errors import ArgumentError
 
-__all__ = ["Address", "Connection", "EventLines", "RequestFailedError"]
-
 MAX_PIECE = 1 << 16  # bytes read at once from a body whose length is not given
 MAX_MESSAGE = 300  # characters of a server's error message that are kept
 CONNECT_SECONDS = 10.0
@@ -32,21 +30,13 @@ class RequestFailedError(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a server.
+    """The address of a server."""
 
-    Attributes:
-        url: The URL without `/v1`, such as `http://127.0.0.1:8000`.
-        host: Name or IP address of the server.
-        port: Its port.
-        path: What routes begin with, empty or such as `/proxy`.
-        tls: Whether the server speaks https.
-    """
-
-    url: str
-    host: str
+    url: str  # without `/v1`, such as `http://127.0.0.1:8000`
+    host: str  # name or IP address
     port: int
-    path: str
-    tls: bool
+    path: str  # what routes begin with, empty or such as `/proxy`
+    tls: bool  # whether the server speaks https
 
     @classmethod
     def parse(cls, url: str) -> "Address":
@@ -76,12 +66,7 @@ class Address:
 class Connection:
     """A connection to a server that is opened when needed and kept from one request to the next.
 
-    Args:
-        address: The server.
-        key: API key, sent as a bearer token; None for none.
-
-    Attributes:
-        sent_at: When the last request was sent, by `time.perf_counter`.
+    An API key is sent as a bearer token. `sent_at` is when the last request was sent, by `time.perf_counter`.
     """
 
     def __init__(self, address: Address, key: str | None = None):
@@ -94,13 +79,7 @@ class Connection:
         self.sent_at = 0.0
 
     async def request(self, method: str, path: str, body: bytes, take: Callable[[bytes], None]) -> None:
-        """Send a request, and give the body of its answer to `take` as it comes.
-
-        Args:
-            method: Such as "POST".
-            path: Route, such as "/v1/models".
-            body: The body to send, which may be empty.
-            take: Called with each piece of the answer's body; what it raises ends the request.
+        """Send a request, and give each piece of its answer's body to `take` as it comes; what that raises ends it.
 
         Raises:
             RequestFailedError: There is no whole answer, or its status is not 200.

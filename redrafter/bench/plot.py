@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redrafter.bench.tree_choice import Timing, describe
+from redrafter.bench.tuner import Timing, describe
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.measure.picture import batch_size_axis, drawing
-
-__all__ = ["draw", "draw_tuning"]
+from redrafter.measure.report import drawing
 
 GREY, LIGHT_GREY, BLUE, LIGHT_BLUE, RED = "#7f7f7f", "#b0b0b0", "#1f77b4", "#9ecae1", "#d62728"
 PART_COLORS = {"draft": LIGHT_BLUE, "verify": BLUE, "rest": LIGHT_GREY}
@@ -36,7 +34,7 @@ def draw(document: dict[str, Any], folder: Path) -> list[Path]:
             for way, color in (("plain", GREY), ("speculative", BLUE)):
                 speeds = [batch[way]["tokens_per_second"] for batch in batches]
                 axes.plot(sizes, speeds, "o-", color=color, label=way)
-            batch_size_axis(axes, sizes)
+            _batch_size_axis(axes, sizes)
             axes.set_ylim(bottom=0)
             axes.legend()
         with picture("ratio", "tokens per second, times plain decoding's") as axes:
@@ -78,14 +76,7 @@ def _draw_steps(axes: Any, steps: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_tuning(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], title: str, path: Path) -> None:
-    """Draw the speed of every tree in grey, and over them the tree chosen for each batch size.
-
-    Args:
-        timings: What was measured, plain decoding at every batch size included.
-        shapes: The tree chosen by batch size; None for plain decoding.
-        title: Text above the picture.
-        path: The `.png` file to write.
-    """
+    """Draw the speed of every tree in grey, and over them the tree chosen for each batch size, into a `.png` file."""
     plain = {timing.batch: timing.tokens_per_second for timing in timings if timing.shape is None}
     ratio = {(timing.shape, timing.batch): timing.tokens_per_second / plain[timing.batch] for timing in timings}
     lines: dict[TreeShape, list[tuple[int, float]]] = {}
@@ -108,8 +99,17 @@ def draw_tuning(timings: Sequence[Timing], shapes: dict[int, TreeShape | None], 
         _finish_ratios(axes, sorted(plain), list(ratio.values()))
 
 
+def _batch_size_axis(axes: Any, batch_sizes: Sequence[int]) -> None:
+    """Make the x-axis logarithmic, with a tick at each batch size measured."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batch_sizes, [str(size) for size in batch_sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("rows in a batch")
+    axes.grid(alpha=0.3)
+
+
 def _finish_ratios(axes: Any, sizes: Sequence[int], ratios: Sequence[float]) -> None:
-    batch_size_axis(axes, sizes)
+    _batch_size_axis(axes, sizes)
     axes.axhline(1, color=GREY, linewidth=0.8, linestyle="--", label="plain decoding")
     axes.set_ylim(0, 1.15 * max(1.0, *ratios))
     axes.margins(x=0.1)

@@ -1,53 +1,44 @@
-"""Load for a server of OpenAI's protocol: so many streams of `/v1/completions` at once, each timed chunk by chunk."""
+"""Servers of OpenAI's protocol under load: so many streams of `/v1/completions` at once, each timed chunk by chunk.
+
+What comes out is throughput, percentiles of what users wait for, and whether the servers' texts are equal.
+"""
 
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from redrafter.bench.http_stream import Address, Connection, EventLines, RequestFailedError
 from redrafter.errors import ArgumentError, ReDrafterError
-
-__all__ = ["Completion", "CompletionStream", "Load", "LoadError", "LoadRun", "Server", "find_server", "run_load"]
+from redrafter.measure.report import Report
 
 MAX_REQUEST_SECONDS = 3600.0  # a request that takes longer has failed
+BUSY_CLIENT = 0.8  # share of processor time from which on the client limits what is measured
+COLUMNS = [("server", 6), ("at once", 7), ("tok/s", 8), ("steady", 8), ("req/s", 7)]
+COLUMNS += [("first p50", 9), ("p99", 7), ("gap p50", 7), ("p99", 7), ("per token", 9), ("all p50", 8), ("p99", 8)]
+COLUMNS += [("failed", 6), ("tokens in", 9), ("out", 7), ("same texts", 10), ("client", 6)]
 
 
 @dataclass
 class Completion:
-    """One request and what came of it; times are those of `time.perf_counter`, in seconds.
+    """One request and what came of it; times are those of `time.perf_counter`, in seconds."""
 
-    Attributes:
-        index: Number of the request.
-        sent: When the request was sent.
-        ended: When its answer had ended, or failed.
-        chunk_times: When each chunk of the stream came.
-        text_times: When each chunk came that holds text.
-        text: The text.
-        prompt_tokens: Tokens of the prompt, by the server's count.
-        completion_tokens: Tokens of the completion, by the server's count.
-        error: Why the request failed; None where it did not.
-    """
-
-    index: int
+    index: int  # number of the request
     sent: float
-    ended: float = 0.0
-    chunk_times: list[float] = field(default_factory=list)
-    text_times: list[float] = field(default_factory=list)
+    ended: float = 0.0  # when its answer had ended, or failed
+    chunk_times: list[float] = field(default_factory=list)  # when each chunk of the stream came
+    text_times: list[float] = field(default_factory=list)  # when each chunk came that holds text
     text: str = ""
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # by the server's count, as the next
     completion_tokens: int = 0
-    error: str | None = None
+    error: str | None = None  # why the request failed; None where it did not
 
 
 class CompletionStream:
-    """Reads the body of a streamed completion, and notes its chunks with the times at which they come.
-
-    Args:
-        completion: The completion to note them in.
-    """
+    """Reads the body of a streamed completion, and notes its chunks with the times at which they come."""
 
     def __init__(self, completion: Completion):
         self._completion, self._lines = completion, EventLines()
@@ -68,7 +59,6 @@ class CompletionStream:
                 raise RequestFailedError(f"an event of the stream is no chunk of a completion: {shown}") from error
 
     def _note(self, event: Any, now: float) -> None:
-        """Note one event of the stream, which came at the time `now`."""
         if event.get("error"):
             error = event["error"]
             raise RequestFailedError(f"in the stream: {error.get('message') if isinstance(error, dict) else error}")
@@ -100,46 +90,26 @@ class LoadError(ReDrafterError):
 
 @dataclass(frozen=True)
 class Server:
-    """A server to be measured.
-
-    Attributes:
-        address: Where it listens.
-        model: Name of the model to ask for.
-        kind: What the server says who owns the model, such as `vllm`; None where it does not say.
-        version: What it answers to `/version`; None where it does not say.
-        key: API key; None for none.
-    """
+    """A server to be measured."""
 
     address: Address
-    model: str
-    kind: str | None = None
-    version: str | None = None
-    key: str | None = field(default=None, repr=False)
+    model: str  # to ask for
+    kind: str | None = None  # who owns the model, as the server says, such as `vllm`
+    version: str | None = None  # what it answers to `/version`; None where it does not say
+    key: str | None = field(default=None, repr=False)  # API key
 
 
 @dataclass(frozen=True)
 class Load:
-    """The requests that a server is sent; request i continues prompt i, modulo their number.
-
-    Attributes:
-        prompts: Texts to continue.
-        max_new_tokens: Tokens of each completion; no end token ends one early.
-        temperature: 0 for greedy decoding.
-        seed: Seed of request 0; request i has this plus i.
-    """
+    """The requests that a server is sent; request i continues prompt i, modulo their number."""
 
     prompts: Sequence[str]
-    max_new_tokens: int
-    temperature: float
-    seed: int
+    max_new_tokens: int  # of each completion; no end token ends one early
+    temperature: float  # 0 for greedy decoding
+    seed: int  # of request 0; request i has this plus i
 
     def body(self, index: int, model: str) -> bytes:
-        """Return the JSON body of a request.
-
-        Args:
-            index: Number of the request.
-            model: Name of the model to ask for.
-        """
+        """Return the JSON body of request `index`."""
         body = {
             "model": model,
             "prompt": self.prompts[index % len(self.prompts)],
@@ -159,21 +129,13 @@ class Load:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """The requests of one load on one server.
+    """The requests of one load on one server."""
 
-    Attributes:
-        concurrency: Requests in flight.
-        completions: All requests, in the order in which they ended.
-        began: When the first was sent.
-        ended: When the last had ended.
-        client_cpu_share: Processor time of this process in between, by the time that passed.
-    """
-
-    concurrency: int
-    completions: list[Completion]
-    began: float
-    ended: float
-    client_cpu_share: float
+    concurrency: int  # requests in flight
+    completions: list[Completion]  # in the order in which they ended
+    began: float  # when the first was sent
+    ended: float  # when the last had ended
+    client_cpu_share: float  # processor time of this process in between, by the time that passed
 
     @property
     def answered(self) -> list[Completion]:
@@ -182,12 +144,7 @@ class LoadRun:
 
 
 async def find_server(address: Address, model: str | None, key: str | None) -> Server:
-    """Ask a server what it serves.
-
-    Args:
-        address: Where it listens.
-        model: Name of the model to ask for; None for the first that it lists.
-        key: API key; None for none.
+    """Ask a server what it serves; without the name of a `model`, the first that it lists is meant.
 
     Raises:
         ArgumentError: It cannot be reached, or does not list its models.
@@ -220,12 +177,6 @@ async def _get_json(address: Address, path: str, key: str | None) -> Any:
 
 async def run_load(server: Server, load: Load, concurrency: int, num_requests: int) -> LoadRun:
     """Keep `concurrency` requests in flight until `num_requests` have ended, after one of each slot that is not timed.
-
-    Args:
-        server: The server to ask.
-        load: What to ask for.
-        concurrency: Requests in flight.
-        num_requests: Requests to send.
 
     Raises:
         LoadError: Every request before the timed ones failed.
@@ -273,3 +224,164 @@ async def _complete(connection: Connection, index: int, body: bytes) -> Completi
         completion.error = f"not answered within {MAX_REQUEST_SECONDS:g} s"
     completion.ended = time.perf_counter()
     return completion
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """The median and the 99th percentile of times, in milliseconds."""
+
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Percentiles | None":
+        """Return the percentiles of times in seconds; None where there is none."""
+        return cls(*(1e3 * percentile(seconds, share) for share in (0.5, 0.99))) if seconds else None
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """The speed and the waits of a server's users at one concurrency. Failed requests count under `failed` only."""
+
+    concurrency: int  # requests in flight
+    requests: int  # that were sent
+    failed: int  # of them
+    first_error: str | None  # why the first of them failed
+    seconds: float  # from the first request to the end of the last
+    tokens_per_second: float  # tokens of all completions by `seconds`
+    steady_tokens_per_second: float | None  # while all slots are busy (see `steady_span`); None without such a time
+    requests_per_second: float  # completions by `seconds`
+    first_token_ms: Percentiles | None  # from sending to the first text; None where all failed, like the next three
+    chunk_gap_ms: Percentiles | None  # from a chunk with text to the next; a chunk may hold several tokens
+    ms_per_token: float | None  # from a completion's first chunk to its last, by its tokens after the first; the mean
+    request_ms: Percentiles | None  # from sending a request to the end of its answer
+    prompt_tokens: int  # of all prompts, by the server's count
+    completion_tokens: int  # of all completions, by the server's count
+    tokens_per_chunk: float | None  # None where all failed
+    short_texts: int  # completions of fewer tokens than were asked for
+    client_cpu_share: float  # processor time of the client, by the time that passed
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value that has `share` of one or more values below it, on the line between the two next to it."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def steady_span(completions: Sequence[Completion], concurrency: int) -> tuple[float, float] | None:
+    """Return from when until when each of `concurrency` slots is busy; None where there is no such time.
+
+    It begins once each of the first `concurrency` requests has its first chunk (or has failed), and ends when a request
+    ends and none is left to follow it.
+    """
+    if len(completions) < concurrency:
+        return None
+    first = sorted(completions, key=lambda completion: completion.index)[:concurrency]
+    begin = max(completion.chunk_times[0] if completion.chunk_times else completion.ended for completion in first)
+    end = sorted(completion.ended for completion in completions)[len(completions) - concurrency]
+    return (begin, end) if begin < end else None
+
+
+def tokens_between(completions: Sequence[Completion], begin: float, end: float) -> float:
+    """Return how many tokens came after `begin` and until `end`; a completion's are spread evenly on its chunks."""
+    total = 0.0
+    for completion in completions:
+        times = completion.chunk_times
+        inside = sum(begin < time <= end for time in times)
+        total += completion.completion_tokens * inside / max(len(times), 1)
+    return total
+
+
+def summarize(run: LoadRun, max_new_tokens: int) -> LoadSummary:
+    """Return the numbers of a load whose requests asked for `max_new_tokens` tokens each."""
+    answered, seconds = run.answered, run.ended - run.began
+    errors = [completion.error for completion in run.completions if completion.error is not None]
+    tokens = sum(completion.completion_tokens for completion in answered)
+    span = steady_span(run.completions, run.concurrency)
+    chunks = sum(len(completion.chunk_times) for completion in answered)
+    # When each showed something new. A completion without any text shows that only when it ends.
+    shown = [completion.text_times or [completion.ended] for completion in answered]
+    streaming = sum(completion.chunk_times[-1] - completion.chunk_times[0] for completion in answered)
+    following = tokens - len(answered)  # tokens after each completion's first
+    return LoadSummary(
+        concurrency=run.concurrency,
+        requests=len(run.completions),
+        failed=len(errors),
+        first_error=errors[0] if errors else None,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        steady_tokens_per_second=None if span is None else tokens_between(answered, *span) / (span[1] - span[0]),
+        requests_per_second=len(answered) / seconds,
+        first_token_ms=Percentiles.of([times[0] - one.sent for times, one in zip(shown, answered, strict=True)]),
+        chunk_gap_ms=Percentiles.of([b - a for times in shown for a, b in pairwise(times)]),
+        ms_per_token=1e3 * streaming / following if following else None,
+        request_ms=Percentiles.of([completion.ended - completion.sent for completion in answered]),
+        prompt_tokens=sum(completion.prompt_tokens for completion in answered),
+        completion_tokens=tokens,
+        tokens_per_chunk=tokens / chunks if chunks else None,
+        short_texts=sum(completion.completion_tokens < max_new_tokens for completion in answered),
+        client_cpu_share=run.client_cpu_share,
+    )
+
+
+def run_server_suite(report: Report, servers: Sequence[Server], load: Load, num_requests: Mapping[int, int]) -> None:
+    """Measure all servers at each concurrency, and add what they do to the report.
+
+    Args:
+        report: The report.
+        servers: The servers; texts are compared with those of the first.
+        load: The requests that they are sent.
+        num_requests: From numbers of requests in flight to the requests to send.
+    """
+    table = report.table("load on servers; times in ms", COLUMNS)
+    reference: dict[int, str] = {}  # first text of each key of `Load.text_key`, from the first run that succeeds
+    for concurrency, count in num_requests.items():
+        for number, server in enumerate(servers, start=1):
+            name = f"server {number} ({server.address.url}), {concurrency} at once"
+            with report.section(name):
+                run = asyncio.run(run_load(server, load, concurrency, count))
+                texts = [(load.text_key(each.index), each.text) for each in run.answered]
+                reference = reference or dict(reversed(texts))
+                same = [text == reference[key] for key, text in texts if key in reference]
+                summary = summarize(run, load.max_new_tokens)
+                found = {"server": number, **asdict(summary), "equal_texts": sum(same), "compared_texts": len(same)}
+                report.add("loads", found)
+                table.row(
+                    number,
+                    concurrency,
+                    summary.tokens_per_second,
+                    summary.steady_tokens_per_second,
+                    summary.requests_per_second,
+                    *_pair(summary.first_token_ms),
+                    *_pair(summary.chunk_gap_ms),
+                    summary.ms_per_token,
+                    *_pair(summary.request_ms),
+                    summary.failed,
+                    summary.prompt_tokens,
+                    summary.completion_tokens,
+                    f"{sum(same)}/{len(same)}",
+                    f"{summary.client_cpu_share:.2f}",
+                )
+                _add_notes(report, name, summary, load.max_new_tokens)
+
+
+def _pair(times: Percentiles | None) -> tuple[float | None, float | None]:
+    return (None, None) if times is None else (times.p50, times.p99)
+
+
+def _add_notes(report: Report, name: str, summary: LoadSummary, max_new_tokens: int) -> None:
+    """Print what the reader of a row must know beside it; failed requests are also an error of the report."""
+    if summary.failed:
+        message = f"{summary.failed} of {summary.requests} requests failed; the first: {summary.first_error}"
+        report.line(f"  {message}")
+        report.add_error(name, message)
+    if summary.short_texts:
+        report.line(
+            f"  {summary.short_texts} texts have fewer than {max_new_tokens} tokens: the server's context ends there, "
+            "or it takes no ignore_eos"
+        )
+    if summary.client_cpu_share > BUSY_CLIENT:
+        report.line(f"  the client limits this: it was busy for {summary.client_cpu_share:.0%} of the time")

@@ -1,21 +1,27 @@
-"""A batch held at one position in the middle of its texts, so that the same step can be timed over and over."""
+"""The time of one step and of its parts (draft, verify, the rest), beside the time that its bytes alone would take.
 
-from collections.abc import Callable, Iterator, Sequence
+A batch is held at one position in the middle of its texts, so that the same step can be timed over and over.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from redrafter.drafting.proposer import Proposer
+from redrafter.drafting.drafter import RecurrentDrafter
+from redrafter.drafting.drafter_types import Drafter
+from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.engine.call import Outcome, Row, queued
 from redrafter.engine.engine import Engine
 from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError, first_line
-from redrafter.measure.run import Workload
-from redrafter.measure.stopwatch import median_ms
+from redrafter.measure.floors import Bandwidth, draft_bytes, forward_bytes, slot_bytes
+from redrafter.measure.run import Prompts, Workload, median_ms
 from redrafter.sampling.processors import RowTemperature
 from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.cuda_graphs import capture
@@ -24,23 +30,12 @@ from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree
 
-__all__ = ["OneProposer", "StandingBatch", "long_texts", "make_request", "open_standing_batch", "opened"]
-
 ALLOCATION_STEPS = 20  # steps that allocations are counted over
 
 
 @dataclass(frozen=True)
 class OneProposer:
-    """The models of an engine with one proposer for any number of rows, as a scheduler takes them.
-
-    Attributes:
-        target: The model that verifies.
-        draft_model: The model that drafts, or None.
-        plain: The proposer that drafts nothing.
-        proposer: The proposer.
-        rejection_sampling: Whether sampled drafts are kept by rejection sampling.
-        draft_vocabulary: What the draft model has for each of the target's tokens; None where its ids are the target's.
-    """
+    """The models of an engine with one proposer for any number of rows, as a scheduler takes them."""
 
     target: Target
     draft_model: Target | None
@@ -67,8 +62,6 @@ class StandingBatch:
     """A running batch past its prefill, whose state is put back after each step.
 
     Attributes:
-        batch: The running batch.
-        device: The target's device.
         longest: Committed tokens of the longest row.
         tokens: Committed tokens of all rows.
         captured: The step.
@@ -78,7 +71,6 @@ class StandingBatch:
     """
 
     def __init__(self, batch: RunningBatch, device: torch.device):
-        """Hold the rows of `batch` where they are."""
         lengths = [len(sequence.tokens) - 1 for sequence in batch.rows]
         self.batch, self.device, self.longest, self.tokens = batch, device, max(lengths), sum(lengths)
         self._ranks = batch.target.ranks
@@ -91,13 +83,9 @@ class StandingBatch:
         self.state.length.copy_(self._length)
         self.state.hidden.copy_(self._hidden)
 
-    def step(self) -> None:
-        """Launch one step as a request does."""
-        self.captured.replay()
-
     def step_ms(self) -> float:
-        """Return the median time of the step in milliseconds."""
-        ms = median_ms(self.step, self.device, before=self.restore, ranks=self._ranks)
+        """Return the median time in milliseconds of the step, launched as a request does."""
+        ms = median_ms(self.captured.replay, self.device, before=self.restore, ranks=self._ranks)
         self.restore()
         return ms
 
@@ -151,14 +139,6 @@ class StandingBatch:
 def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tuple[Scheduler, list[Row], Outcome]]:
     """Prefill all rows of a request in a scheduler of their own, whose steps the caller takes with one proposer.
 
-    Args:
-        engine: The engine that decodes.
-        request: The request.
-        proposer: The proposer of all steps.
-
-    Yields:
-        The scheduler, the rows and their outcome.
-
     Raises:
         CacheFullError: There is no memory for all rows at once.
     """
@@ -175,9 +155,7 @@ def opened(engine: Engine, request: Request, proposer: Proposer) -> Iterator[tup
 
 
 @contextmanager
-def open_standing_batch(
-    work: Workload, texts: Sequence[Sequence[int]], proposer: Proposer, *, advance: int
-) -> Iterator[StandingBatch]:
+def open_standing_batch(work: Workload, texts: Prompts, proposer: Proposer, *, advance: int) -> Iterator[StandingBatch]:
     """Open a batch that stands still, and close it when the context is left. For use in inference mode.
 
     Args:
@@ -187,39 +165,25 @@ def open_standing_batch(
         advance: New tokens that some row has when the batch stands still; 0 for none beyond the prefill's.
     """
     work.engine.forget_prefixes()
-    new = work.max_new_tokens + proposer.depth + 1
-    request = make_request(work.engine, texts, new, temperature=work.temperature, seed=work.seed)
-    with opened(work.engine, request, proposer) as (scheduler, rows, _):
+    with opened(work.engine, make_request(work, texts, work.max_new_tokens + proposer.depth + 1), proposer) as found:
+        scheduler, rows, _ = found
         while max(len(row.text) for row in rows) < advance:
             scheduler.step()
         yield StandingBatch(scheduler.batch, work.device)
     work.engine.forget_prefixes()
 
 
-def make_request(
-    engine: Engine,
-    texts: Sequence[Sequence[int]],
-    new: int,
-    *,
-    temperature: float,
-    seed: int,
-    eos: frozenset[int] = frozenset(),
-) -> Request:
-    """Make a request as `generate` does, without its check that texts fit the context: longer ones are timed too.
+def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] = frozenset()) -> Request:
+    """Make a request for `new` tokens after each text, which ids of `eos` end, with the sampling of a workload.
 
-    Args:
-        engine: The engine that is to decode.
-        texts: Token ids of each row's prompt.
-        new: New tokens of each row.
-        temperature: 0 for greedy decoding.
-        seed: Seed of the first row's draws.
-        eos: Ids that end a text.
+    It is made as `generate` does, without its check that texts fit the context: longer ones are timed too.
     """
-    device, rows = engine.target.device, len(texts)
+    target, device, rows = work.engine.target, work.device, len(texts)
     lengths = [len(text) for text in texts]
     limits = [length + new for length in lengths]
-    length, temperatures = torch.tensor(lengths, device=device), torch.full((rows,), temperature or 1.0, device=device)
-    seeds = [seed + row for row in range(rows)] if temperature else None
+    length = torch.tensor(lengths, device=device)
+    temperatures = torch.full((rows,), work.temperature or 1.0, device=device)
+    seeds = [work.seed + row for row in range(rows)] if work.temperature else None
     return Request(
         prompts=pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device),
         length=length,
@@ -230,11 +194,11 @@ def make_request(
         pad_token=0,
         sampler=Sampler(
             seeds=None if seeds is None else torch.tensor(seeds, device=device),
-            processors=(RowTemperature(temperatures),) if temperature else (),
+            processors=(RowTemperature(temperatures),) if work.temperature else (),
             temperature=temperatures,
             prompt=length,
             limit=torch.tensor(limits, device=device),
-            ids=torch.arange(engine.target.vocab_size, device=device),
+            ids=torch.arange(target.vocab_size, device=device),
         ),
         seeds=seeds,
         adapters=[None] * rows,
@@ -248,15 +212,102 @@ def make_request(
     )
 
 
-def long_texts(prompts: Sequence[Sequence[int]], rows: int, length: int) -> list[list[int]]:
-    """Return texts of `length` tokens, cut from the prompts joined and repeated.
+def long_texts(prompts: Prompts, rows: int, length: int) -> list[list[int]]:
+    """Return `rows` texts of `length` tokens, cut from the prompts joined and repeated.
 
     Each row begins at another token of the joined prompts, so that no two rows share a prefix and so keys and values.
-
-    Args:
-        prompts: Token ids of the prompts.
-        rows: Texts to return.
-        length: Tokens of each text.
     """
     stream = [token for prompt in prompts for token in prompt]
     return [[stream[(row + i) % len(stream)] for i in range(length)] for row in range(rows)]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The times of one step, in milliseconds. A floor is bytes over copy bandwidth."""
+
+    batch_size: int
+    asked: int | None  # by `--context`; None where the prompts are timed, half way through their new tokens
+    context: int  # committed tokens of the longest row
+    beyond: bool  # whether the context is longer than the model's, so that times are right and tokens mean nothing
+    speculative: bool
+    nodes: int  # of the tree
+    step_ms: float  # the whole step
+    draft_ms: float | None  # proposing the tree; None in plain decoding
+    draft_floor_ms: float | None
+    verify_ms: float  # the target's forward over the tree
+    verify_floor_ms: float
+    rest_ms: float  # the step without draft and verify: drawing, accepting, committing, the copy to the host
+    kv_bytes: int  # of the keys and values of all committed tokens
+    checks: dict[str, Any] | None  # see `StandingBatch.check`
+
+
+@torch.inference_mode()
+def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool) -> StepParts:
+    """Time one step of `rows` rows and its parts; of what `asked` is, and the result, see `StepParts`."""
+    proposer, target = work.proposer(rows, speculate), work.engine.target
+    with _open(work, rows, asked, proposer) as batch:
+        step = batch.step_ms()
+        propose = batch.propose(proposer)
+        tree = propose()
+        verify = batch.part_ms(lambda: target.verify(tree, batch.state.length, batch.cache))
+        draft = floor = None
+        if isinstance(proposer, SearchProposer):
+            draft = batch.part_ms(propose)
+            floor = bandwidth.ms(draft_bytes(proposer.drafter, proposer.depth))
+        kv = batch.tokens * slot_bytes(target.shapes)
+        return StepParts(
+            batch_size=rows,
+            asked=asked,
+            context=batch.longest,
+            beyond=target.context is not None and batch.longest + proposer.depth >= target.context,
+            speculative=draft is not None,
+            nodes=proposer.nodes,
+            step_ms=step,
+            draft_ms=draft,
+            draft_floor_ms=floor,
+            verify_ms=verify,
+            verify_floor_ms=bandwidth.ms(forward_bytes(target.model) + kv),
+            rest_ms=step - (draft or 0.0) - verify,
+            kv_bytes=kv,
+            checks=batch.check(),
+        )
+
+
+@torch.inference_mode()
+def measure_head(work: Workload, bandwidth: Bandwidth, rows: int, drafter: Drafter) -> dict[str, Any] | None:
+    """Time drafting with `drafter` in place of the engine's; None where speculation is off at `rows` rows.
+
+    Returns:
+        The `batch_size`, how many `ids` the drafter's head covers, the milliseconds to propose a tree (`draft_ms`), and
+        the bytes of the drafter's weights over the copy bandwidth (`floor_ms`).
+    """
+    proposer = work.proposer(rows, speculate=True)
+    if not isinstance(proposer, SearchProposer):
+        return None
+    with _open(work, rows, None, proposer) as batch:
+        ms = batch.part_ms(batch.propose(replace(proposer, drafter=drafter)))
+    floor = bandwidth.ms(draft_bytes(drafter, proposer.depth))
+    return {"batch_size": rows, "ids": drafter.lm_head.out_features, "draft_ms": ms, "floor_ms": floor}
+
+
+def _open(work: Workload, rows: int, asked: int | None, proposer: Any) -> Any:
+    if asked is None:
+        return open_standing_batch(work, work.batches(rows)[0], proposer, advance=work.max_new_tokens // 2)
+    return open_standing_batch(work, long_texts(work.prompts, rows, asked), proposer, advance=0)
+
+
+def random_drafter(drafter: Drafter, ids: int) -> Drafter:
+    """Return a drafter of the same shape with random weights and a head of `ids` ids, good for timing only."""
+    config = copy.deepcopy(drafter.config)
+    config.draft_vocab_size = None if ids == config.vocab_size else ids
+    with torch.device("meta"):
+        make: Any = type(drafter)
+        module: Any = make(config)
+    module = module.to(drafter.dtype).to_empty(device=drafter.device).eval().requires_grad_(False)
+    for weight in module.parameters():
+        weight.normal_(std=0.02)
+    if module.draft_ids is not None:
+        module.draft_ids.copy_(torch.randperm(config.vocab_size)[:ids].sort().values)
+    if isinstance(drafter, RecurrentDrafter) and drafter.rnn_joined is not None:
+        module.join_recurrence()
+    return module

@@ -1,23 +1,18 @@
-"""The sections of a benchmark, one after the other; an exception in one ends that section only."""
+"""The sections of `redrafter bench`, one after the other; an exception in one ends that section only."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from redrafter.bench.options import BenchOptions
 from redrafter.bench.plot import draw
-from redrafter.bench.rivals import measure_rivals
-from redrafter.bench.speedup import Throughput, measure_speedup, measure_steady_state
-from redrafter.bench.step_parts import StepParts, measure_head, measure_parts, random_drafter
+from redrafter.bench.speedup import Throughput, measure_rivals, measure_speedup, measure_steady_state
+from redrafter.bench.standing_batch import StepParts, measure_head, measure_parts, random_drafter
 from redrafter.measure.floors import Bandwidth, copy_bandwidth
 from redrafter.measure.report import Report
 from redrafter.measure.run import Workload
 
-__all__ = ["Plan", "run_suite"]
-
 SPEEDUP_COLUMNS = [("batch", 6), ("plain tok/s", 12), ("spec tok/s", 11), ("ratio", 6), ("nodes", 6), ("tok/step", 9)]
-SPEEDUP_COLUMNS += [(f"{name} {way}", 12) for name in ("ttft ms", "tpot ms") for way in ("plain", "spec")] + [
-    ("equal", 12)
-]
+SPEEDUP_COLUMNS += [(f"{name} {way}", 12) for name in ("ttft ms", "tpot ms") for way in ("plain", "spec")]
+SPEEDUP_COLUMNS += [("equal", 12)]
 WAVES_COLUMNS = [("rows", 6), ("prompts", 8), ("plain tok/s", 12), ("steady", 8), ("spec tok/s", 11), ("steady", 8)]
 WAVES_COLUMNS += [("ratio", 6), ("tok/step", 9)]
 PARTS_COLUMNS = [("batch", 6), ("context", 9), ("way", 12), ("step ms", 8), ("draft", 8), ("floor", 8), ("x", 6)]
@@ -26,58 +21,34 @@ HEADS_COLUMNS = [("batch", 6), ("ids", 9), ("draft ms", 9), ("floor", 8), ("x", 
 RIVALS_COLUMNS = [("rival", 10), ("tok/s", 9), ("ours over it", 13), ("same texts", 11), ("first call s", 13)]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a benchmark measures; sections whose attribute is empty are left out.
-
-    Attributes:
-        batch_sizes: Batch sizes to measure everything at.
-        repeats: Runs of each, of which the median counts.
-        waves: Prompts of one call as a multiple of its rows; None for no such call.
-        contexts: Lengths of text to time steps at, beside the prompts' own.
-        draft_vocab_sizes: Vocabularies to time drafting with.
-        rivals: Baselines to measure; see `RIVALS` in `redrafter.bench.rivals`.
-        assistant: Assistant model for the baseline `assisted`; None for prompt lookup.
-        plots: Folder for pictures.
-    """
-
-    batch_sizes: Sequence[int]
-    repeats: int
-    waves: int | None = None
-    contexts: Sequence[int] = ()
-    draft_vocab_sizes: Sequence[int] = ()
-    rivals: Sequence[str] = ()
-    assistant: str | None = None
-    plots: Path | None = None
-
-
-def run_suite(report: Report, work: Workload, plan: Plan) -> None:
-    """Measure what `plan` asks for, section by section, and add it to the report."""
+def run_suite(report: Report, work: Workload, options: BenchOptions) -> None:
+    """Measure what the options ask for, section by section, and add it to the report."""
     bandwidth: Bandwidth | None = None
     with report.section("copy bandwidth"):
         bandwidth = copy_bandwidth(work.device)
         report.document["bandwidth"] = vars(bandwidth)
         speed, size = bandwidth.bytes_per_second / 1e9, bandwidth.buffer_bytes / 2**20
         report.line(f"copy bandwidth, measured: {speed:.1f} GB/s read and written (a buffer of {size:.0f} MiB)")
-    speedups = _measure_speedups(report, work, plan)
-    if plan.waves is not None:
-        _steady_states(report, work, plan, plan.waves)
+    speedups = _speedups(report, work, options)
+    if options.waves is not None:
+        _steady_states(report, work, options, options.waves)
     if bandwidth is not None:
-        _parts(report, work, plan, bandwidth, speedups)
-        _heads(report, work, plan, bandwidth)
-    _rivals(report, work, plan)
-    if plan.plots is not None:
+        _parts(report, work, options, bandwidth, speedups)
+        _heads(report, work, options, bandwidth)
+    if options.against:
+        _rivals(report, work, options)
+    if options.plots is not None:
         with report.section("plots"):
-            report.document["plots"] = [str(path) for path in draw(report.document, plan.plots)]
+            report.document["plots"] = [str(path) for path in draw(report.document, Path(options.plots))]
             report.line("\nplots: " + ", ".join(report.document["plots"]))
 
 
-def _measure_speedups(report: Report, work: Workload, plan: Plan) -> dict[int, Throughput]:
-    table = report.table(f"plain and speculative decoding in turn, median of {plan.repeats}", SPEEDUP_COLUMNS)
+def _speedups(report: Report, work: Workload, options: BenchOptions) -> dict[int, Throughput]:
+    table = report.table(f"plain and speculative decoding in turn, median of {options.repeats}", SPEEDUP_COLUMNS)
     speedups: dict[int, Throughput] = {}
-    for rows in plan.batch_sizes:
+    for rows in options.batch_sizes:
         with report.section(f"batch {rows}"):
-            result = speedups[rows] = measure_speedup(work, rows, plan.repeats)
+            result = speedups[rows] = measure_speedup(work, rows, options.repeats)
             report.add("batches", result)
             plain, fast, equality = result.plain, result.speculative, result.equality
             table.row(
@@ -91,28 +62,11 @@ def _measure_speedups(report: Report, work: Workload, plan: Plan) -> dict[int, T
                 "yes" if equality.equal else f"no, {equality.divergent}/{equality.rows}",
             )
     for rows, result in speedups.items():
-        _report_details(report, rows, result)
+        _details(report, rows, result)
     return speedups
 
 
-def _steady_states(report: Report, work: Workload, plan: Plan, waves: int) -> None:
-    table = report.table(f"one call with {waves} times as many prompts as rows", WAVES_COLUMNS)
-    for rows in plan.batch_sizes:
-        with report.section(f"{waves} waves of {rows}"):
-            result = measure_steady_state(work, rows, waves)
-            report.add("steady_states", result)
-            plain, fast = result.plain, result.speculative
-            table.row(
-                rows,
-                result.prompts,
-                *(x for way in (plain, fast) for x in (way.tokens_per_second, way.steady_tokens_per_second)),
-                result.speedup,
-                fast.tokens_per_step,
-            )
-    report.line("steady: from when all rows have begun until the last text begins")
-
-
-def _report_details(report: Report, rows: int, result: Throughput) -> None:
+def _details(report: Report, rows: int, result: Throughput) -> None:
     depths = " ".join(f"{share:.2f}" for share in result.accepted_by_depth) or "speculation is off"
     firsts = result.plain.first_request_s, result.speculative.first_request_s
     report.line(
@@ -135,11 +89,25 @@ def _report_details(report: Report, rows: int, result: Throughput) -> None:
         )
 
 
-def _parts(report: Report, work: Workload, plan: Plan, bandwidth: Bandwidth, speedups: dict[int, Throughput]) -> None:
+def _steady_states(report: Report, work: Workload, options: BenchOptions, waves: int) -> None:
+    table = report.table(f"one call with {waves} times as many prompts as rows", WAVES_COLUMNS)
+    for rows in options.batch_sizes:
+        with report.section(f"{waves} waves of {rows}"):
+            result = measure_steady_state(work, rows, waves)
+            report.add("steady_states", result)
+            plain, fast = result.plain, result.speculative
+            speeds = (x for way in (plain, fast) for x in (way.tokens_per_second, way.steady_tokens_per_second))
+            table.row(rows, result.prompts, *speeds, result.speedup, fast.tokens_per_step)
+    report.line("steady: from when all rows have begun until the last text begins")
+
+
+def _parts(
+    report: Report, work: Workload, options: BenchOptions, bandwidth: Bandwidth, speedups: dict[int, Throughput]
+) -> None:
     table = report.table("one step in ms, and its floors: bytes over copy bandwidth", PARTS_COLUMNS)
     measured: list[StepParts] = []
-    for asked in (None, *plan.contexts):
-        for rows in plan.batch_sizes:
+    for asked in (None, *options.context):
+        for rows in options.batch_sizes:
             speculative = work.proposer(rows, True) is not work.proposer(rows, False)
             for speculate in (False, True) if speculative else (False,):
                 way = "speculative" if speculate else "plain"
@@ -157,27 +125,26 @@ def _parts(report: Report, work: Workload, plan: Plan, bandwidth: Bandwidth, spe
                     measured.append(parts)
     if any(parts.beyond for parts in measured):
         report.line("* beyond the model's context: only times mean anything")
-    if plan.contexts:
+    if options.context:
         report.line(
             "contexts are the prompts' texts one after the other, over and over, each row from another token on"
         )
     checks = [parts.checks for parts in measured if parts.checks is not None]
     if checks:
         waits = sorted({check["waited"] for check in checks if check["waited"] is not None})
-        allocations = sum(check["allocations"] for check in checks)
-        steps = sum(check["steps"] for check in checks)
+        allocations, steps = (sum(check[name] for check in checks) for name in ("allocations", "steps"))
         report.line(
             f"a step's launch waits for the GPU: {'; '.join(waits) or 'never'}; "
             f"new pieces of GPU memory in {steps} steps: {allocations}"
         )
 
 
-def _heads(report: Report, work: Workload, plan: Plan, bandwidth: Bandwidth) -> None:
+def _heads(report: Report, work: Workload, options: BenchOptions, bandwidth: Bandwidth) -> None:
     table = report.table("drafting with a random head of so many ids, in ms", HEADS_COLUMNS)
-    for ids in plan.draft_vocab_sizes:
+    for ids in options.draft_vocab_sizes:
         with report.section(f"a draft vocabulary of {ids}"):
             drafter = random_drafter(work.engine.drafter, ids)
-            for rows in plan.batch_sizes:
+            for rows in options.batch_sizes:
                 head = measure_head(work, bandwidth, rows, drafter)
                 if head is not None:
                     report.add("heads", head)
@@ -185,12 +152,10 @@ def _heads(report: Report, work: Workload, plan: Plan, bandwidth: Bandwidth) -> 
                     table.row(rows, ids, ms, floor, _over(ms, floor))
 
 
-def _rivals(report: Report, work: Workload, plan: Plan) -> None:
-    if not plan.rivals:
-        return
+def _rivals(report: Report, work: Workload, options: BenchOptions) -> None:
     table = report.table("Hugging Face's generate at batch 1, on the first prompts", RIVALS_COLUMNS)
     with report.section("rivals"):
-        for rival in measure_rivals(work, plan.rivals, plan.assistant):
+        for rival in measure_rivals(work, options.against, options.assistant_model):
             report.add("rivals", rival)
             same = None if rival.same_texts is None else f"{rival.same_texts} of {rival.prompts}"
             table.row(rival.name, rival.tokens_per_second, rival.speedup, same, rival.first_request_s)

@@ -1,4 +1,4 @@
-"""The measurements of `redrafter tune`: tokens per step of each tree, and its step times by batch size.
+"""The measurements of `redrafter tune`, the trees that it tries, and the choice among what it measured.
 
 Tokens per step do not depend on the batch size, and the time of a step does not depend on which tokens it writes. So
 each tree continues the prompts once, and a few of its steps are timed at each batch size. Where rows share nodes,
@@ -7,22 +7,27 @@ tokens per step depend on how many there are for each row, so such a tree has as
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
 from redrafter.bench.standing_batch import OneProposer, make_request, opened
-from redrafter.bench.tree_choice import SHARING_ROWS, Timing, at_size, deeper, nodes_per_row, shape_of
+from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.drafting.proposer import Proposer, SearchProposer
 from redrafter.engine.call import GenerateOutput, decode
-from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.request import Request
 from redrafter.errors import ArgumentError, CacheFullError
-from redrafter.measure.stopwatch import Stopwatch
+from redrafter.measure.run import Prompts, Stopwatch, Workload
 
-__all__ = ["Tuner"]
-
+LENGTHS = (3, 5)  # draft lengths per beam that are tried
+DEEPER_LENGTHS = (7, 10)  # tried one after the other, while a tree of the longest length so far is the fastest
+NODE_BUDGETS = (4, 8, 16)  # tried beside all nodes of the lattice
+SHARED_NODES_PER_ROW = (2, 4, 8)  # of trees whose rows share nodes, on average
+SHARING_ROWS = 16  # rows from which on sharing nodes is tried; with fewer, each has nodes enough for what is likely
+MIN_RATIO = 1.03  # times plain decoding's speed, for a tree to be chosen; less is noise
 MAX_BATCH_NODES = 1024  # nodes of a batch in one forward; past it any GPU is bound by arithmetic
 WARM_UP_STEPS, TIMED_STEPS = 2, 10
 MAX_WRITING_PROMPTS = 32  # prompts that each tree continues
@@ -30,6 +35,26 @@ MAX_WRITING_ROWS = 16  # of them, at once
 HOPELESS_RATIO = 1.05  # a tree that a smaller one beats by this will not catch up in a larger batch
 NO_MEMORY = (CacheFullError, torch.OutOfMemoryError)
 UNLIMITED_TOKENS = 1 << 30
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One tree, or plain decoding, at one batch size."""
+
+    batch: int  # rows
+    shape: TreeShape | None  # None for plain decoding
+    tokens_per_step: float  # new ones of a row
+    step_ms: float  # median time of a step
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second, prefill excluded."""
+        return 1000 * self.batch * self.tokens_per_step / self.step_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the timing as JSON holds it, with its tokens per second."""
+        shape = None if self.shape is None else self.shape.to_dict()
+        return asdict(self) | {"shape": shape, "tokens_per_second": self.tokens_per_second}
 
 
 class Tuner:
@@ -40,36 +65,20 @@ class Tuner:
         open_sizes: Batch sizes at which something was left out for want of time.
     """
 
-    def __init__(
-        self,
-        engine: ReDrafter,
-        prompts: Sequence[Sequence[int]],
-        *,
-        batch_sizes: Sequence[int],
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
-        seconds: float,
-        report: Callable[[str], None],
-    ):
+    def __init__(self, work: Workload, sizes: Iterable[int], seconds: float, report: Callable[[str], None]):
         """Set up a tuner.
 
         Args:
-            engine: The engine to tune.
-            prompts: Token ids of the prompts.
-            batch_sizes: Batch sizes to measure at.
-            max_new_tokens: Tokens that each tree writes after a prompt, to count tokens per step.
-            temperature: 0 for greedy decoding.
-            seed: Seed of the first row's draws.
-            seconds: Time to measure for, counted from behind the first step.
+            work: The prompts that each tree continues, how many tokens it writes after them, and how they are drawn.
+            sizes: Batch sizes to measure at.
+            seconds: Time to measure for, counted from after the first step.
             report: Called with each line of progress.
         """
-        self.engine, self.prompts, self.report = engine, prompts, report
-        self.sizes = sorted(set(batch_sizes))
-        self.max_new_tokens, self.temperature, self.seed, self.seconds = max_new_tokens, temperature, seed, seconds
-        limits = (engine.target.context, engine.options.max_seq_len)
+        self.work, self.engine, self.report = work, work.engine, report
+        self.sizes, self.seconds = sorted(set(sizes)), seconds
+        limits = (self.engine.target.context, self.engine.options.max_seq_len)
         self._longest = min((limit for limit in limits if limit is not None), default=UNLIMITED_TOKENS)
-        self._max_input = engine.options.max_input_len or self._longest
+        self._max_input = self.engine.options.max_input_len or self._longest
         self.timings: list[Timing] = []
         self.open_sizes: set[int] = set()
         self._rows, self._deadline = MAX_WRITING_ROWS, float("inf")
@@ -81,13 +90,13 @@ class Tuner:
             trees: The trees.
             deeper_lengths: Draft lengths per beam to try after them, from short to long, as `deeper` says.
         """
-        # Past its eight shapes torch.compile would compile no more, and steps would be timed uncompiled.
-        if self.engine.target.device.type == "cuda":
+        patch: Any = nullcontext()
+        if self.work.device.type == "cuda":
             import torch._dynamo.config as dynamo_config
 
-            with dynamo_config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
-                self._run(trees, deeper_lengths)
-        else:
+            # Past its eight shapes torch.compile would compile no more, and steps would be timed uncompiled.
+            patch = dynamo_config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
+        with patch:
             self._run(trees, deeper_lengths)
 
     def _run(self, trees: Sequence[SearchProposer], deeper_lengths: Sequence[int]) -> None:
@@ -103,16 +112,17 @@ class Tuner:
         self._forget()
         for index, tree in enumerate(self._with_deeper(trees, deeper_lengths)):
             place = f"{index + 1}/{len(trees)}" if index < len(trees) else "deeper"
-            name = f"{place}, {_describe(tree)}"
+            nodes = f"{nodes_per_row(shape_of(tree), SHARING_ROWS)} nodes"
+            nodes += "" if tree.shared_nodes is None else " a row, shared"
             if index and self._late():
                 self.open_sizes |= {size for size in self.sizes if _fits(tree, size)}
                 continue
             tokens_per_step = self.tokens_per_step(tree)
             timed = self._timed(tree, tokens_per_step, self._sizes_of(tree), first=not index)
             times = ", ".join(f"{timing.step_ms:.2f} at {timing.batch}" for timing in timed)
-            done = time.monotonic() - began
             self.report(
-                f"{name}: {tokens_per_step:.2f} tokens a step; ms a step: {times or 'not timed'} ({done:.0f} s)"
+                f"{place}, {tree.beams} x {tree.depth}, {nodes}: {tokens_per_step:.2f} tokens a step; ms a step: "
+                f"{times or 'not timed'} ({time.monotonic() - began:.0f} s)"
             )
             self._forget()
         if self.open_sizes:
@@ -128,31 +138,13 @@ class Tuner:
         """Yield batch sizes to time a tree at, from small to large, until a smaller tree is far ahead."""
         for size in (size for size in self.sizes if _fits(tree, size)):
             yield size
-            if any(self._left_behind(self.timings[-1], other) for other in self.timings):
+            if any(_left_behind(self.timings[-1], other) for other in self.timings):
                 return
 
-    @staticmethod
-    def _left_behind(timing: Timing, other: Timing) -> bool:
-        extents, other_extents = _extents(timing), _extents(other)
-        smaller = all(a <= b for a, b in zip(other_extents, extents, strict=True))
-        faster = other.tokens_per_second > HOPELESS_RATIO * timing.tokens_per_second
-        return timing.batch == other.batch and smaller and faster
-
-    def _timed(
-        self,
-        proposer: Proposer,
-        tokens_per_step: float,
-        sizes: Sequence[int] | Iterator[int],
-        *,
-        first: bool,
-    ) -> list[Timing]:
+    def _timed(self, proposer: Proposer, tokens_per_step: float, sizes: Iterable[int], *, first: bool) -> list[Timing]:
         """Time a proposer's steps at rising batch sizes, until memory or the time is over.
 
-        Args:
-            proposer: The proposer.
-            tokens_per_step: What `tokens_per_step` returned for it.
-            sizes: Batch sizes, from small to large.
-            first: Whether to time it at the first size even when the time is over.
+        If it is the `first`, it is timed at the first size even when the time is over.
         """
         timed: list[Timing] = []
         for size in sizes:
@@ -184,10 +176,10 @@ class Tuner:
         emitted = steps = 0
         eos = self.engine.model.generation_config.eos_token_id
         ends = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        prompts = self.prompts[:MAX_WRITING_PROMPTS]
+        prompts = self.work.prompts[:MAX_WRITING_PROMPTS]
         models = _SizedProposer.of(self.engine, proposer)
         for start in range(0, len(prompts), self._rows):
-            request = self.request(prompts[start : start + self._rows], self.max_new_tokens, ends)
+            request = self.request(prompts[start : start + self._rows], self.work.max_new_tokens, ends)
             with self.engine.scheduler_for(request, models=models) as scheduler:
                 out = decode(scheduler, request, request.prompts, None)
             assert isinstance(out, GenerateOutput)
@@ -202,13 +194,13 @@ class Tuner:
         Raises:
             ArgumentError: The context has no room for a single step.
         """
-        rows = [self.prompts[row % len(self.prompts)] for row in range(size)]
-        request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1, frozenset())
+        rows = [self.work.prompts[row % len(self.work.prompts)] for row in range(size)]
+        request = self.request(rows, (WARM_UP_STEPS + TIMED_STEPS) * (proposer.depth + 1) + 1)
         times: list[float] = []
         with opened(self.engine, request, proposer) as (scheduler, _, outcome):
             # All rows take part in all steps: a context of few tokens has room for fewer.
             while len(times) < WARM_UP_STEPS + TIMED_STEPS and not outcome.ended:
-                with Stopwatch(self.engine.target.device) as watch:
+                with Stopwatch(self.work.device) as watch:
                     scheduler.step()
                 times.append(watch.seconds)
         if not times:
@@ -217,22 +209,16 @@ class Tuner:
             )
         return 1000 * statistics.median(times[WARM_UP_STEPS:] or times)
 
-    def request(self, rows: Sequence[Sequence[int]], new: int, eos: frozenset[int]) -> Request:
-        """Make a request for `new` tokens after each prompt, with prompts shortened until both fit.
+    def request(self, rows: Prompts, new: int, eos: frozenset[int] = frozenset()) -> Request:
+        """Make a request for `new` tokens after each prompt, which ids of `eos` end, with prompts cut until both fit.
 
         A text may have as many tokens as the target's context and `max_seq_len` allow. `new` is lowered only if it
         alone leaves no room for a prompt of one token. After that, each prompt loses tokens at its beginning until it
         fits in front of the new ones, and within `max_input_len`.
-
-        Args:
-            rows: Token ids of each row's prompt.
-            new: New tokens of each row.
-            eos: Ids that end a text.
         """
         new = max(min(new, self._longest - 1), 1)
         max_prompt = max(min(self._longest - new, self._max_input), 1)
-        texts = [row[-max_prompt:] for row in rows]
-        return make_request(self.engine, texts, new, temperature=self.temperature, seed=self.seed, eos=eos)
+        return make_request(self.work, [row[-max_prompt:] for row in rows], new, eos)
 
     def _late(self) -> bool:
         return time.monotonic() > self._deadline
@@ -240,18 +226,15 @@ class Tuner:
     def _forget(self) -> None:
         """Free the captured steps of a tree that is done with, and their memory."""
         self.engine.drop_graphs()
-        if self.engine.target.device.type == "cuda":
+        if self.work.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
 class _SizedProposer(OneProposer):
-    """The models of an engine with one proposer, made for the rows that there are.
+    """The models of an engine with one proposer, made for the rows that there are."""
 
-    Attributes:
-        made: What it was made into, by rows; the same object each time, as captured steps are kept by it.
-    """
-
+    # What it was made into, by rows; the same object each time, as captured steps are kept by it.
     made: dict[int, Proposer] = field(default_factory=dict)
 
     def proposer_for(self, rows: int) -> Proposer:
@@ -265,9 +248,11 @@ def _fits(tree: SearchProposer, size: int) -> bool:
     return nodes <= MAX_BATCH_NODES and (tree.shared_nodes is None or size >= SHARING_ROWS)
 
 
-def _describe(tree: SearchProposer) -> str:
-    nodes = nodes_per_row(shape_of(tree), SHARING_ROWS)
-    return f"{tree.beams} x {tree.depth}, {nodes} nodes" + ("" if tree.shared_nodes is None else " a row, shared")
+def _left_behind(timing: Timing, other: Timing) -> bool:
+    """Tell whether a tree with no more work in a step is so much faster that this one will not catch up."""
+    smaller = all(a <= b for a, b in zip(_extents(other), _extents(timing), strict=True))
+    faster = other.tokens_per_second > HOPELESS_RATIO * timing.tokens_per_second
+    return timing.batch == other.batch and smaller and faster
 
 
 def _extents(timing: Timing) -> tuple[int, int, int]:
@@ -278,3 +263,127 @@ def _extents(timing: Timing) -> tuple[int, int, int]:
     assert shape.num_beams
     assert shape.draft_len_per_beam
     return shape.num_beams, shape.draft_len_per_beam, nodes_per_row(shape, timing.batch)
+
+
+def candidates(
+    own: SearchProposer, beams: Sequence[int], lengths: Sequence[int], *, share: bool = False
+) -> list[SearchProposer]:
+    """Return the trees to try: every lattice at several node budgets, the pair's own first, then from small to large.
+
+    Where rows may share nodes, there are also trees of which `SHARING_ROWS` rows do; `at_size` makes them for others.
+
+    Args:
+        own: The proposer that the pair uses now.
+        beams: Numbers of beams to try; those above the drafter's vocabulary are left out.
+        lengths: Draft lengths per beam to try.
+        share: Whether rows may share nodes.
+    """
+    vocabulary = own.drafter.config.draft_vocab_size or own.drafter.config.vocab_size
+    usable = [width for width in beams if width <= vocabulary]
+    ordered = []
+    for width in usable:
+        for depth in lengths:
+            is_own, lattice = (width, depth) == (own.beams, own.depth), 1 + width * depth
+            budgets = {*NODE_BUDGETS, lattice} | ({own.nodes} if is_own else set())
+            # With so few nodes that a shorter draft fills them, both are the same tree, and the shorter one is faster.
+            fewest = max((length + 2 for length in lengths if length < depth), default=0)
+            nodes = [n for n in sorted(budgets) if fewest <= n <= lattice or (is_own and n == own.nodes)]
+            ordered += [(not is_own, n, replace(own, beams=width, depth=depth, nodes=n)) for n in nodes]
+    for mean in SHARED_NODES_PER_ROW if share else ():
+        # As many nodes for each row on average: no wider than that, and as deep as doubling reaches.
+        for width in sorted({min(width, mean) for width in usable}):
+            depth = min(max(lengths), mean.bit_length())
+            tree = replace(own, beams=width, depth=depth, nodes=1 + width * depth, shared_nodes=mean * SHARING_ROWS)
+            ordered.append((True, mean, tree))
+    return [proposer for *_, proposer in sorted(ordered, key=lambda candidate: candidate[:2])]
+
+
+def deeper(own: SearchProposer, timings: Sequence[Timing], length: int) -> list[SearchProposer]:
+    """Return the trees to try when drafting `length` tokens per beam, which is more than in any tree so far.
+
+    They are as wide as the trees that are the fastest at a batch size and as deep as any; where none of the deepest is,
+    still deeper ones are not worth the time. Each has as many nodes as that tree, or all of its lattice.
+    """
+    measured = [timing.shape for timing in timings if timing.shape is not None]
+    deepest = max((shape.draft_len_per_beam or 0 for shape in measured), default=0)
+    sizes = set[tuple[int, int]]()
+    for shape in choose(timings, set()).values():
+        if shape is not None and shape.draft_len_per_beam == deepest and shape.shared_nodes is None:
+            assert shape.num_beams
+            assert shape.node_budget
+            sizes |= {(nodes, shape.num_beams) for nodes in (shape.node_budget, 1 + shape.num_beams * length)}
+    return [
+        replace(own, beams=beams, depth=length, nodes=nodes, shared_nodes=None)
+        for nodes, beams in sorted(sizes)
+        if nodes > length  # fewer nodes reach no draft at that depth
+    ]
+
+
+def at_size(proposer: Proposer, rows: int) -> Proposer:
+    """Return a proposer for a batch of `rows` rows: where these share nodes, as many for each as in other batches."""
+    if not isinstance(proposer, SearchProposer) or proposer.shared_nodes is None:
+        return proposer
+    return replace(proposer, shared_nodes=proposer.shared_nodes * rows // SHARING_ROWS)
+
+
+def shape_of(proposer: Proposer) -> TreeShape | None:
+    """Return the shape of a proposer's tree; None for plain decoding."""
+    if not isinstance(proposer, SearchProposer):
+        return None
+    return TreeShape(proposer.beams, proposer.depth, proposer.nodes, proposer.shared_nodes)
+
+
+def describe(shape: TreeShape | None) -> str:
+    """Return the shape of a tree as tables show it, such as `5 x 5, 26 nodes`; `off` for plain decoding."""
+    if shape is None:
+        return "off"
+    nodes = f"{shape.node_budget} nodes" if shape.shared_nodes is None else f"{shape.shared_nodes} shared"
+    return f"{shape.num_beams} x {shape.draft_len_per_beam}, {nodes}"
+
+
+def nodes_per_row(shape: TreeShape | None, batch: int) -> int:
+    """Return how many nodes a step verifies for each row of a batch, on average."""
+    if shape is None:
+        return 1
+    assert shape.node_budget
+    return shape.node_budget if shape.shared_nodes is None else shape.shared_nodes // batch
+
+
+def choose(timings: Sequence[Timing], open_sizes: set[int]) -> dict[int, TreeShape | None]:
+    """Return the fastest tree by batch size; None where none is `MIN_RATIO` times as fast as plain decoding.
+
+    Args:
+        timings: What was measured, plain decoding included.
+        open_sizes: Batch sizes at which trees were left out for want of time. One of them at which no tree was measured
+            is left out of the result.
+    """
+    shapes = {}
+    for plain in (timing for timing in timings if timing.shape is None):
+        trees = [timing for timing in timings if timing.batch == plain.batch and timing.shape is not None]
+        best = max(trees, key=lambda timing: timing.tokens_per_second, default=None)
+        if best is not None or plain.batch not in open_sizes:
+            worth = best is not None and best.tokens_per_second >= MIN_RATIO * plain.tokens_per_second
+            shapes[plain.batch] = best.shape if best is not None and worth else None
+    return shapes
+
+
+def step_costs(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> dict[int, float]:
+    """Return the time of a step with each tree that was chosen, in steps of plain decoding, by batch size."""
+    return {row["batch"]: row["step_cost"] for row in table(timings, shapes) if row["shape"] is not None}
+
+
+def table(timings: Sequence[Timing], shapes: dict[int, TreeShape | None]) -> list[dict[str, Any]]:
+    """Return a row per batch size: the timing of the tree chosen, and plain decoding's speed.
+
+    Beside them, `ratio` is the tree's speed over plain decoding's, and `step_cost` its time of a step over plain
+    decoding's.
+    """
+    by_key = {(timing.batch, timing.shape): timing for timing in timings}
+    rows = []
+    for batch, shape in sorted(shapes.items()):
+        chosen, plain = by_key[batch, shape], by_key[batch, None]
+        speed, plain_speed = chosen.tokens_per_second, plain.tokens_per_second
+        cost = chosen.step_ms / plain.step_ms
+        ratios = {"plain_tokens_per_second": plain_speed, "ratio": speed / plain_speed, "step_cost": cost}
+        rows.append(chosen.to_dict() | ratios)
+    return rows

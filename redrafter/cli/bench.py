@@ -1,56 +1,78 @@
-"""`redrafter bench`: load a pair, measure it on a workload, and report; with --url, measure servers instead."""
+"""`redrafter bench`: load a pair, measure it on a workload, and report; with --url, measure servers under load."""
 
 import argparse
+import asyncio
+import os
+import platform
+import shlex
+import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 from redrafter.app.flags import flag, read_options
 from redrafter.app.loading import NO_DRAFT_OPTIONS, Pair, check_options
-from redrafter.app.options import LoadOptions
+from redrafter.app.options import LoadOptions, PromptOptions
+from redrafter.bench.http_stream import Address
+from redrafter.bench.options import BenchOptions, ServerOptions
 from redrafter.bench.padded_model import SHAPES, describe, pad_drafter, pad_model, unmasked
-from redrafter.bench.rivals import check_names
-from redrafter.bench.suite import Plan, run_suite
+from redrafter.bench.server_load import Load, find_server, run_server_suite
+from redrafter.bench.suite import run_suite
 from redrafter.checkpoints.quantization import quantize_drafter, quantize_model
 from redrafter.checkpoints.tree_shape import TreeShape
-from redrafter.cli import bench_server
-from redrafter.cli.options import BenchOptions, ServerOptions
+from redrafter.data.rows import Row
 from redrafter.drafting.drafter import RecurrentDrafter
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import find_tuning
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.checkpoint_kind import check_path
-from redrafter.measure.facts import facts, head
-from redrafter.measure.picture import check_picture
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import Report
+from redrafter.measure.report import Report, check_picture, facts, head
 from redrafter.measure.run import Workload
 from redrafter.parallel.launched import launched_processes, process_rank
+from redrafter.serve.network.api_keys import KEY_VARIABLE
 from redrafter.target.target import Target
+from redrafter.version import __version__
 
-__all__ = ["run"]
+# Options of `bench` that mean something to a server; all others are refused with --url.
+SERVER_OPTIONS = frozenset({"json", "max_new_tokens", "model", "num_prompts", "prompts", "seed", "temperature"})
+INSTEAD = {"batch_sizes": "give --concurrency", "repeats": "give --num-requests"}
+INSTEAD |= {item.name: "prompts are sent as text, so shorten them in the file" for item in fields(PromptOptions)}
+MIN_REQUESTS_PER_SLOT = 4
+KEY_VARIABLES = (KEY_VARIABLE, "OPENAI_API_KEY")
+SHIPPED_PROMPTS = "those that ship"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command: check the options, load the pair, measure, print the report."""
-    if hasattr(args, "url"):
-        if launched_processes() > 1:
-            raise ArgumentError("--url measures servers from one process: start it without torchrun")
-        return bench_server.run(args)
-    _refuse_server_options(args)
+    """Run the command: check the options, then measure what they ask for, and print the report."""
+    if not hasattr(args, "url"):
+        return _bench_pair(args)
+    if launched_processes() > 1:
+        raise ArgumentError("--url measures servers from one process: start it without torchrun")
+    return _bench_servers(args)
+
+
+def _bench_pair(args: argparse.Namespace) -> int:
+    for item in fields(ServerOptions):
+        if hasattr(args, item.name):
+            raise ArgumentError(f"{flag(item.name)} is for --url: give that too")
     options, load = read_options(BenchOptions, args), read_options(LoadOptions, args)
     if launched_processes() > 1:
-        options = _shared(options)
-    check_names(options.against)
+        for name in ("pad_to", "against"):
+            if getattr(options, name):
+                raise ArgumentError(
+                    f"{flag(name)} measures a model in one process: leave it out, or start it without torchrun"
+                )
+        if process_rank() > 0:  # rank 0 alone writes files
+            options = replace(options, json=None, plots=None)
     if options.pad_to is not None and options.pad_to not in SHAPES:
         raise ArgumentError(f"--pad-to knows {', '.join(SHAPES)}, got {options.pad_to!r}")
-    plots = None if options.plots is None else Path(options.plots)
-    if plots is not None:
-        check_picture(plots, "--plots", folder=True)
-    for name in filter(None, [options.assistant_model]):
-        check_path(name)
-    if options.json is not None:
-        check_writable(Path(options.json), "--json")
+    if options.plots is not None:
+        check_picture(Path(options.plots), "--plots", folder=True)
+    if options.assistant_model:
+        check_path(options.assistant_model)
+    path = _json_path(options)
     rows = read_prompts(options.prompts)
     pair = Pair.load(load) if options.pad_to is None else _padded(load, options)
     engine = pair.engine
@@ -64,51 +86,28 @@ def run(args: argparse.Namespace) -> int:
         temperature=options.temperature,
         seed=options.seed,
     )
-    _check_draft_vocab_sizes(engine, options)
-    most = max(engine.options.max_batch_size, *options.batch_sizes)  # a batch is measured at once, however large
-    engine.options = replace(engine.options, max_batch_size=most)
+    least, most = engine.shape.num_beams or 1, engine.target.vocab_size
+    for ids in options.draft_vocab_sizes:
+        if not least <= ids <= most:
+            raise ArgumentError(f"--draft-vocab-sizes must be from num_beams={least} to {most} ids, got {ids}")
+    at_once = max(engine.options.max_batch_size, *options.batch_sizes)  # a batch is measured at once, however large
+    engine.options = replace(engine.options, max_batch_size=at_once)
     note = None if options.pad_to is None else describe(options.pad_to, Path(pair.name).name)
-    names = {
-        "model": pair.name,
-        "drafter": pair.drafting_model,
-        "padded": note,
-        "prompts": options.prompts or "those that ship",
-    }
+    names = {"model": pair.name, "drafter": pair.drafting_model, "padded": note}
+    names["prompts"] = options.prompts or SHIPPED_PROMPTS
     known = facts(work, names, asdict(load) | asdict(options))
-    report = Report(known, path=None if options.json is None else Path(options.json), note=note)
-    for line in head(known):
-        report.line(line)
-    run_suite(
-        report,
-        work,
-        Plan(
-            batch_sizes=options.batch_sizes,
-            repeats=options.repeats,
-            waves=options.waves,
-            contexts=options.context,
-            draft_vocab_sizes=options.draft_vocab_sizes,
-            rivals=options.against,
-            assistant=options.assistant_model,
-            plots=plots,
-        ),
-    )
+    report = Report(known, path=path, note=note)
+    report.line(*head(known))
+    run_suite(report, work, options)
     return report.finish()
 
 
-def _shared(options: BenchOptions) -> BenchOptions:
-    """Return the options of one of several processes that share a model, of which rank 0 alone writes files."""
-    for name in ("pad_to", "against"):
-        if getattr(options, name):
-            raise ArgumentError(
-                f"{flag(name)} measures a model in one process: leave it out, or start it without torchrun"
-            )
-    return options if process_rank() == 0 else replace(options, json=None, plots=None)
-
-
-def _refuse_server_options(args: argparse.Namespace) -> None:
-    for item in fields(ServerOptions):
-        if hasattr(args, item.name):
-            raise ArgumentError(f"{flag(item.name)} is for --url: give that too")
+def _json_path(options: BenchOptions) -> Path | None:
+    """Return the file of `--json`, which is checked before anything is loaded."""
+    if options.json is None:
+        return None
+    check_writable(Path(options.json), "--json")
+    return Path(options.json)
 
 
 def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
@@ -137,8 +136,64 @@ def _padded(load: LoadOptions, options: BenchOptions) -> Pair:
     return pair
 
 
-def _check_draft_vocab_sizes(engine: ReDrafter, options: BenchOptions) -> None:
-    for ids in options.draft_vocab_sizes:
-        least, most = engine.shape.num_beams or 1, engine.target.vocab_size
-        if not least <= ids <= most:
-            raise ArgumentError(f"--draft-vocab-sizes must be from num_beams={least} to {most} ids, got {ids}")
+def _bench_servers(args: argparse.Namespace) -> int:
+    for item in (item for options in (BenchOptions, LoadOptions) for item in fields(options)):
+        if hasattr(args, item.name) and item.name not in SERVER_OPTIONS:
+            name = flag(("no_" if item.default is True else "") + item.name)
+            hint = f", and {INSTEAD[item.name]}" if item.name in INSTEAD else ""
+            raise ArgumentError(f"{name} has no meaning with --url: leave it out{hint}")
+    options, asked = read_options(BenchOptions, args), read_options(ServerOptions, args)
+    path = _json_path(options)
+    prompts = [_text(row) for row in read_prompts(options.prompts)]
+    load = Load(prompts, options.max_new_tokens, options.temperature, options.seed)
+    num_requests = {
+        concurrency: asked.num_requests or max(options.num_prompts, MIN_REQUESTS_PER_SLOT * concurrency)
+        for concurrency in asked.concurrency
+    }
+    key, addresses = _api_key(asked), [Address.parse(url) for url in asked.url]  # all, before any is asked
+    servers = [asyncio.run(find_server(address, getattr(args, "model", None), key)) for address in addresses]
+    # The conditions of the measurement, without the API key.
+    words = ["KEY" if asked.api_key and asked.api_key in word else word for word in sys.argv[1:]]
+    typed = asdict(options) | asdict(asked) | {"api_key": None}
+    versions = {"redrafter": __version__, "python": platform.python_version()}
+    document: dict[str, Any] = {
+        "command": shlex.join(["redrafter", *words]),
+        "servers": [
+            {"url": server.address.url, "model": server.model, "kind": server.kind, "version": server.version}
+            for server in servers
+        ],
+        "prompts": options.prompts or SHIPPED_PROMPTS,
+        "client": f"{platform.machine()} CPU, {os.cpu_count()} cores, one process",
+        "versions": versions,
+        "options": {name: value for name, value in typed.items() if name in SERVER_OPTIONS or hasattr(asked, name)},
+    }
+    report = Report(document, path=path)
+    report.line(document["command"])
+    for number, server in enumerate(servers, start=1):
+        known = "".join(f", {fact}" for fact in (server.kind, server.version) if fact)
+        report.line(f"server {number}: {server.address.url}, model {server.model}{known}")
+    report.line(
+        f"client: {document['client']}; " + ", ".join(f"{name} {version}" for name, version in versions.items()),
+        f"{len(load.prompts)} prompts from {document['prompts']}; {load.max_new_tokens} new tokens, "
+        f"end of text ignored; temperature {load.temperature:g}, seed {load.seed} and up",
+        "prompts come again: a server that keeps keys and values of earlier prompts need not read them anew",
+    )
+    run_server_suite(report, servers, load, num_requests)
+    return report.finish()
+
+
+def _text(row: Row) -> str:
+    """Return the text that a row's prompt is. Raises `ArgumentError` where it is none."""
+    text = row.prompt if row.prompt is not None else row.text
+    if not text:
+        raise ArgumentError(f"{row.where} has no plain text to send to /v1/completions: with --url, rows need a prompt")
+    return text
+
+
+def _api_key(asked: ServerOptions) -> str | None:
+    """Return the key of the command line, or that of the environment, or None."""
+    given = (asked.api_key, *(os.environ.get(name) for name in KEY_VARIABLES))
+    key = next(filter(None, given), None)
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ArgumentError("an API key must be of printable ASCII characters, without spaces")
+    return key

@@ -6,7 +6,7 @@ from typing import Any
 from redrafter.app.flags import add_options, temperatures
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
 from redrafter.app.parser import Parser, add_json
-from redrafter.cli.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, ServerOptions, TuneOptions
+from redrafter.bench.options import NOT_IN_COMPARE, BenchOptions, CompareOptions, ServerOptions, TuneOptions
 from redrafter.version import __version__
 
 __all__ = ["build_parser"]

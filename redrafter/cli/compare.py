@@ -9,15 +9,14 @@ from redrafter.app.engines import DRAFT_MODEL, PLAIN
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair, check_options
 from redrafter.app.options import DraftOptions, GenerationOptions, LoadOptions
+from redrafter.bench.options import CompareOptions
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.cli.compared_methods import ASSISTED, AssistedMethod, Method, load_pairs, measure_result
-from redrafter.cli.options import CompareOptions
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
 from redrafter.measure.differences import describe_differences
-from redrafter.measure.facts import conditions, describe_pair
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import Report
+from redrafter.measure.report import Report, conditions, describe_pair
 
 __all__ = ["decode_batches", "run", "select_prompts"]
 

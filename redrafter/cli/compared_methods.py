@@ -25,8 +25,7 @@ from redrafter.checkpoints.merged import holds_drafter
 from redrafter.checkpoints.tokenizers import load_tokenizer
 from redrafter.engine.call import GenerateStats
 from redrafter.measure.differences import Difference, find_differences
-from redrafter.measure.run import Repeats, Run, describe_stats
-from redrafter.measure.stopwatch import Stopwatch
+from redrafter.measure.run import Repeats, Run, Stopwatch, describe_stats
 from redrafter.scheduler.sequence import Stats
 
 __all__ = ["ASSISTED", "AssistedMethod", "Method", "load_pairs", "measure_result"]

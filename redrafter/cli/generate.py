@@ -18,7 +18,7 @@ from redrafter.checkpoints.processors import load_processor
 from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, UnsupportedError, first_line
 from redrafter.measure.differences import first_difference
-from redrafter.measure.facts import conditions
+from redrafter.measure.report import conditions
 from redrafter.measure.run import Run, describe_stats
 from redrafter.parallel.launched import launched_processes
 from redrafter.parallel.ranks import Ranks, join_ranks

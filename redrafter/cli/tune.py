@@ -10,31 +10,28 @@ from pathlib import Path
 from redrafter.app.flags import read_options
 from redrafter.app.loading import Pair
 from redrafter.app.options import LoadOptions
+from redrafter.bench.options import TuneOptions
 from redrafter.bench.plot import draw_tuning
-from redrafter.bench.tree_choice import (
+from redrafter.bench.tuner import (
     DEEPER_LENGTHS,
     LENGTHS,
     SHARING_ROWS,
+    Tuner,
     candidates,
     choose,
     describe,
     step_costs,
     table,
 )
-from redrafter.bench.tuner import Tuner
-from redrafter.cli.options import TuneOptions
 from redrafter.drafting.proposer import SearchProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.engine.tuning import Tuning, device_name, drafter_fingerprint, target_fingerprint, tuning_path
 from redrafter.errors import ArgumentError
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.dtype_names import dtype_name
-from redrafter.measure.facts import versions
-from redrafter.measure.picture import check_picture
 from redrafter.measure.prompts import encode, read_prompts
-from redrafter.measure.report import format_table
-
-__all__ = ["run"]
+from redrafter.measure.report import check_picture, format_table, versions
+from redrafter.measure.run import Workload, pad_token_of
 
 CPU_BATCH_SIZES = (1, 2, 4)
 GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -55,15 +52,6 @@ def run(args: argparse.Namespace) -> int:
     on also nodes that rows share) and with plain decoding. For each batch size, the shape with the most tokens per
     second is chosen, or none where no tree is much faster than plain decoding. The choices are written to the file of
     `--out`, by default the one that `ReDrafter.from_pretrained` looks for, and printed as a table.
-
-    Args:
-        args: The parsed command line.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ArgumentError: If an option is wrong, or no tree can be searched or measured with these options.
     """
     options = read_options(TuneOptions, args)
     if options.plot is not None:
@@ -80,16 +68,16 @@ def run(args: argparse.Namespace) -> int:
     trees = candidates(proposer, options.beams, options.lengths or LENGTHS, share=share)
     if not trees:
         raise ArgumentError(f"the drafter's vocabulary is smaller than --beams {min(options.beams)}")
-    tuner = Tuner(
+    work = Workload(
         engine,
         encode(prompts, pair.tokenizer, **options.cut),
-        batch_sizes=sizes,
+        pad_token_of(pair.tokenizer),
+        num_prompts=1,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         seed=options.seed,
-        seconds=options.seconds,
-        report=lambda line: print(line, file=sys.stderr, flush=True),
     )
+    tuner = Tuner(work, sizes, options.seconds, lambda line: print(line, file=sys.stderr, flush=True))
     tuner.run(trees, () if options.lengths else DEEPER_LENGTHS)
     shapes = choose(tuner.timings, tuner.open_sizes)
     tuning = Tuning(

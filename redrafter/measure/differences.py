@@ -13,8 +13,6 @@ from redrafter.engine.call import GenerateOutput
 from redrafter.engine.engine import Engine
 from redrafter.sampling.noise import gumbel
 
-__all__ = ["Difference", "describe_differences", "find_differences", "first_difference", "tolerance"]
-
 HALF_PRECISION_STEPS = 4  # rounding may move a logit by this many steps of the format at the largest logit
 FLOAT32_TOLERANCE = 1e-4  # the same in float32 and float64, where rounding differs by a few 1e-5
 MAX_TEXTS, MAX_LINE_CHARS = 3, 60  # of the differences that are printed for a method
@@ -22,36 +20,22 @@ MAX_TEXTS, MAX_LINE_CHARS = 3, 60  # of the differences that are printed for a m
 
 @dataclass(frozen=True)
 class Difference:
-    """The first position where the outputs of plain decoding and of another method differ on one prompt.
+    """The first position where the outputs of plain decoding and of another method differ on one prompt."""
 
-    Attributes:
-        prompt: Index of the prompt.
-        token: Index of the first new token that differs.
-        common: The new text before that token.
-        plain: Token id of plain decoding there; None if its output has ended.
-        other: Token id of the other method there; None if its output has ended.
-        plain_text: Text of plain decoding from there on.
-        other_text: Text of the other method from there on.
-        margin: How far the lower score of both tokens is below the best score, by plain decoding's own logits with
-            logits processors and noise; None if a processor forbids one of them.
-        tolerance: The most that rounding is taken to move a logit.
-        near_tie: Whether each of both tokens is drawn once its logit is raised by `tolerance`.
-        lead: Best score minus the second best; None when sampling, or if one output has ended.
-        top_two: Whether the two tokens have the two best scores; None as for `lead`.
-    """
-
-    prompt: int
-    token: int
-    common: str
-    plain: int | None
-    other: int | None
-    plain_text: str
+    prompt: int  # index of the prompt
+    token: int  # index of the first new token that differs
+    common: str  # the new text before that token
+    plain: int | None  # token id of plain decoding there; None if its output has ended
+    other: int | None  # the same of the other method
+    plain_text: str  # from there on
     other_text: str
+    # How far the lower score of both tokens is below the best one, by plain decoding's own logits with processors and
+    # noise; None if a processor forbids one of them.
     margin: float | None = None
-    tolerance: float | None = None
-    near_tie: bool = False
-    lead: float | None = None
-    top_two: bool | None = None
+    tolerance: float | None = None  # the most that rounding is taken to move a logit
+    near_tie: bool = False  # whether each of both tokens is drawn once its logit is raised by `tolerance`
+    lead: float | None = None  # best score minus the second best; None when sampling, or if one output has ended
+    top_two: bool | None = None  # whether the two tokens have the two best scores; None as for `lead`
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -61,12 +45,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def tolerance(logits: Tensor, dtype: torch.dtype) -> float:
-    """Return the most that rounding is taken to move a logit.
-
-    Args:
-        logits: Logits of one position, `[V]`.
-        dtype: Number format of the model that computed them.
-    """
+    """Return the most that rounding is taken to move a logit of `logits`, `[V]`, from a model of this dtype."""
     info = torch.finfo(dtype)
     if info.bits >= 32:
         return FLOAT32_TOLERANCE
@@ -95,9 +74,6 @@ def find_differences(
         plain: New token ids of plain decoding for each prompt.
         repeats: New token ids of the other method for each prompt, repeat by repeat.
         decode: Makes text of token ids.
-
-    Returns:
-        The chosen differences in the order of the prompts. Prompts whose outputs are all equal have none.
     """
     worst = []
     for row, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
@@ -124,7 +100,6 @@ def _judge(engine: Engine, arguments: dict[str, Any], text: list[int], tokens: l
     """Return the fields of a `Difference` from `margin` on, for two tokens that may follow a text."""
 
     def draw(bias: dict[int, float]) -> GenerateOutput:
-        """Draw the token after the text by plain decoding, with `bias` added to the logits of these ids."""
         one = {name: value for name, value in arguments.items() if name not in ("stop_strings", "tokenizer")}
         one |= {"max_new_tokens": 1, "speculate": False, "output_logits": True, "output_scores": True}
         ids = torch.tensor([text])  # [1, P]

@@ -10,9 +10,7 @@ from torch import nn
 from redrafter.cache.dense import LayerShape
 from redrafter.drafting.drafter_types import Drafter
 from redrafter.drafting.eagle import EagleDrafter
-from redrafter.measure.stopwatch import median_ms
-
-__all__ = ["Bandwidth", "copy_bandwidth", "draft_bytes", "forward_bytes", "resident_bytes", "slot_bytes"]
+from redrafter.measure.run import median_ms
 
 CPU_BUFFER_BYTES = 1 << 28
 MAX_GPU_BUFFER_BYTES = 1 << 31
@@ -20,15 +18,10 @@ MAX_GPU_BUFFER_BYTES = 1 << 31
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Memory bandwidth of a device, measured by copying a buffer that is larger than its caches.
+    """Memory bandwidth of a device, measured by copying a buffer that is larger than its caches."""
 
-    Attributes:
-        bytes_per_second: Bytes read plus bytes written, per second.
-        buffer_bytes: Size of the buffer that was copied.
-    """
-
-    bytes_per_second: float
-    buffer_bytes: int
+    bytes_per_second: float  # read plus written
+    buffer_bytes: int  # of what was copied
 
     def ms(self, moved: int) -> float:
         """Return the milliseconds that moving `moved` bytes takes at this bandwidth, which no step can beat."""
@@ -81,18 +74,15 @@ def draft_bytes(drafter: Drafter, depth: int) -> int:
     once = 0 if drafter.fuse is None else _layer_bytes(drafter.fuse)
     once += _layer_bytes(drafter.rnn_gate, 1 / 3) if gated else 0
     once += 0 if first is None else _layer_bytes(first, 1 / 2)
-    never = 0
-    if drafter.context is not None:
-        never = _layer_bytes(drafter.context.key) + _layer_bytes(drafter.context.value)
-    unread = 0
-    if config.rnn and not gated:
-        unread = _layer_bytes(drafter.rnn_u, with_bias=config.recurrence == "trtllm")
+    context = drafter.context
+    never = 0 if context is None else _layer_bytes(context.key) + _layer_bytes(context.value)
+    elman = config.rnn and not gated
+    unread = _layer_bytes(drafter.rnn_u, with_bias=config.recurrence == "trtllm") if elman else 0
     whole = sum(weight.nbytes for weight in drafter.parameters()) - never
     return depth * (whole - once) + once - unread
 
 
 def _layer_bytes(layer: nn.Linear, share: float = 1, *, with_bias: bool = True) -> int:
-    """Return the bytes of a share of a layer's weight, and of its bias."""
     bias = layer.bias.nbytes if with_bias and layer.bias is not None else 0
     return round(layer.weight.nbytes * share) + bias
 

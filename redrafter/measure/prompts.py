@@ -15,8 +15,6 @@ from redrafter.data.prompts import encode_prompt
 from redrafter.data.rows import Row, read_rows
 from redrafter.errors import ArgumentError
 
-__all__ = ["encode", "read_prompts"]
-
 ROW_SUFFIXES = (".jsonl", ".json", ".gz", ".xz")
 
 
@@ -55,16 +53,9 @@ def _lines(path: Path) -> Iterator[Row]:
 def encode(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, share: float = 1.0, most: int | None = None
 ) -> list[list[int]]:
-    """Return the token ids of each row's prompt.
+    """Return the token ids of each row's prompt; raise `ArgumentError` that names a row without one.
 
-    Args:
-        rows: What `read_prompts` returned.
-        tokenizer: The model's tokenizer.
-        share: Of the tokens of a row of text, the share that is its prompt; see `encode_prompt`.
-        most: Of a row of text, the most tokens that are its prompt; None for no limit.
-
-    Raises:
-        ArgumentError: A row has no prompt; the message names it.
+    Of a row of text, `share` of its tokens are its prompt, but no more than `most` (None for no limit).
     """
     encoded = [encode_prompt(row, tokenizer, text_share=share, max_text_tokens=most) for row in rows]
     for row, ids in zip(rows, encoded, strict=True):

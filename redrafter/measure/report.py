@@ -1,23 +1,125 @@
-"""The report of a measurement: tables on stdout, progress on stderr, one JSON document at the end."""
+"""The report of a measurement: its conditions, tables on stdout, progress on stderr, pictures, one JSON document."""
 
 import json
 import math
+import platform
+import shlex
 import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
+from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from redrafter.errors import ReDrafterError, first_line
+import torch
+import transformers
+
+from redrafter.cache.dense import stored_as
+from redrafter.engine.modes import kv_dtype_of
+from redrafter.errors import ArgumentError, MissingDependencyError, ReDrafterError, first_line, how_to_install
 from redrafter.files.atomic_file import check_writable, write_atomically
-
-__all__ = ["Report", "Table", "format_table", "plain_data"]
-
+from redrafter.files.dtype_names import dtype_name
+from redrafter.measure.floors import draft_bytes, forward_bytes, slot_bytes
+from redrafter.measure.run import Workload
+from redrafter.target.target import Target
+from redrafter.version import __version__
 
 MIN_WIDTH = 5  # of a column of `format_table`: that of a share with three decimals
+
+
+def versions() -> dict[str, str | None]:
+    """Return the version of everything that a number may depend on; None under `cuda` without CUDA."""
+    return {
+        "redrafter": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def hardware(device: torch.device) -> str:
+    """Describe a device, e.g. `NVIDIA H200, 140 GiB` or `x86_64 CPU, 2 threads`."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return f"{torch.cuda.get_device_name(device)}, {memory / 2**30:.0f} GiB"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def conditions(target: Target) -> dict[str, Any]:
+    """Return the command, the hardware, the dtype and the versions, which all documents of measurements state."""
+    return {
+        "command": shlex.join(["redrafter", *sys.argv[1:]]),
+        "hardware": hardware(target.device),
+        "device": str(target.device),
+        "dtype": dtype_name(target.dtype),
+        "versions": versions(),
+    }
+
+
+def facts(work: Workload, names: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the conditions of a benchmark, as its JSON document begins.
+
+    Args:
+        work: The workload to be measured.
+        names: `model`, `drafter` and `prompts` by name, and under `padded` the sentence on a padded model, or None.
+        options: Every option of the command, as typed or its default.
+    """
+    engine, target = work.engine, work.engine.target
+    lengths = [len(prompt) for prompt in work.prompts]
+    stored = stored_as(target.shapes, kv_dtype_of(engine.options.kv_cache_dtype))
+    return {
+        **conditions(target),
+        **names,
+        "seed": work.seed,
+        "temperature": work.temperature,
+        "max_new_tokens": work.max_new_tokens,
+        "prompt_tokens": {"prompts": len(lengths), "shortest": min(lengths), "longest": max(lengths)},
+        "processes": target.ranks.size,
+        "captured_steps": target.varlen.ok,
+        "why_not_captured": target.varlen.reason,
+        "tuned": engine.tuning is not None,
+        "bytes": {  # that a step reads: weights by forward and by draft, keys and values by token
+            "weights_per_forward": forward_bytes(engine.model),
+            "drafter_weights_per_step": draft_bytes(engine.drafter, engine.proposer.depth),
+            "keys_and_values_per_token": slot_bytes(stored),
+        },
+        "prefix_reuse": "none: every run reads its prompts from the first token on",
+        "options": options,
+    }
+
+
+def describe_pair(document: dict[str, Any]) -> Iterator[str]:
+    """Yield lines that state the command, the pair, the hardware and the versions of a document."""
+    used = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
+    drafter = f", drafter {document['drafter']}" if "drafter" in document else ""
+    yield document["command"]
+    if document.get("padded"):
+        yield document["padded"]
+    yield f"{document['model']}{drafter}, {document['dtype']}"
+    yield f"{document['hardware']}; {used}"
+
+
+def head(document: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of text that state what `facts` returned, for the top of a printed report."""
+    prompts, size = document["prompt_tokens"], document["bytes"]
+    yield from describe_pair(document)
+    yield (
+        f"{prompts['prompts']} prompts of {prompts['shortest']} to {prompts['longest']} tokens from "
+        f"{document['prompts']}; {document['max_new_tokens']} new tokens, end of text ignored; "
+        f"temperature {document['temperature']:g}, seed {document['seed']}"
+    )
+    yield (
+        f"read per forward: {size['weights_per_forward'] / 1e9:.3f} GB of weights, "
+        f"{size['keys_and_values_per_token'] / 1e3:.1f} kB a token of keys and values; "
+        f"per step by the drafter: {size['drafter_weights_per_step'] / 1e9:.3f} GB"
+    )
+    why_not = document["why_not_captured"]
+    yield "steps are captured CUDA graphs" if document["captured_steps"] else f"steps are not captured: {why_not}"
 
 
 class Report:
@@ -34,17 +136,7 @@ class Report:
     def __init__(
         self, facts: dict[str, Any], *, path: Path | None = None, flag: str = "--json", note: str | None = None
     ):
-        """Begin a report.
-
-        Args:
-            facts: The conditions of the measurement, with which the document begins.
-            path: The file for the document.
-            flag: The option that named the file, for messages.
-            note: A sentence for every table.
-
-        Raises:
-            ArgumentError: The file cannot be written.
-        """
+        """Begin a report with the conditions of the measurement; an error about the file names `flag`."""
         self.document: dict[str, Any] = facts | {"complete": False, "errors": []}
         self.path, self.note = path, note
         self._start = time.perf_counter()
@@ -52,12 +144,13 @@ class Report:
             check_writable(path, flag)
 
     def progress(self, text: str) -> None:
-        """Print a line on stderr, behind the seconds since the report began."""
+        """Print a line on stderr, after the seconds since the report began."""
         print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    def line(self, text: str = "") -> None:
-        """Print a line on stdout."""
-        print(text, flush=True)
+    def line(self, *texts: str) -> None:
+        """Print lines on stdout."""
+        for text in texts:
+            print(text, flush=True)
 
     def table(self, title: str, columns: Sequence[tuple[str, int]]) -> "Table":
         """Return a new table with `(name, width)` of each column; nothing is printed before its first row."""
@@ -70,7 +163,7 @@ class Report:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Run the body; an exception in it is added to the document's `errors` and printed, and the run goes on."""
+        """Run the body; an exception in it is added to the document's `errors` and printed, and the run continues."""
         self.progress(name)
         try:
             yield
@@ -114,21 +207,14 @@ class Table:
         if not self._begun:
             self._begun = True
             note = [] if self._report.note is None else [self._report.note]
-            for line in (f"\n{self._title}", *note, _line(names, widths)):
-                self._report.line(line)
+            self._report.line(f"\n{self._title}", *note, _line(names, widths))
         self._report.line(_line([_cell(value) for value in values], widths))
 
 
 def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, indent: str = "  ") -> Iterator[str]:
-    """Format a table whose rows are all known, each column as wide as its widest cell.
+    """Yield the lines of a table whose rows are all known, each column as wide as its widest cell.
 
-    Args:
-        columns: Names of the columns; all but the first are aligned right.
-        rows: Values of each row, one a column.
-        indent: What begins each line.
-
-    Yields:
-        The names of the columns as a line, then a line for each row.
+    The first line has the names of the columns. All columns but the first are aligned right.
     """
     lines = [list(columns), *([_cell(value) for value in row] for row in rows)]
     widths = [max(MIN_WIDTH, *map(len, column)) for column in zip(*lines, strict=True)]
@@ -163,3 +249,48 @@ def plain_data(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def check_picture(path: Path, flag: str = "--plot", *, folder: bool = False) -> None:
+    """Check that pictures can be drawn and written to `path`, before anything is measured.
+
+    Args:
+        path: The `.png` to write; or a folder for several, which is made.
+        flag: The option that named it, for messages.
+        folder: Whether `path` is a folder.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ArgumentError: The path is not a `.png` or cannot be written, or the folder cannot be made.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError(f"{flag} needs matplotlib: {how_to_install('bench')}")
+    if folder:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"{flag} {path} cannot be a directory: {error.strerror or error}") from error
+        return
+    if path.suffix != ".png":
+        raise ArgumentError(f"{flag} draws a .png, got {str(path)!r}")
+    check_writable(path, flag)
+
+
+@contextmanager
+def drawing(path: Path, conditions: str = "", size: tuple[float, float] = (8, 5), **grid: Any) -> Iterator[Any]:
+    """Yield matplotlib's axes to draw on, and write them as a PNG file when the context is left.
+
+    Args:
+        path: The file to write; if that fails, nothing is left behind.
+        conditions: What was measured, written below the picture.
+        size: Width and height in inches.
+        grid: Arguments of `Figure.subplots`, for several axes.
+    """
+    from matplotlib.figure import Figure  # without pyplot, which asks for a window system
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure.subplots(**grid)
+    figure.supxlabel(conditions, fontsize=7)
+    png = BytesIO()
+    figure.savefig(png, dpi=144, format="png")
+    write_atomically(path, png.getvalue())

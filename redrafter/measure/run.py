@@ -1,7 +1,8 @@
-"""The runner of measurements: timed calls of `generate`, the workload that they continue, and their repeats."""
+"""The runner of measurements: stopwatch, timed calls of `generate`, the workload that they continue, their repeats."""
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -16,29 +17,88 @@ from redrafter.engine.call import GenerateOutput, GenerateStats
 from redrafter.engine.engine import Engine
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError
-from redrafter.measure.stopwatch import Stopwatch
+from redrafter.parallel.ranks import ALONE, Ranks
 from redrafter.scheduler.sequence import Stats
 
-__all__ = ["Arrival", "Repeats", "Run", "Workload", "describe_stats", "pad_token_of", "padded", "timed_run"]
+WARM_UP_CALLS = 2  # calls of `median_ms` that are not timed
+MAX_TIMED_CALLS = 30  # calls that a median is of
+MIN_TIMED_CALLS = 5  # fewest on a CPU, where timing stops after MAX_CPU_SECONDS
+MAX_CPU_SECONDS = 0.5
 
 Arrival = tuple[float, int, int]  # seconds from the call, row, and how many tokens it gained
+Prompts = Sequence[Sequence[int]]  # token ids of each prompt
+
+
+class Stopwatch:
+    """A context manager that times the work inside it, with the device idle at both ends.
+
+    Work queued before does not count, and kernels that the work launched do, until the last has ended.
+
+    Attributes:
+        seconds: Wall-clock time of the work; 0 until the context is left without an exception.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.seconds, self._began = device, 0.0, 0.0
+
+    def __enter__(self) -> "Stopwatch":
+        self._wait()
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._wait()
+            self.seconds = self.elapsed()
+
+    def elapsed(self) -> float:
+        """Return seconds since the context was entered, without waiting for the device."""
+        return time.perf_counter() - self._began
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def median_ms(
+    run: Callable[[], Any], device: torch.device, before: Callable[[], Any] = lambda: None, ranks: Ranks = ALONE
+) -> float:
+    """Return the median time of a call in milliseconds, measured by CUDA events on a GPU.
+
+    `before` is called ahead of each timed call, outside of its time. All of `ranks` make the call, all as often.
+    """
+    for _ in range(WARM_UP_CALLS):
+        before()
+        run()
+    if device.type == "cuda":
+        # Calls are launched one after the other without waiting, so that the GPU always has the next one at hand.
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(MAX_TIMED_CALLS)]
+        for start, end in events:
+            before()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in events)
+    seconds: list[float] = []
+    while len(seconds) < MIN_TIMED_CALLS or ranks.from_first(
+        len(seconds) < MAX_TIMED_CALLS and sum(seconds) < MAX_CPU_SECONDS
+    ):
+        before()
+        with Stopwatch(device) as watch:
+            run()
+        seconds.append(watch.seconds)
+    return 1e3 * statistics.median(seconds)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One timed call of `generate` on a batch.
+    """One timed call of `generate` on a batch."""
 
-    Attributes:
-        tokens: New tokens of each output row.
-        stats: How speculation went, in total and per row.
-        seconds: Time of the whole call, prefill included.
-        arrivals: When each row gained how many tokens, in order; empty where nobody noted it.
-    """
-
-    tokens: list[list[int]]
-    stats: GenerateStats
-    seconds: float
-    arrivals: Sequence[Arrival] = ()
+    tokens: list[list[int]]  # new tokens of each output row
+    stats: GenerateStats  # in total and per row
+    seconds: float  # of the whole call, prefill included
+    arrivals: Sequence[Arrival] = ()  # in order; empty where nobody noted them
 
     @property
     def count(self) -> int:
@@ -63,11 +123,7 @@ class Run:
 
 @dataclass
 class Repeats:
-    """The runs of one way of decoding the same batches again and again.
-
-    Attributes:
-        repeats: The runs of each repeat, one per batch.
-    """
+    """The runs of one way of decoding the same batches again and again: of each repeat, one per batch."""
 
     repeats: list[list[Run]] = field(default_factory=list)
 
@@ -105,16 +161,45 @@ def describe_stats(stats: Stats) -> dict[str, Any]:
     return {name: getattr(stats, name) for name in names}
 
 
-def timed_run(engine: Engine, ids: Tensor, mask: Tensor, watch: Stopwatch, **arguments: Any) -> Run:
-    """Call `engine.generate` once, timed.
+def run_in_turn(
+    ways: Sequence[Callable[[Prompts, int], Run]],
+    batches: Sequence[Prompts],
+    repeats: int,
+    progress: Callable[[str], None] = lambda text: None,
+    *,
+    alternate: bool = False,
+) -> list[Repeats]:
+    """Decode all batches in all ways `repeats` times, and return the runs of each way.
+
+    Each batch is decoded in every way before the next one, so that other load of the machine slows all alike. A way is
+    called with a batch and the number of prompts before it, and `progress` with a line ahead of each batch.
 
     Args:
-        engine: The engine to call.
-        ids: Prompts, `[B, P]` int64, padded on the left.
-        mask: Attention mask of the prompts, `[B, P]`.
-        watch: The stopwatch to time the call with, on the engine's device.
-        arguments: Further arguments of `generate`, a streamer among them.
+        ways: Each decodes a batch.
+        batches: The batches.
+        repeats: How often.
+        progress: Gets a line ahead of each batch.
+        alternate: Whether every other repeat takes the ways backwards.
     """
+    ran = [Repeats() for _ in ways]
+    for repeat in range(repeats):
+        for way in ran:
+            way.repeats.append([])
+        first, order = 0, range(len(ways))
+        for index, batch in enumerate(batches):
+            progress(f"repeat {repeat + 1} of {repeats}, batch {index + 1} of {len(batches)}")
+            for way_index in reversed(order) if alternate and repeat % 2 else order:
+                ran[way_index].repeats[-1].append(ways[way_index](batch, first))
+            first += len(batch)
+    return ran
+
+
+def timed_run(
+    engine: Engine, prompts: Prompts, pad_token: int, watch: Stopwatch | None = None, **arguments: Any
+) -> Run:
+    """Decode prompts in one call of `engine.generate`, timed; `arguments` are further ones of it, a streamer's too."""
+    ids, mask = padded(prompts, pad_token)
+    watch = watch or Stopwatch(engine.target.device)
     with watch:
         out = engine.generate(ids, mask, return_dict_in_generate=True, **arguments)
     assert isinstance(out, GenerateOutput)
@@ -140,34 +225,19 @@ class _Arrivals:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts, and how an engine continues them. Every row writes `max_new_tokens` tokens: none ends a text.
-
-    Attributes:
-        engine: The engine to measure.
-        prompts: Token ids of each prompt.
-        pad_token: Id that pads prompts of a batch to one length.
-        num_prompts: Fewest rows that a batch size is measured on; row i continues prompt i, modulo their number.
-        max_new_tokens: Tokens that each row writes.
-        temperature: 0 for greedy decoding.
-        seed: Seed of the first row's draws.
-    """
+    """Prompts, and how an engine continues them. Every row writes `max_new_tokens` tokens: none ends a text."""
 
     engine: ReDrafter
-    prompts: Sequence[Sequence[int]]
-    pad_token: int
-    num_prompts: int
+    prompts: Prompts
+    pad_token: int  # pads prompts of a batch to one length
+    num_prompts: int  # fewest rows that a batch size is measured on; row i continues prompt i, modulo their number
     max_new_tokens: int
-    temperature: float
-    seed: int
+    temperature: float  # 0 for greedy decoding
+    seed: int  # of the first row's draws
 
     @classmethod
     def of(cls, engine: ReDrafter, tokenizer: PreTrainedTokenizerBase, **rest: Any) -> "Workload":
         """Return a workload, after replacing the model's generation config by one without end tokens or sampling.
-
-        Args:
-            engine: The engine to measure.
-            tokenizer: Its tokenizer, whose padding or end token pads prompts.
-            rest: The other attributes of a workload.
 
         Raises:
             ArgumentError: The longest prompt with its new tokens exceeds the context or a limit of the engine.
@@ -205,25 +275,18 @@ class Workload:
         sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0}  # transformers would cut to 50
         return {"max_new_tokens": self.max_new_tokens} | (sampling if self.temperature else {"do_sample": False})
 
-    def run(self, batch: Sequence[Sequence[int]], speculate: bool, *, seed: int = 0) -> Run:
-        """Decode a batch once, timed, without reusing keys and values of earlier runs.
-
-        Args:
-            batch: Token ids of each row's prompt.
-            speculate: Whether to draft; else it is plain decoding.
-            seed: A number added to the workload's seed.
-        """
-        ids, mask = padded(batch, self.pad_token)
+    def run(self, batch: Prompts, speculate: bool, *, seed: int = 0) -> Run:
+        """Decode a batch once, timed, without keys and values of earlier runs; `seed` is added to the workload's."""
         self.engine.forget_prefixes()
         watch = Stopwatch(self.device)
         arrivals = _Arrivals(watch)
         arguments = self.arguments() | {"seed": self.seed + seed, "speculate": speculate}
-        run = timed_run(self.engine, ids, mask, watch, streamer=arrivals, **arguments)
+        run = timed_run(self.engine, batch, self.pad_token, watch, streamer=arrivals, **arguments)
         assert all(len(row) == self.max_new_tokens for row in run.tokens), "a row ended early"
         return replace(run, arrivals=arrivals.noted)
 
 
-def padded(batch: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tensor]:
+def padded(batch: Prompts, pad_token: int) -> tuple[Tensor, Tensor]:
     """Return the ids and the attention mask of prompts, `[B, P]` int64 each, padded on the left with `pad_token`."""
     rows = [torch.tensor(row, dtype=torch.long) for row in batch]
     ids = pad_sequence(rows, batch_first=True, padding_value=pad_token, padding_side="left")

@@ -16,7 +16,7 @@ import redrafter
 from redrafter.app.flags import short_name
 from redrafter.data.windows import Windows
 from redrafter.files.dtype_names import dtype_name
-from redrafter.measure.facts import hardware, versions
+from redrafter.measure.report import hardware, versions
 from redrafter.train.config import TrainConfig, shown_command
 from redrafter.train.trainer import TrainingResult
 

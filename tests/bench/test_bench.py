@@ -12,21 +12,20 @@ from helpers.command_line import TEXT, byte_tokenizer, fails
 from helpers.models import CONTEXT, HIDDEN, VOCAB, tiny_drafter, tiny_model, with_tree
 from redrafter import ArgumentError, CheckpointError, ReDrafterError, UnsupportedError
 from redrafter.app import loading
+from redrafter.bench.options import BenchOptions
 from redrafter.bench.padded_model import SHAPES, PadShape
-from redrafter.bench.rivals import measure_rivals
-from redrafter.bench.speedup import Equality, measure_steady_state, steady_rate
-from redrafter.bench.standing_batch import long_texts, open_standing_batch
-from redrafter.bench.step_parts import measure_parts, random_drafter
-from redrafter.bench.suite import Plan, run_suite
+from redrafter.bench.speedup import Equality, measure_rivals, measure_steady_state, steady_rate
+from redrafter.bench.standing_batch import long_texts, measure_parts, open_standing_batch, random_drafter
+from redrafter.bench.suite import run_suite
 from redrafter.cli import bench as bench_module
 from redrafter.cli import compare as compare_module
 from redrafter.cli import main
 from redrafter.cli import tune as tune_module
-from redrafter.cli.options import BenchOptions
 from redrafter.data.documents import encode_documents
 from redrafter.data.rows import Row
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.measure import picture, stopwatch
+from redrafter.measure import report as report_module
+from redrafter.measure import run as run_module
 from redrafter.measure.differences import first_difference
 from redrafter.measure.floors import Bandwidth, copy_bandwidth, draft_bytes, forward_bytes, resident_bytes, slot_bytes
 from redrafter.measure.prompts import encode, read_prompts
@@ -60,8 +59,8 @@ def workload(**changes) -> Workload:
 def _rough():
     """Two calls make a median here: nobody reads the times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stopwatch, "MIN_TIMED_CALLS", 2)
-        patch.setattr(stopwatch, "MAX_CPU_SECONDS", 0.0)
+        patch.setattr(run_module, "MIN_TIMED_CALLS", 2)
+        patch.setattr(run_module, "MAX_CPU_SECONDS", 0.0)
         yield
 
 
@@ -189,7 +188,7 @@ def test_a_padded_rank_for_a_drafter_without_one_is_refused(folder):
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(report_module, "find_spec", lambda name: None)
     code, _, err = bench("--plots", str(tmp_path))
     assert code == 2
     assert "pip install '.[bench]' in a checkout" in err
@@ -298,7 +297,7 @@ def test_every_command_writes_on_from_the_same_prompts(monkeypatch, tmp_path, fo
         raise StopError("enough")
 
     monkeypatch.setattr(bench_module.Workload, "of", stop)
-    monkeypatch.setattr(tune_module, "Tuner", lambda engine, prompts, **_: stop(prompts=prompts))
+    monkeypatch.setattr(tune_module, "Tuner", lambda work, *_: stop(prompts=work.prompts))
     monkeypatch.setattr(compare_module, "select_prompts", lambda prompts, *_: stop(prompts=prompts))
     monkeypatch.setattr(evaluate_module, "write_texts", lambda target, prompts, *_, **__: stop(prompts=prompts))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row, _ in ROWS))
@@ -536,7 +535,7 @@ def test_where_speculation_is_off_the_table_says_so(monkeypatch, capsys):
     work = workload()
     monkeypatch.setattr(work.engine, "proposer_for", lambda rows: work.engine.plain)
     report = Report({})
-    run_suite(report, work, Plan((2,), 1, draft_vocab_sizes=(20,)))
+    run_suite(report, work, BenchOptions(batch_sizes=(2,), repeats=1, draft_vocab_sizes=(20,)))
     assert report.finish() == 0
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from helpers.stub_server import StubServer, completion, reply
-from redrafter.bench import server_suite
+from redrafter.bench import server_load
 from redrafter.cli import main
 
 QUICK = ("--concurrency", "1,2", "--num-requests", "4", "--max-new-tokens", "3")
@@ -137,7 +137,7 @@ def test_texts_that_end_early_are_told(prompts):
 
 
 def test_a_busy_client_is_told(monkeypatch, prompts):
-    monkeypatch.setattr(server_suite, "BUSY_CLIENT", 0.0)
+    monkeypatch.setattr(server_load, "BUSY_CLIENT", 0.0)
     with StubServer(echo) as server:
         _, out, _ = bench("--url", server.url, *QUICK, "--prompts", prompts)
     assert "the client limits this: it was busy for" in out

@@ -2,8 +2,15 @@
 
 import pytest
 
-from redrafter.bench.server_load import Completion, LoadRun
-from redrafter.bench.server_suite import Percentiles, percentile, steady_span, summarize, tokens_between
+from redrafter.bench.server_load import (
+    Completion,
+    LoadRun,
+    Percentiles,
+    percentile,
+    steady_span,
+    summarize,
+    tokens_between,
+)
 
 
 def completed(index: int, sent: float, chunks: list[float], ended: float, tokens: int = 0, **more) -> Completion:

@@ -8,8 +8,7 @@ from helpers.stub_server import DROP, END, StubServer, chunk, completion, event,
 from redrafter import ArgumentError
 from redrafter.bench import server_load
 from redrafter.bench.http_stream import Address
-from redrafter.bench.server_load import Load, LoadError, LoadRun, Server, find_server, run_load
-from redrafter.bench.server_suite import summarize
+from redrafter.bench.server_load import Load, LoadError, LoadRun, Server, find_server, run_load, summarize
 
 LOAD = Load(["zero", "one", "two"], max_new_tokens=3, temperature=0.5, seed=100)
 

@@ -8,13 +8,23 @@ import pytest
 from helpers.models import paged, tiny_drafter, tiny_model
 from redrafter import ReDrafter, boxed_pair
 from redrafter.app.loading import Pair
-from redrafter.bench.tree_choice import Timing, at_size, candidates, choose, deeper, step_costs, table
-from redrafter.bench.tuner import HOPELESS_RATIO, Tuner
+from redrafter.bench.tuner import (
+    HOPELESS_RATIO,
+    Timing,
+    Tuner,
+    at_size,
+    candidates,
+    choose,
+    deeper,
+    step_costs,
+    table,
+)
 from redrafter.checkpoints.tree_shape import TreeShape
 from redrafter.cli import main
 from redrafter.drafting.drafter import RecurrentProposer
 from redrafter.drafting.proposer import PlainProposer
 from redrafter.engine.tuning import Tuning
+from redrafter.measure.run import Workload
 from redrafter.target.target import Target
 from redrafter.tree import beam_search
 
@@ -32,11 +42,11 @@ def pair():
     return ReDrafter.from_pretrained(boxed_pair(), tuning=None)
 
 
-def tuner(pair, **changes) -> Tuner:
-    how = {"batch_sizes": (1, 2), "max_new_tokens": 6, "temperature": 0.0, "seed": 0, "seconds": 60.0}
-    lines: list[str] = []
-    made = Tuner(pair, [[1, 40, 50], [1, 60]], **(how | {"report": lines.append} | changes))
-    return made
+def tuner(
+    pair, batch_sizes=(1, 2), seconds=60.0, report=lambda line: None, prompts=((1, 40, 50), (1, 60)), max_new_tokens=6
+) -> Tuner:
+    work = Workload(pair, prompts, 0, num_prompts=1, max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
+    return Tuner(work, batch_sizes, seconds, report)
 
 
 def test_what_tune_writes_is_what_from_pretrained_picks_up(home, capsys):
@@ -166,8 +176,7 @@ def test_the_steps_of_rows_that_share_nodes_are_measured(monkeypatch):
     model = tiny_model("llama")
     model.generation_config.eos_token_id = None
     engine = paged(ReDrafter(Target(model), tiny_drafter()), blocks=300)
-    made = tuner(engine, batch_sizes=(16,), max_new_tokens=40)
-    made.prompts = [[1, 3 + row] for row in range(24)]
+    made = tuner(engine, batch_sizes=(16,), max_new_tokens=40, prompts=[[1, 3 + row] for row in range(24)])
     tree = RecurrentProposer(engine.drafter, engine.target, 3, 3, 10, 64)
     made.run([tree])
     plain, shared = made.timings
@@ -294,10 +303,10 @@ def test_a_batch_without_memory_is_left_out(pair, monkeypatch):
 
 
 def test_prompts_are_cut_to_the_context(pair):
-    made = tuner(pair)
-    made.prompts = [list(range(3, 1503)), [1]]
+    prompts = [list(range(3, 1503)), [1]]
+    made = tuner(pair, prompts=prompts)
     for new in (6, 5000):
-        request = made.request(made.prompts, new, frozenset())
+        request = made.request(prompts, new, frozenset())
         assert max(request.limits) <= pair.target.context
         assert request.lengths[1] == 1
     assert made.step_ms(pair.proposer, 1) > 0

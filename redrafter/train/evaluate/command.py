@@ -30,7 +30,7 @@ from redrafter.drafting.drafter import RecurrentDrafter, RecurrentProposer
 from redrafter.engine.recurrent import ReDrafter
 from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.files.atomic_file import check_writable, write_atomically
-from redrafter.measure.picture import check_picture
+from redrafter.measure.report import check_picture
 from redrafter.train.evaluate.explain import OtherTexts, explain
 from redrafter.train.evaluate.options import EvaluateOptions, Search
 from redrafter.train.evaluate.prompts import PromptChoice, prompts_by_category, prompts_of_lengths

@@ -7,9 +7,7 @@ from typing import Any
 
 from redrafter.app.flags import short_name
 from redrafter.app.loading import Pair
-from redrafter.measure.facts import conditions, describe_pair
-from redrafter.measure.picture import drawing
-from redrafter.measure.report import format_table
+from redrafter.measure.report import conditions, describe_pair, drawing, format_table
 from redrafter.train.evaluate.advice import advise
 from redrafter.train.evaluate.explain import Explanation
 from redrafter.train.evaluate.options import EvaluateOptions

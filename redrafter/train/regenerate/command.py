@@ -29,7 +29,7 @@ from redrafter.engine.tuning import target_fingerprint
 from redrafter.errors import ArgumentError, CheckpointError
 from redrafter.files.atomic_file import check_writable
 from redrafter.files.dtype_names import dtype_name
-from redrafter.measure.facts import versions
+from redrafter.measure.report import versions
 from redrafter.target.target import Target
 from redrafter.train.regenerate import merge
 from redrafter.train.regenerate.answer_writer import AnswerWriter, select_rows

@@ -1,4 +1,4 @@
-"""Options of `redrafter compare`, `tune` and `bench` that no other command has."""
+"""Options of `redrafter compare`, `tune` and `bench`; apart from what measures, so that `--help` needs no torch."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from redrafter.app.flags import integers, names, option
 from redrafter.app.options import PROMPTS_HELP, PromptOptions, check_counts
 from redrafter.errors import ArgumentError
 
-__all__ = ["NOT_IN_COMPARE", "BenchOptions", "CompareOptions", "ServerOptions", "TuneOptions"]
-
+RIVALS = ("eager", "static", "assisted")  # baselines that `--against` may name
 # Generation options that `redrafter compare` does not have, since transformers' assisted generation has none such.
 NOT_IN_COMPARE = ("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "stop_token_ids", "adapter")
 
@@ -129,6 +128,9 @@ class BenchOptions(PromptOptions):
             if self.pad_to is None:
                 raise ArgumentError("--pad-head-rank is for --pad-to: give that too")
         object.__setattr__(self, "against", tuple(dict.fromkeys(self.against)))
+        for name in self.against:
+            if name not in RIVALS:
+                raise ArgumentError(f"--against takes any of {', '.join(RIVALS)}, got {name!r}")
         if self.assistant_model is not None and "assisted" not in self.against:
             raise ArgumentError("--assistant-model is for --against assisted: add that")
         for name in ("plots", "json"):
