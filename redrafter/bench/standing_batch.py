@@ -27,6 +27,7 @@ from redrafter.sampling.sampler import Sampler
 from redrafter.scheduler.cuda_graphs import capture
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.scheduler import Scheduler
+from redrafter.target.forward_batch import ForwardBatch
 from redrafter.target.target import Target
 from redrafter.tree.token_tree import Tree
 
@@ -249,7 +250,7 @@ def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | 
         step = batch.step_ms()
         propose = batch.propose(proposer)
         tree = propose()
-        verify = batch.part_ms(lambda: target.verify(tree, batch.state.length, batch.cache))
+        verify = batch.part_ms(lambda: target.verify(ForwardBatch(tree, batch.state.length, batch.cache)))
         draft = floor = None
         if isinstance(proposer, SearchProposer):
             draft = batch.part_ms(propose)

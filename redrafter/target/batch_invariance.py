@@ -7,17 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from redrafter.cache.dense import LayerShape, states_of
-from redrafter.cache.paged import KVCache, KVCachePool, PagedCache
+from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.parallel.ranks import Ranks
 from redrafter.target.cache_support import Support
 from redrafter.target.drafter_inputs import decoder_stack
+from redrafter.target.forward_batch import ForwardBatch, ForwardOutput
 from redrafter.target.invariant_products import record_products
 from redrafter.target.patch import ModelPatch
 from redrafter.target.quantization import float8_scheme, is_quantized
 from redrafter.target.varlen_forward import VarlenForward
-from redrafter.tree.token_tree import Tree, chain
+from redrafter.tree.token_tree import chain
 
 __all__ = ["check_products", "check_rows", "support_of"]
 
@@ -49,7 +50,7 @@ class InvariantTarget(Protocol):
     def fixed_rope_context(self) -> int | None:
         """Tokens of a text up to which its rope frequencies never change."""
 
-    def verify(self, tree: Tree, length: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def verify(self, batch: ForwardBatch) -> ForwardOutput:
         """Run a tree through the model; see `Target.verify`."""
 
 
@@ -120,7 +121,7 @@ def _read(target: InvariantTarget, sizes: Sequence[int], pool: KVCachePool) -> T
         if piece := ids[first : first + size].tolist():
             length = torch.full((1,), first, device=target.device)
             tokens = torch.tensor([piece], device=target.device)
-            logits.append(target.verify(chain(tokens), length, cache)[0][0])
+            logits.append(target.verify(ForwardBatch(chain(tokens), length, cache)).logits[0])
         first += size
     return torch.cat(logits)
 

@@ -19,9 +19,10 @@ from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer
 from redrafter.cache.dense import LayerShape
 from redrafter.cache.paged import KVCache, fill_first_slots
 from redrafter.errors import UnsupportedError, first_line
+from redrafter.target.forward_batch import ForwardBatch, ForwardOutput, Prompts
 from redrafter.target.mixer_probe import cache_argument
 from redrafter.tree.accept import Path
-from redrafter.tree.token_tree import Tree, chain, tree_of
+from redrafter.tree.token_tree import chain, tree_of
 
 __all__ = ["MODEL_ERRORS", "TargetUnderTest", "Trial", "far_lengths", "far_trial", "near_trial", "run_trial"]
 
@@ -43,12 +44,10 @@ class TargetUnderTest(Protocol):
     dtype: torch.dtype
     context: int | None
 
-    def verify(self, tree: Tree, length: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def verify(self, batch: ForwardBatch) -> ForwardOutput:
         """Run a tree through the model; see `Target.verify`."""
 
-    def prefill(
-        self, prompts: Tensor, length: Tensor, cache: KVCache, *, max_tokens: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def prefill(self, prompts: Prompts, *, max_tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Read prompts into a cache; see `Target.prefill`."""
 
 
@@ -185,12 +184,13 @@ def run_trial(target: TargetUnderTest, trial: Trial, cache: KVCache, *, whole: b
             fill_first_slots(cache, _stored(trial.shapes, trial.states))
         else:
             most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
-            target.prefill(trial.prompts, trial.length, cache, max_tokens=most)
-        logits, _ = target.verify(tree_of(tokens, parents, depth, max_depth=2), trial.length, cache)
+            target.prefill(Prompts(trial.prompts, trial.length, cache), max_tokens=most)
+        tree = tree_of(tokens, parents, depth, max_depth=2)
+        logits = target.verify(ForwardBatch(tree, trial.length, cache)).logits
         path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))
         cache.commit(trial.length, path.nodes)
         cache.commit_states(trial.length, path, torch.ones_like(trial.length, dtype=torch.bool))
-        after, _ = target.verify(chain(e.expand(rows, 1)), trial.length + 3, cache)
+        after = target.verify(ForwardBatch(chain(e.expand(rows, 1)), trial.length + 3, cache)).logits
     except MODEL_ERRORS as error:
         raise UnsupportedError(f"{target.name} cannot run a token tree: {first_line(error)}") from error
     return torch.cat([logits, after], dim=1)

@@ -65,7 +65,7 @@ def test_only_the_last_chunk_of_a_prompt_brings_all_its_tokens(model, prompt, mo
     served = scheduler(paged(with_tree(model, tiny_drafter(), 4, 3), 400), blocks=400, max_num_tokens=600)
     read, prefill = [], Target.prefill
     monkeypatch.setattr(
-        Target, "prefill", lambda self, tokens, *args, **how: read.append(tokens) or prefill(self, tokens, *args, **how)
+        Target, "prefill", lambda self, prompts, **how: read.append(prompts.tokens) or prefill(self, prompts, **how)
     )
     run(served, [make_sequence(prompt[0].tolist(), 2, GREEDY)])
     most = 600 + 1  # of a chunk, and the token before it, from which a draft model with recurrent states reads on
