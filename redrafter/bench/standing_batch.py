@@ -222,29 +222,15 @@ def long_texts(prompts: Prompts, rows: int, length: int) -> list[list[int]]:
     return [[stream[(row + i) % len(stream)] for i in range(length)] for row in range(rows)]
 
 
-@dataclass(frozen=True)
-class StepParts:
-    """The times of one step, in milliseconds. A floor is bytes over copy bandwidth."""
-
-    batch_size: int
-    asked: int | None  # by `--context`; None where the prompts are timed, half way through their new tokens
-    context: int  # committed tokens of the longest row
-    beyond: bool  # whether the context is longer than the model's, so that times are right and tokens mean nothing
-    speculative: bool
-    nodes: int  # of the tree
-    step_ms: float  # the whole step
-    draft_ms: float | None  # proposing the tree; None in plain decoding
-    draft_floor_ms: float | None
-    verify_ms: float  # the target's forward over the tree
-    verify_floor_ms: float
-    rest_ms: float  # the step without draft and verify: drawing, accepting, committing, the copy to the host
-    kv_bytes: int  # of the keys and values of all committed tokens
-    checks: dict[str, Any] | None  # see `StandingBatch.check`
-
-
 @torch.inference_mode()
-def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool) -> StepParts:
-    """Time one step of `rows` rows and its parts; of what `asked` is, and the result, see `StepParts`."""
+def measure_parts(
+    work: Workload, bandwidth: Bandwidth, rows: int, asked: int | None, *, speculate: bool
+) -> dict[str, Any]:
+    """Time one step of `rows` rows and its parts, after `asked` tokens, or half way through what the prompts write.
+
+    Returns:
+        An entry of `parts` in the JSON document. A floor is bytes over copy bandwidth.
+    """
     proposer, target = work.proposer(rows, speculate), work.engine.target
     with _open(work, rows, asked, proposer) as batch:
         step = batch.step_ms()
@@ -256,22 +242,23 @@ def measure_parts(work: Workload, bandwidth: Bandwidth, rows: int, asked: int | 
             draft = batch.part_ms(propose)
             floor = bandwidth.ms(draft_bytes(proposer.drafter, proposer.depth))
         kv = batch.tokens * slot_bytes(target.shapes)
-        return StepParts(
-            batch_size=rows,
-            asked=asked,
-            context=batch.longest,
-            beyond=target.context is not None and batch.longest + proposer.depth >= target.context,
-            speculative=draft is not None,
-            nodes=proposer.nodes,
-            step_ms=step,
-            draft_ms=draft,
-            draft_floor_ms=floor,
-            verify_ms=verify,
-            verify_floor_ms=bandwidth.ms(forward_bytes(target.model) + kv),
-            rest_ms=step - (draft or 0.0) - verify,
-            kv_bytes=kv,
-            checks=batch.check(),
-        )
+        return {
+            "batch_size": rows,
+            "asked": asked,
+            "context": batch.longest,  # committed tokens of the longest row
+            # Longer than the model's own context: times are right, and tokens mean nothing.
+            "beyond": target.context is not None and batch.longest + proposer.depth >= target.context,
+            "speculative": draft is not None,
+            "nodes": proposer.nodes,
+            "step_ms": step,
+            "draft_ms": draft,  # proposing the tree; None in plain decoding
+            "draft_floor_ms": floor,
+            "verify_ms": verify,  # the target's forward over the tree
+            "verify_floor_ms": bandwidth.ms(forward_bytes(target.model) + kv),
+            "rest_ms": step - (draft or 0.0) - verify,  # drawing, accepting, committing, the copy to the host
+            "kv_bytes": kv,  # of all committed tokens
+            "checks": batch.check(),
+        }
 
 
 @torch.inference_mode()

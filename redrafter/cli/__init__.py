@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from redrafter.app.program import run_command
+from redrafter.app.program import run_command, run_rank
 from redrafter.cli.commands import build_parser
 from redrafter.parallel.launched import launched_processes
 
@@ -35,8 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if launched_processes() > 1 and argv and argv[0] != "train":  # which has processes of its own kind
-        from redrafter.app.ranks import run_rank
-
         return run_rank(argv[0], lambda: _run(argv))
     return _run(argv)
 

@@ -12,8 +12,6 @@ from redrafter.cli.printer import Printer, use_color
 from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.measure.run import Repeats, Run
 
-__all__ = ["History", "run"]
-
 COMMANDS = ("/exit", "/reset", "/stats")
 
 

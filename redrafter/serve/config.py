@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redrafter.app.config_file import check_object, convert_value, options_by_name, read_text, unknown_key
 from redrafter.app.flags import flag, names, option
-from redrafter.app.option_files import check_object, read_text, unknown_key
-from redrafter.app.option_values import convert_value, options_by_name
 from redrafter.engine.options import EngineOptions, check_host_cache
 from redrafter.errors import ArgumentError
 from redrafter.scheduler.limits import Limits

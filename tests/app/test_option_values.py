@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from redrafter.app.config_file import convert_value, options_by_name
 from redrafter.app.flags import integers, option
-from redrafter.app.option_values import convert_value, options_by_name
 from redrafter.errors import ArgumentError
 
 

@@ -9,9 +9,8 @@ from functools import partial
 import pytest
 
 from helpers.command_line import byte_tokenizer, fails
-from redrafter.app.flag_translation import find_meaning
 from redrafter.app.foreign_flags import FLAGS
-from redrafter.app.parser import Parser
+from redrafter.app.parser import Parser, find_meaning
 from redrafter.cli import SCRIPTS, main
 from redrafter.cli.commands import build_parser
 from redrafter.convert import config as convert_config

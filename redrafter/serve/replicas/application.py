@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from redrafter.app.config_file import Option, convert_value, options_by_name, unknown_key
 from redrafter.app.flags import read_options
-from redrafter.app.option_files import unknown_key
-from redrafter.app.option_values import Option, convert_value, options_by_name
 from redrafter.app.options import DraftOptions, LoadOptions
 from redrafter.errors import ArgumentError, MissingDependencyError, how_to_install
 from redrafter.serve.config import ServeOptions
