@@ -20,11 +20,10 @@ from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, fir
 from redrafter.files.dtype_names import dtype_name
 from redrafter.parallel.local_shards import use_local_shards
 from redrafter.target.attention_probe import probe_attention
-from redrafter.target.batch_invariance import check_products, check_rows, support_of
-from redrafter.target.cache_support import CacheSupport, Support
+from redrafter.target.batch_invariance import RowByRow, check_products, check_rows, support_of
+from redrafter.target.cache_support import CacheSupport
 from redrafter.target.drafter_inputs import DrafterLayer, decoder_layers
 from redrafter.target.images import ImagePrompt, image_arguments, token_type_arguments
-from redrafter.target.invariant_products import RowByRow
 from redrafter.target.lora import Adapter, AdapterSlots, LoraWeights
 from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.model_state import ModelState, hooked_module, run_uncompiled
@@ -35,6 +34,7 @@ from redrafter.target.quantization import is_quantized, warn_of_shared_scales
 from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
 from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.target.supported import (
+    Support,
     base_of,
     check_autocast,
     check_on_device,
