@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,8 +17,10 @@ from redrafter.target.attention_probe import AttentionProbe
 from redrafter.target.mixers import Mixer
 from redrafter.target.prompt_reader import PromptReader
 from redrafter.target.self_test import SelfTest
-from redrafter.target.self_test_trials import TargetUnderTest
 from redrafter.target.supported import Support, stored_shapes
+
+if TYPE_CHECKING:
+    from redrafter.target.target import Target
 
 MAX_CHEAP_WINDOW = 64  # positions; prompts of the self-test reach past a window up to this long
 # Of the longer prompt: more than convolutions look back, and such that no piece of a prompt has one token, which some
@@ -34,7 +37,7 @@ class CacheSupport:
 
     def __init__(
         self,
-        target: TargetUnderTest,
+        target: "Target",
         probe: AttentionProbe,
         kinds: LayerKinds,
         mixers: Sequence[Mixer],

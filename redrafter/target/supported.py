@@ -15,6 +15,8 @@ from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, fi
 from redrafter.files.dtype_names import dtype_name
 from redrafter.target.positions import has_alibi
 
+# What a model's code may raise where it cannot run something of ours.
+MODEL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
 MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
 
 

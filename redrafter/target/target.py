@@ -32,8 +32,8 @@ from redrafter.target.positions import find_slot_readers, masks_slots
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import is_quantized, warn_of_shared_scales
 from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
-from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.target.supported import (
+    MODEL_ERRORS,
     Support,
     base_of,
     check_autocast,
