@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from redrafter import kernels
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.cache_format import read_slots, write_slots
-from redrafter.kernels.elementwise import in_full_vectors
+from redrafter.kernels.invariant_linear import in_full_vectors
 from redrafter.kernels.splits import FAR_SPLIT, NEAR, NEAR_SPLIT, TILE
 
 TOKENS = 8  # of every product: a batch of another number of matrices may be multiplied in another order

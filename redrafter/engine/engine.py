@@ -47,8 +47,7 @@ from redrafter.scheduler.cuda_graphs import MOST_ROWS, CUDAGraphRunner
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.models import Models
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.target.cache_support import Support
-from redrafter.target.supported import check_autocast, check_eval
+from redrafter.target.supported import Support, check_autocast, check_eval
 from redrafter.target.target import Target
 
 Streamer = BaseStreamer | StepStreamer

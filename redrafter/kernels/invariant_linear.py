@@ -10,15 +10,17 @@ On a GPU every output is one sum in ascending order. Where torch's product is fo
 else a kernel of our own.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from redrafter import kernels
 
-__all__ = ["invariant_expert_linear", "invariant_linear"]
-
 BLOCK = 16  # rows of every product
+VECTOR = 64  # numbers, a multiple of what torch computes at once on any CPU and in any dtype
+CHUNK = 16384  # numbers; a tensor of 32,768 or more is shared out to threads, at places that depend on its size
 
 
 @torch.library.custom_op("redrafter::invariant_linear", mutates_args=())
@@ -75,3 +77,17 @@ if kernels.TRITON:
         return multiply(flat, weight, bias).view(*x.shape[:-1], -1)
 
     invariant_expert_linear.register_kernel("cuda")(kernels.ordered_expert_linear)
+
+
+def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return `function(x)` for a function of single numbers, `[...]`, such that each depends on its argument alone.
+
+    On a CPU torch computes a tensor in vectors of 8 to 64 numbers, and what is left over at its end with other
+    instructions, by which a sigmoid in float32 may end in another bit. Here nothing is ever left over.
+
+    Args:
+        function: Computes each number of its result from one number of its argument.
+        x: The argument, `[...]`.
+    """
+    chunks = pad(x.reshape(-1), (0, -x.numel() % VECTOR)).split(CHUNK)
+    return torch.cat([function(chunk.clone()) for chunk in chunks])[: x.numel()].view(x.shape)

@@ -1,60 +1,51 @@
-"""Batch-invariant targets: which models can be, and the check that they are."""
+"""Batch-invariant targets: which models can be, what their forwards are patched with, and the check that they are.
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+A forward is a sequence of functions of rows, but not in the bits of its numbers: a matrix product sums in an order that
+suits the number of rows, and on a CPU a function of single numbers is computed by other instructions at the end of a
+tensor than before it. In a forward to which `RowByRow` is applied both come from the row alone.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from redrafter.cache.dense import LayerShape, states_of
+from redrafter.cache.dense import states_of
 from redrafter.cache.paged import KVCachePool, PagedCache
 from redrafter.errors import UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.parallel.ranks import Ranks
-from redrafter.target.cache_support import Support
+from redrafter.kernels.invariant_linear import in_full_vectors, invariant_expert_linear, invariant_linear
 from redrafter.target.drafter_inputs import decoder_stack
-from redrafter.target.forward_batch import ForwardBatch, ForwardOutput
-from redrafter.target.invariant_products import record_products
+from redrafter.target.forward_batch import ForwardBatch
 from redrafter.target.patch import ModelPatch
 from redrafter.target.quantization import float8_scheme, is_quantized
-from redrafter.target.varlen_forward import VarlenForward
+from redrafter.target.supported import Support
 from redrafter.tree.token_tree import chain
 
-__all__ = ["check_products", "check_rows", "support_of"]
+if TYPE_CHECKING:
+    from redrafter.target.target import Target
 
 TOKENS = 26  # of the text that is read in several ways
 WAYS = ([26], [1] * 26, [7, 7, 7, 5], [19, 7])  # how many of its tokens are in each forward
 
+EXPERTS_NAME = "redrafter_invariant"
 
-class InvariantTarget(Protocol):
-    """The attributes of a target that are used here."""
-
-    name: str
-    model: Any
-    config: Any
-    device: torch.device
-    vocab_size: int
-    context: int | None
-    ranks: Ranks
-    varlen_forward: VarlenForward
-
-    @property
-    def paged(self) -> Support:
-        """Whether the model can be decoded on a paged cache."""
-
-    @property
-    def paged_shapes(self) -> list[LayerShape]:
-        """What each layer stores on a paged cache."""
-
-    @property
-    def fixed_rope_context(self) -> int | None:
-        """Tokens of a text up to which its rope frequencies never change."""
-
-    def verify(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run a tree through the model; see `Target.verify`."""
+# Names of torch's own operators that multiply matrices. Ours have another namespace.
+PRODUCT = re.compile(
+    r"aten::(_?(add|bad)?d?b?mm|_?addmm\w*|addmv|mv|dot|vdot|addr|linear|matmul|einsum|bilinear|_\w+_mm\w*|\w*convolution\w*|"
+    r"conv\w+|\w*scaled_dot_product\w*|\w*(gru|lstm|rnn)\w*)$"
+)
 
 
-def support_of(target: InvariantTarget) -> Support:
+def support_of(target: "Target") -> Support:
     """Return whether a model may be batch-invariant, as far as can be told without a forward in that mode."""
     if target.ranks.size > 1:
         return Support("it is split by tensor parallelism, and sums of ranks have an order of their own")
@@ -75,9 +66,9 @@ def support_of(target: InvariantTarget) -> Support:
     return target.paged
 
 
-def check_products(target: InvariantTarget) -> None:
+def check_products(target: "Target") -> None:
     """Raise `UnsupportedError` if a forward multiplies matrices by other operators than our own, naming where."""
-    with torch.inference_mode(), record_products(target.model) as products:
+    with torch.inference_mode(), _record_products(target.model) as products:
         _read(target, [7], _small_pool(target))
     if products:
         module, operator = products[0]
@@ -87,7 +78,7 @@ def check_products(target: InvariantTarget) -> None:
         )
 
 
-def check_rows(target: InvariantTarget, pool: KVCachePool | None = None) -> None:
+def check_rows(target: "Target", pool: KVCachePool | None = None) -> None:
     """Raise `UnsupportedError` if a text's logits depend on how many of its tokens share a forward.
 
     Args:
@@ -104,11 +95,11 @@ def check_rows(target: InvariantTarget, pool: KVCachePool | None = None) -> None
             )
 
 
-def _small_pool(target: InvariantTarget) -> KVCachePool:
+def _small_pool(target: "Target") -> KVCachePool:
     return KVCachePool(target.paged_shapes, 2 + -(-TOKENS // BLOCK_SIZE))
 
 
-def _read(target: InvariantTarget, sizes: Sequence[int], pool: KVCachePool) -> Tensor:
+def _read(target: "Target", sizes: Sequence[int], pool: KVCachePool) -> Tensor:
     """Return the logits of a text, `[T, V]`, that is read in forwards of these numbers of tokens."""
     blocks = min(pool.num_blocks - 1, 1 + -(-TOKENS // BLOCK_SIZE))
     bounds = [x for x in (target.context, target.fixed_rope_context, blocks * BLOCK_SIZE) if x is not None]
@@ -126,7 +117,7 @@ def _read(target: InvariantTarget, sizes: Sequence[int], pool: KVCachePool) -> T
     return torch.cat(logits)
 
 
-def _first_difference(target: InvariantTarget, pool: KVCachePool) -> str:
+def _first_difference(target: "Target", pool: KVCachePool) -> str:
     """Name the first layer whose output depends on the number of tokens in the forward."""
     stack = decoder_stack(target.model, target.config.num_hidden_layers)
     outputs: list[Tensor] = []
@@ -145,3 +136,137 @@ def _first_difference(target: InvariantTarget, pool: KVCachePool) -> str:
                 return f"the output of layer {layer}"
         outputs = outputs or by_layer
     return "its head"
+
+
+class RowByRow:
+    """What a forward is patched with in which a model computes each row as it would alone, attention apart.
+
+    Linear layers, and all that calls `torch.nn.functional.linear`, use `invariant_linear`, and experts use
+    `experts_row_by_row`.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        """Find the configs in which the model's experts look up their implementation; device: where it is."""
+        traits = "has_gate", "has_bias", "is_transposed"  # that transformers gives to modules of experts
+        experts: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in traits)]
+        self._configs = list({id(module.config): module.config for module in experts}.values())
+        self._on_cpu = device.type == "cpu"
+
+    def apply(self, patch: ModelPatch) -> None:
+        """Have one forward compute row by row."""
+        for config in self._configs:
+            patch.set(config, "_experts_implementation", EXPERTS_NAME)
+        patch.enter(_InvariantLinears())
+        # On a GPU two sizes that happen to be equal when the forward is compiled stay two, and all share a variant.
+        patch.enter(_FullVectors() if self._on_cpu else fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+
+
+class _InvariantLinears(TorchFunctionMode):
+    """Replaces the product of every linear layer."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is linear:
+            return _linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return invariant_linear(input, weight, bias)
+
+
+def experts_row_by_row(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """Compute the experts of each token as an experts function of transformers.
+
+    Each product of a token and an expert is one of that row alone, and the results of a token's experts are added in
+    float32, in the order of its choice.
+
+    Args:
+        module: The module of all experts, with their weights.
+        hidden: Hidden states, `[T, D]`.
+        experts: The experts of each token, `[T, K]` int64.
+        weights: Their weights, `[T, K]`.
+
+    Returns:
+        `[T, D]`.
+    """
+    tokens, chosen = experts.shape
+    expert = experts.reshape(-1)
+    x = hidden[:, None].expand(-1, chosen, -1).reshape(tokens * chosen, -1)
+    x = _product(module, "gate_up_proj" if module.has_gate else "up_proj", x, expert)
+    x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    x = _product(module, "down_proj", x, expert)
+    if getattr(module, "has_post_expert_norm", False):
+        x = module.post_expert_norm(x)
+    weighted = (x * weights.reshape(-1, 1)).view(tokens, chosen, -1).float()
+    total = weighted[:, 0]
+    for index in range(1, chosen):
+        total = total + weighted[:, index]
+    return total.to(hidden.dtype)
+
+
+def _product(module: Any, name: str, x: Tensor, expert: Tensor) -> Tensor:
+    """Return the product of each row with its expert's weight of that name, and that expert's bias if it has one."""
+    weight = getattr(module, name)
+    x = invariant_expert_linear(x, weight.transpose(1, 2) if module.is_transposed else weight, expert)
+    return x + getattr(module, f"{name}_bias")[expert] if module.has_bias else x
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_row_by_row)
+
+
+class _FullVectors(TorchDispatchMode):
+    """Computes functions of single numbers by the same instructions for every number of a tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.pointwise not in func.tags or not _takes_one_tensor(args, kwargs):
+            return func(*args, **kwargs)
+        x, *rest = args
+        result = in_full_vectors(lambda chunk: func(chunk, *rest, **kwargs), x)
+        return x.copy_(result) if func._schema.is_mutable else result
+
+
+def _takes_one_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a tensor of floating-point numbers is the first argument and no other one is a tensor."""
+    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point() or not args[0].numel():
+        return False
+    return not any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values()))
+
+
+@contextmanager
+def _record_products(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Record torch's own products of matrices inside the context: the name of the module, and of the operator.
+
+    Products over one number are left out: such a sum has no order. So is what runs outside of the model, as a drafter's
+    layer does, which changes no text.
+
+    Args:
+        model: The model whose modules are named.
+    """
+    calls: list[str] = []
+    found: list[tuple[str, str]] = []
+    with ModelPatch() as patch:
+        for name, module in model.named_modules():
+            patch.hook(module, lambda *_, name=name: calls.append(name), before=True)
+            patch.hook(module, lambda *_: calls.__delitem__(-1))
+        patch.enter(_Recorder(calls, found))
+        yield found
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down which module is running whenever torch multiplies matrices."""
+
+    def __init__(self, calls: Sequence[str], found: list[tuple[str, str]]):
+        super().__init__()
+        self._calls, self._found = calls, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if self._calls and PRODUCT.fullmatch(name) and not _sums_one_number(name, args):
+            self._found.append((self._calls[-1], name.removeprefix("aten::")))
+        return func(*args, **(kwargs or {}))
+
+
+def _sums_one_number(name: str, args: Sequence[Any]) -> bool:
+    """Tell whether each number of a product is one number times another, as where positions meet frequencies."""
+    return name in ("aten::mm", "aten::bmm", "aten::matmul") and args[0].dim() > 1 and args[0].shape[-1] == 1

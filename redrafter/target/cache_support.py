@@ -1,8 +1,9 @@
 """The caches that a model's token trees are right on, found by self-tests when the model is bound."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,25 +17,10 @@ from redrafter.target.attention_probe import AttentionProbe
 from redrafter.target.mixers import Mixer
 from redrafter.target.prompt_reader import PromptReader
 from redrafter.target.self_test import SelfTest
-from redrafter.target.self_test_trials import TargetUnderTest
-from redrafter.target.supported import stored_shapes
+from redrafter.target.supported import Support, stored_shapes
 
-
-@dataclass(frozen=True)
-class Support:
-    """Whether a model can be decoded in some way, and why not.
-
-    Attributes:
-        reason: Why it cannot, as the end of a sentence; None when it can.
-    """
-
-    reason: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether the model can be decoded in that way."""
-        return self.reason is None
-
+if TYPE_CHECKING:
+    from redrafter.target.target import Target
 
 MAX_CHEAP_WINDOW = 64  # positions; prompts of the self-test reach past a window up to this long
 # Of the longer prompt: more than convolutions look back, and such that no piece of a prompt has one token, which some
@@ -51,7 +37,7 @@ class CacheSupport:
 
     def __init__(
         self,
-        target: TargetUnderTest,
+        target: "Target",
         probe: AttentionProbe,
         kinds: LayerKinds,
         mixers: Sequence[Mixer],

@@ -66,8 +66,10 @@ class ModelPatch:
 
     def tell(self, running: Running, value: Any) -> None:
         """Tell stand-ins what they need for this forward."""
+        running.thread = (
+            self._thread
+        )  # and stays so: another thread may be in a stand-in still when the forward has ended
         self.set(running, "value", value)
-        self.set(running, "thread", self._thread)
 
     def enter(self, context: AbstractContextManager[Any]) -> None:
         """Enter another context, which is left where it stands in the order of declarations."""

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from redrafter.cache.dense import DenseCache
 from redrafter.target.patch import ModelPatch, Running
-from redrafter.target.self_test_trials import MODEL_ERRORS
+from redrafter.target.supported import MODEL_ERRORS
 from redrafter.tree.token_tree import Tree
 
 __all__ = ["DynamicRope", "RopeByLength", "find_dynamic_rope", "find_switching_rope"]

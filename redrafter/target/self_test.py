@@ -1,124 +1,52 @@
 """The self-test of a model that is being bound: small token trees are compared with plain forwards.
 
+A *near* trial has two rows of a few tokens, which the model reads itself. A *far* trial has one row whose committed
+keys and values are random numbers, as many as it takes to cross the numbers of the config that change what a position
+sees: windows, chunks, scales, the end of the context. Only a few tokens of it are computed, so it takes little time.
+
 A half-precision model is computed in float32, since its own rounding would hide what a wrong mask or position changes,
 and once as it is, which shows that it runs and is not far off.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from redrafter.attention.mask import LayerKinds
 from redrafter.cache.dense import LayerShape, states_of
-from redrafter.cache.paged import KVCache
-from redrafter.errors import CheckpointError, UnsupportedError
+from redrafter.cache.paged import KVCache, fill_first_slots
+from redrafter.errors import CheckpointError, UnsupportedError, first_line
 from redrafter.target.drafter_inputs import decoder_stack
-from redrafter.target.float32 import in_float32
+from redrafter.target.forward_batch import ForwardBatch, Prompts
+from redrafter.target.mixer_probe import cache_argument
 from redrafter.target.patch import ModelPatch
 from redrafter.target.quantization import float8_scheme, is_quantized
-from redrafter.target.self_test_trials import (
-    MODEL_ERRORS,
-    TargetUnderTest,
-    Trial,
-    far_lengths,
-    far_trial,
-    near_trial,
-    run_trial,
-)
+from redrafter.target.supported import MODEL_ERRORS
+from redrafter.tree.accept import Path
+from redrafter.tree.token_tree import chain, tree_of
 
-__all__ = ["SelfTest"]
+if TYPE_CHECKING:
+    from redrafter.target.target import Target
 
+TRIAL_SLOTS = 8  # slots that a trial needs after a row's committed tokens
 MIN_FAR_LAYERS = 4  # layers that a far trial computes at least
+MAX_FAR_BYTES = 1 << 30  # of keys and values in one far trial; longer trials are left out
+# Names of config entries whose numbers change what a position sees.
+POSITION_LIMITS = re.compile("window|chunk|original_max|floor|local|keep|block|stride|span|topk")
 
 NewCache: TypeAlias = Callable[[Sequence[LayerShape], int, int], KVCache]
 """Makes a cache for some layers, rows and slots a row."""
 
-
-class SelfTest:
-    """The trials of one target, for each kind of cache that it may be decoded on.
-
-    Attributes:
-        output: Output of one of the model's own plain forwards, with its cache.
-    """
-
-    def __init__(self, target: TargetUnderTest, kinds: LayerKinds, longest: int, *, decoded: bool = False):
-        """Run the plain forwards of the near trial.
-
-        Args:
-            target: What is being bound; its `verify` and `prefill` are tried.
-            kinds: What its layers attend to.
-            longest: Tokens of the longer row of a near trial.
-            decoded: Let the model read what trees are compared with token by token, as in plain decoding.
-
-        Raises:
-            CheckpointError: The model's logits are not finite.
-        """
-        self._target, self._longest = target, longest
-        self._context = target.context  # later texts may be longer, where each token's rope is of its own length
-        self._near, self.output = near_trial(target, longest, decoded=decoded)
-        self._decoded = decoded
-        if not bool(self._near.expected.isfinite().all()):
-            raise CheckpointError(
-                f"{target.name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow "
-                "for them"
-            )
-        by_layer = kinds.by_layer or ()
-        self._far_layers = max([MIN_FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
-        self._native_tolerance = max(_tolerance(target), _RECURRENT if decoded else _EXACT)
-        self._wide_tolerance = _RECURRENT_WIDENED if decoded else _WIDENED
-        self._test_in_float32 = target.dtype in _HALF and not _may_round_inputs(target)
-
-    def run(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
-        """Run every trial on caches of one kind.
-
-        Args:
-            shapes: What each layer stores.
-            new_cache: Makes a cache.
-            far: Run far trials too; they need `shapes` to be what transformers' own cache stores.
-
-        Raises:
-            UnsupportedError: The model cannot run a tree, or its logits differ from those of plain forwards.
-        """
-        self._compare(self._near, new_cache(shapes, 2, self._near.slots), self._native_tolerance)
-        if states_of(shapes):  # they come about in other ways when prompts are read whole
-            self._compare(self._near, new_cache(shapes, 2, self._near.slots), self._native_tolerance, whole=True)
-            far = False  # a far text has keys and values that are random numbers, and no states
-        if not self._test_in_float32:
-            if far:
-                self._run_far(shapes, new_cache, max(self._native_tolerance, _WIDENED))
-            return
-        wide = [shape.widened() for shape in shapes]
-        with in_float32():
-            near = _unless_it_fails(lambda: near_trial(self._target, self._longest, decoded=self._decoded)[0])
-            if near is not None:
-                self._compare(near, new_cache(wide, 2, near.slots), self._wide_tolerance)
-                if far:
-                    self._run_far(wide, new_cache, _WIDENED)
-
-    def _run_far(self, shapes: Sequence[LayerShape], new_cache: NewCache, allowed: "_Tolerance") -> None:
-        """Run far trials, on the first layers alone: long enough to cross the numbers of the config."""
-        target, count = self._target, len(shapes)
-        kept = min(self._far_layers, count)
-        for length in far_lengths(target.config, self._context, shapes[:kept]):
-            with ModelPatch() as patch:  # a model that holds its layers in a list is left the first of them
-                if (stack := decoder_stack(target.model, count)) is not None:
-                    patch.put(vars(stack), "_modules", dict(list(stack._modules.items())[:kept]))
-                trial = _unless_it_fails(lambda: far_trial(target, length, shapes[:kept]))  # noqa: B023 -- called here
-                if trial is not None:
-                    self._compare(trial, new_cache(trial.shapes, 1, trial.slots), allowed)
-
-    def _compare(self, trial: Trial, cache: KVCache, allowed: "_Tolerance", *, whole: bool = False) -> None:
-        """Run a trial, and raise `UnsupportedError` where its logits are off by more than is allowed."""
-        logits, expected = run_trial(self._target, trial, cache, whole=whole).float(), trial.expected.float()
-        error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
-        if not bool((error.max() <= allowed.worst) & (error.median() <= allowed.typical)):
-            behind = "" if trial.prompts is not None else f" behind {int(trial.length[0])} tokens"
-            raise UnsupportedError(
-                f"{self._target.name} gives other logits for a token tree than for plain text{behind} (relative error "
-                f"{error.max():.2g}); this architecture cannot be verified exactly"
-            )
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, order=True)
@@ -143,19 +71,186 @@ _EXACT, _WIDENED = _Tolerance(2e-3, 2e-3), _Tolerance(1e-2, 5e-3)
 # Recurrences carry rounding on from token to token: 0.014 at worst on a tiny Nemotron-H; a wrong state is near to 1.
 _RECURRENT, _RECURRENT_WIDENED = _Tolerance(1e-2, 5e-3), _Tolerance(5e-2, 2e-2)
 _NARROW, _QUANTIZED = _Tolerance(float("inf"), 0.15), _Tolerance(float("inf"), 0.4)
-_HALF = (torch.float16, torch.bfloat16)
 
 
-def _tolerance(target: TargetUnderTest) -> _Tolerance:
-    """Return the tolerance of a model in the dtype that it computes in, which may not be that of its logits."""
-    if _may_round_inputs(target):
-        return _QUANTIZED
-    return _NARROW if target.dtype in _HALF else _EXACT
+@dataclass(frozen=True)
+class Trial:
+    """A small tree after the committed tokens of B rows, and what plain forwards give along its paths.
+
+    Attributes:
+        nodes: Ids of the root; of a and b below it, c below a, d below b; of e, which follows the path root, b, d;
+            `[6]` int64.
+        length: Committed tokens of each row, `[B]` int64.
+        prompts: Those tokens, `[B, P]` int64, right-padded; None where their keys and values are random numbers.
+        states: Those keys and values by layer that stores any, `[1, heads, P, dim]` each, and after them the keys of an
+            indexer, `[1, P, dim]`, of a layer that has one; else empty.
+        expected: Plain logits at root, a, b, c, d and e, `[B, 6, V]`.
+    """
+
+    nodes: Tensor
+    length: Tensor
+    prompts: Tensor | None
+    states: Mapping[int, tuple[Tensor, ...]]
+    expected: Tensor
+
+    @property
+    def slots(self) -> int:
+        """Slots that a row needs."""
+        return int(self.length.max()) + TRIAL_SLOTS
 
 
-def _may_round_inputs(target: TargetUnderTest) -> bool:
-    """Tell whether a model's layers may round their inputs, so that the least difference between them may grow."""
-    return is_quantized(target.model.config) or float8_scheme(target.model) == "fp8_dynamic"
+class SelfTest:
+    """The trials of one target, for each kind of cache that it may be decoded on.
+
+    Attributes:
+        output: Output of one of the model's own plain forwards, with its cache.
+    """
+
+    def __init__(self, target: "Target", kinds: LayerKinds, longest: int, *, decoded: bool = False):
+        """Run the plain forwards of the near trial.
+
+        Args:
+            target: What is being bound; its `verify` and `prefill` are tried.
+            kinds: What its layers attend to.
+            longest: Tokens of the longer row of a near trial.
+            decoded: Let the model read what trees are compared with token by token, as in plain decoding.
+
+        Raises:
+            CheckpointError: The model's logits are not finite.
+        """
+        self._target, self._longest, self._decoded = target, longest, decoded
+        self._context = target.context  # later texts may be longer, where each token's rope is of its own length
+        self._near, self.output = self._near_trial()
+        if not bool(self._near.expected.isfinite().all()):
+            raise CheckpointError(
+                f"{target.name} gives logits that are not finite; its weights are damaged, or its dtype is too narrow "
+                "for them"
+            )
+        by_layer = kinds.by_layer or ()
+        self._far_layers = max([MIN_FAR_LAYERS, *(1 + by_layer.index(kind) for kind in set(by_layer))])
+        # Where layers round their inputs, the least difference between these may grow.
+        rounds_inputs = is_quantized(target.model.config) or float8_scheme(target.model) == "fp8_dynamic"
+        # The dtype is that in which the model computes, which may not be that of its logits.
+        tolerance = _QUANTIZED if rounds_inputs else _NARROW if target.dtype in _HALF else _EXACT
+        self._native_tolerance = max(tolerance, _RECURRENT if decoded else _EXACT)
+        self._wide_tolerance = _RECURRENT_WIDENED if decoded else _WIDENED
+        self._test_in_float32 = target.dtype in _HALF and not rounds_inputs
+
+    def run(self, shapes: Sequence[LayerShape], new_cache: NewCache, *, far: bool = True) -> None:
+        """Run every trial on caches of one kind.
+
+        Args:
+            shapes: What each layer stores.
+            new_cache: Makes a cache.
+            far: Run far trials too; they need `shapes` to be what transformers' own cache stores.
+
+        Raises:
+            UnsupportedError: The model cannot run a tree, or its logits differ from those of plain forwards.
+        """
+        self._compare(self._near, new_cache(shapes, 2, self._near.slots), self._native_tolerance)
+        if states_of(shapes):  # they come about in other ways when prompts are read whole
+            self._compare(self._near, new_cache(shapes, 2, self._near.slots), self._native_tolerance, whole=True)
+            far = False  # a far text has keys and values that are random numbers, and no states
+        if not self._test_in_float32:
+            if far:
+                self._run_far(shapes, new_cache, max(self._native_tolerance, _WIDENED))
+            return
+        wide = [shape.widened() for shape in shapes]
+        with _InFloat32():
+            near = _unless_it_fails(lambda: self._near_trial()[0])
+            if near is not None:
+                self._compare(near, new_cache(wide, 2, near.slots), self._wide_tolerance)
+                if far:
+                    self._run_far(wide, new_cache, _WIDENED)
+
+    def _near_trial(self) -> tuple[Trial, Any]:
+        """Make a near trial: the model reads each prompt with each of the tree's two paths after it.
+
+        The output of the plain forward of the second prompt, with the model's own cache, is returned beside it.
+        """
+        target, longest = self._target, self._longest
+        ids = self._ids(2 * longest + 6)
+        prompts, nodes = ids[: 2 * longest].view(2, longest), ids[2 * longest :]
+        expected, lengths = [], [longest, longest - 2]
+        for row, n in enumerate(lengths):
+            prompt, paths = prompts[row, :n].expand(2, n), _paths(nodes)
+            if self._decoded:  # some mixers compute slightly other numbers so than at once
+                logits, out = _decoded(target.model, prompt, paths)
+            else:
+                text = torch.cat([prompt, paths], dim=1)
+                out = target.model(input_ids=text, use_cache=True, **_positions(target.model, text))
+                logits = out.logits[:, n:]
+            expected.append(_at_nodes(logits.to(target.device)))
+        length = torch.tensor(lengths, device=target.device)
+        return Trial(nodes, length, prompts, {}, torch.stack(expected)), out
+
+    def _run_far(self, shapes: Sequence[LayerShape], new_cache: NewCache, allowed: _Tolerance) -> None:
+        """Run far trials, on the first layers alone: long enough to cross the numbers of the config."""
+        target, count = self._target, len(shapes)
+        shapes = shapes[: min(self._far_layers, count)]
+        for length in far_lengths(target.config, self._context, shapes):
+            with ModelPatch() as patch:  # a model that holds its layers in a list is left the first of them
+                if (stack := decoder_stack(target.model, count)) is not None:
+                    patch.put(vars(stack), "_modules", dict(list(stack._modules.items())[: len(shapes)]))
+                trial = _unless_it_fails(lambda: self._far_trial(length, shapes))  # noqa: B023 -- called here
+                if trial is not None:
+                    self._compare(trial, new_cache(shapes, 1, trial.slots), allowed)
+
+    def _far_trial(self, length: int, shapes: Sequence[LayerShape]) -> Trial:
+        """Make a trial of one row of `length` committed tokens, whose keys and values are random numbers."""
+        target, nodes, past = self._target, self._ids(6), DynamicCache()
+        states = {index: _random_states(shape, length, index) for index, shape in enumerate(shapes) if shape.heads}
+        past.layers.extend(DynamicIndexedLayer() if shape.index_dim else DynamicLayer() for shape in shapes)
+        for index, state in states.items():  # handed to the cache as a model does
+            keys, values, *index_keys = (x.expand(2, *x.shape[1:]) for x in state)
+            past.update(keys, values, index)
+            if index_keys:
+                past.update_indexer(index_keys[0], index)
+        positions = torch.arange(length, length + 4, device=target.device)[None].expand(2, 4)
+        out = target.model(input_ids=_paths(nodes), position_ids=positions, past_key_values=past, use_cache=True)
+        lengths = torch.tensor([length], device=target.device)
+        return Trial(nodes, lengths, None, states, _at_nodes(out.logits.to(target.device))[None])
+
+    def _ids(self, count: int) -> Tensor:
+        return (torch.arange(count, device=self._target.device) * 7919 + 11) % self._target.config.vocab_size
+
+    def _compare(self, trial: Trial, cache: KVCache, allowed: _Tolerance, *, whole: bool = False) -> None:
+        """Run a trial, and raise `UnsupportedError` where its logits are off by more than is allowed."""
+        logits, expected = run_trial(self._target, trial, cache, whole=whole).float(), trial.expected.float()
+        error = (logits - expected).std(dim=-1) / expected.std(dim=-1).clamp(min=1e-6)  # [B, N]
+        if not bool((error.max() <= allowed.worst) & (error.median() <= allowed.typical)):
+            behind = "" if trial.prompts is not None else f" behind {int(trial.length[0])} tokens"
+            raise UnsupportedError(
+                f"{self._target.name} gives other logits for a token tree than for plain text{behind} (relative error "
+                f"{error.max():.2g}); this architecture cannot be verified exactly"
+            )
+
+
+def run_trial(target: "Target", trial: Trial, cache: KVCache, *, whole: bool = False) -> Tensor:
+    """Return the logits `[B, 6, V]` of a trial's tree on an empty cache: prefill, verify, commit, verify.
+
+    Prompts are read in one forward if `whole`, else in several as long ones are. Raises `UnsupportedError` if the model
+    cannot run a tree.
+    """
+    root, a, b, c, d, e = trial.nodes
+    rows, device = len(trial.length), target.device
+    tokens = torch.stack([root, a, b, c, d]).expand(rows, 5)
+    parents, depth = (torch.tensor(x, device=device).expand(rows, 5) for x in ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2]))
+    try:
+        if trial.prompts is None:
+            fill_first_slots(cache, list(trial.states.items()))
+        else:
+            most = None if whole else trial.prompts.shape[1] - trial.prompts.shape[1] // 5
+            target.prefill(Prompts(trial.prompts, trial.length, cache), max_tokens=most)
+        tree = tree_of(tokens, parents, depth, max_depth=2)
+        logits = target.verify(ForwardBatch(tree, trial.length, cache)).logits
+        path = Path(torch.tensor([0, 2, 4], device=device).expand(rows, 3), torch.full_like(trial.length, 2))
+        cache.commit(trial.length, path.nodes)
+        cache.commit_states(trial.length, path, torch.ones_like(trial.length, dtype=torch.bool))
+        after = target.verify(ForwardBatch(chain(e.expand(rows, 1)), trial.length + 3, cache)).logits
+    except MODEL_ERRORS as error:
+        raise UnsupportedError(f"{target.name} cannot run a token tree: {first_line(error)}") from error
+    return torch.cat([logits, after], dim=1)
 
 
 def _unless_it_fails(make: Callable[[], Trial]) -> Trial | None:
@@ -164,3 +259,103 @@ def _unless_it_fails(make: Callable[[], Trial]) -> Trial | None:
         return make()
     except (*MODEL_ERRORS, NotImplementedError):
         return None
+
+
+def _decoded(model: Any, prompts: Tensor, paths: Tensor) -> tuple[Tensor, Any]:
+    """Return the logits along paths `[B, T]` that are read token by token after prompts, and the last output."""
+    argument = cache_argument(model)
+    assert argument is not None, "a model with states takes a cache"
+    out, logits = model(input_ids=prompts, use_cache=True, **_positions(model, prompts)), []
+    for offset, token in enumerate(paths.unbind(1)):
+        given = {argument: out[argument]} | _positions(model, token[:, None], prompts.shape[1] + offset)
+        out = model(input_ids=token[:, None], use_cache=True, **given)
+        logits.append(out.logits[:, -1])
+    return torch.stack(logits, dim=1), out
+
+
+def _positions(model: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
+    """Return the argument in which `model.generate` gives a model the positions of `[B, T]` tokens from `first` on.
+
+    A model that is not given them may count from elsewhere, as RoBERTa does. One that has no such argument gets none.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    positions = torch.arange(first, first + ids.shape[1], device=ids.device).expand(ids.shape)
+    try:
+        prepared = model.prepare_inputs_for_generation(ids, position_ids=positions, is_first_iteration=first == 0)
+    except MODEL_ERRORS:  # code of the checkpoint's may ask for more; tokens that follow others need positions anyway
+        prepared = {"position_ids": positions} if first else {}
+    return {name: value for name, value in prepared.items() if name == "position_ids" and value is not None}
+
+
+def far_lengths(config: Any, context: int | None, shapes: Sequence[LayerShape]) -> list[int]:
+    """Return the lengths of committed tokens at which to run far trials, at most two, as far as memory allows.
+
+    One is past every number of the config that limits what a position sees; one is just before the end of the context.
+
+    Args:
+        config: Config of the model's decoder.
+        context: Positions that the model can tell apart; None for no limit.
+        shapes: What each layer stores.
+    """
+    # Of two plain rows, and of one of ours.
+    slot_bytes = 3 * sum(shape.heads * (shape.key_dim + shape.value_dim) * 4 for shape in shapes)
+    if not slot_bytes:
+        return []  # no layer looks back
+    longest = MAX_FAR_BYTES // slot_bytes
+    if context is not None:
+        longest = min(longest, context - 4)
+    past_limits = [limit + 2 for limit in _position_limits(config.to_dict()) if limit + 2 <= longest]
+    ends = [context - 4] if context is not None and context - 4 == longest else []
+    return sorted({max(past_limits, default=0), *ends} - {0})
+
+
+def _position_limits(entries: Mapping[str, Any], inside: bool = False) -> Iterator[int]:
+    """Yield the positive integers of a config whose name, or that of an entry around them, is in `POSITION_LIMITS`."""
+    for name, value in entries.items():
+        matches = inside or bool(POSITION_LIMITS.search(str(name)))
+        if isinstance(value, Mapping):
+            yield from _position_limits(value, matches)
+        elif isinstance(value, int) and not isinstance(value, bool) and matches and value > 0:
+            yield value
+
+
+def _paths(nodes: Tensor) -> Tensor:
+    """Return the two texts that a trial's tree holds: root, a, c, e and root, b, d, e, `[2, 4]`."""
+    return nodes[torch.tensor([[0, 1, 3, 5], [0, 2, 4, 5]], device=nodes.device)]
+
+
+def _at_nodes(logits: Tensor) -> Tensor:
+    """Pick the logits at root, a, b, c, d and e, `[6, V]`, from those along the two paths, `[2, 4, V]`."""
+    in_a, in_b = logits
+    return torch.stack([in_b[0], in_a[1], in_b[1], in_a[2], in_b[2], in_b[3]])
+
+
+def _random_states(shape: LayerShape, length: int, layer: int) -> tuple[Tensor, ...]:
+    """Return random keys and values of a layer, as in `Trial.states`, the same in every call."""
+    random = torch.Generator().manual_seed(layer)
+    sizes: list[tuple[int, ...]] = [(1, shape.heads, length, dim) for dim in (shape.key_dim, shape.value_dim)]
+    if shape.index_dim:
+        sizes.append((1, length, shape.index_dim))
+    return tuple(torch.randn(size, generator=random).to(shape.device, shape.dtype) for size in sizes)
+
+
+_NOT_WIDENED = frozenset({"__get__", "__set__", "__setitem__"})  # functions that mean the tensor itself
+
+
+class _InFloat32(TorchFunctionMode):
+    """Widens every half-precision argument of torch's functions; a weight exists in float32 only while it is used."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _NOT_WIDENED or (name.endswith("_") and not name.endswith("__")):  # in place
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            args, kwargs = tree_map(_widened, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _widened(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x

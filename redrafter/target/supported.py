@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -14,7 +15,25 @@ from redrafter.errors import ArgumentError, ReDrafterError, UnsupportedError, fi
 from redrafter.files.dtype_names import dtype_name
 from redrafter.target.positions import has_alibi
 
+# What a model's code may raise where it cannot run something of ours.
+MODEL_ERRORS = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError)
 MASKED_ATTENTIONS = ("eager", "sdpa")  # implementations that take a 4-D mask
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a model can be decoded in some way, and why not.
+
+    Attributes:
+        reason: Why it cannot, as the end of a sentence; None when it can.
+    """
+
+    reason: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the model can be decoded in that way."""
+        return self.reason is None
 
 
 def name_model_in_errors(bind: Callable[..., None]) -> Callable[..., None]:

@@ -19,12 +19,11 @@ from redrafter.errors import ArgumentError, MismatchError, UnsupportedError, fir
 from redrafter.files.dtype_names import dtype_name
 from redrafter.parallel.local_shards import use_local_shards
 from redrafter.target.attention_probe import probe_attention
-from redrafter.target.batch_invariance import check_products, check_rows, support_of
-from redrafter.target.cache_support import CacheSupport, Support
+from redrafter.target.batch_invariance import RowByRow, check_products, check_rows, support_of
+from redrafter.target.cache_support import CacheSupport
 from redrafter.target.drafter_inputs import DrafterLayer, decoder_layers
 from redrafter.target.forward_batch import ForwardBatch, ForwardOutput, Prompts
 from redrafter.target.images import ImagePrompt, image_arguments, token_type_arguments
-from redrafter.target.invariant_products import RowByRow
 from redrafter.target.lora import Adapter, AdapterSlots, LoraWeights
 from redrafter.target.mixer_probe import find_mixers
 from redrafter.target.model_state import ModelState, hooked_module, run_uncompiled
@@ -33,8 +32,9 @@ from redrafter.target.positions import find_slot_readers, masks_slots
 from redrafter.target.prompt_reader import PromptReader, ShowLogits
 from redrafter.target.quantization import is_quantized, warn_of_shared_scales
 from redrafter.target.rope import DynamicRope, RopeByLength, find_dynamic_rope, find_switching_rope
-from redrafter.target.self_test_trials import MODEL_ERRORS
 from redrafter.target.supported import (
+    MODEL_ERRORS,
+    Support,
     base_of,
     check_autocast,
     check_on_device,

@@ -21,9 +21,9 @@ from redrafter.attention.tree_plan import RUNNING_PLAN, ChunkEnds, Plan
 from redrafter.cache.dense import DenseCache
 from redrafter.cache.paged import KVCache
 from redrafter.kernels.token_counts import TOKEN_MULTIPLE
+from redrafter.target.batch_invariance import RowByRow
 from redrafter.target.forward_batch import ForwardBatch, Prompts
 from redrafter.target.fused_linear import FusedLinears, linear_calls, same_inputs
-from redrafter.target.invariant_products import RowByRow
 from redrafter.target.positions import answer_by_position
 from redrafter.target.recurrent_layers import PromptStates, replaced_mixers
 from redrafter.target.tree_forward import ModelParts, TreeForward

@@ -23,7 +23,7 @@ from redrafter.engine.tuning import (
 )
 from redrafter.scheduler.cuda_graphs import CapturedStep
 from redrafter.scheduler.running_batch import RunningBatch
-from redrafter.target.cache_support import Support
+from redrafter.target.supported import Support
 from redrafter.target.target import Target
 
 SHAPES = {1: TreeShape(3, 4, 9), 2: None, 4: TreeShape(1, 3, 4), 8: TreeShape(5, 2, 11)}

@@ -5,8 +5,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from redrafter.kernels import invariant_linear as module
-from redrafter.kernels.elementwise import in_full_vectors
-from redrafter.kernels.invariant_linear import invariant_expert_linear, invariant_linear
+from redrafter.kernels.invariant_linear import in_full_vectors, invariant_expert_linear, invariant_linear
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(64, 64), (17, 101), (100, 48), (513, 1000), (2048, 97), (1024, 2048), (4096, 64)]
