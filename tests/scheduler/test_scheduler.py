@@ -14,7 +14,7 @@ from redrafter.errors import ArgumentError, UnsupportedError
 from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.sequence import SamplingParams, TokenSequence
-from redrafter.serve.engine_process.warm_up import warm_up
+from redrafter.serve.engine_process.engine import warm_up
 from redrafter.target.target import Target
 
 

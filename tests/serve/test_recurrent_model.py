@@ -13,7 +13,7 @@ from redrafter import DraftTarget
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.scheduler.sequence import SamplingParams
-from redrafter.serve.engine_process.warm_up import warm_up
+from redrafter.serve.engine_process.engine import warm_up
 from redrafter.target.target import Target
 
 SETTINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.9, seed=5)]
