@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, Stats
+from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.sequence import SequenceDelta, Stats
 from redrafter.serve.delta_stream import DeltaStream, SlowConsumerError, Stopped
 from redrafter.serve.engine_process.channel import Channel
 from redrafter.serve.engine_process.loading import EngineFacts

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.prefill import ROOMS
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+from redrafter.scheduler.sequence import TokenSequence
 from redrafter.target.lora import Adapter
 
 __all__ = ["warm_up"]
