@@ -1,7 +1,7 @@
 """A loaded model with its scheduler, and what a server must know of it."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from redrafter.app.engines import PLAIN, can_draft, draft_shape
 from redrafter.app.loading import Pair
@@ -51,12 +51,6 @@ class ServedEngine:
         engine = pair.engine
         if isinstance(engine, DraftTarget) and engine.adaptive:
             raise ArgumentError("a server drafts at one length: leave out --adaptive")
-        engine.options = replace(
-            engine.options,
-            max_loras=options.max_loras,
-            max_lora_rank=options.max_lora_rank,
-            kv_host_cache_gib=options.kv_host_cache_gib,
-        )
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before keys and values take what memory is free
         limits = options.limits(load.max_seq_len)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from redrafter.app.options import DraftOptions, LoadOptions
+from redrafter.errors import ArgumentError
 from redrafter.serve.config import ServeOptions
 
 __all__ = ["EngineFacts", "LoadEngine", "LoadFailed"]
@@ -25,6 +26,10 @@ class LoadEngine:
     options: ServeOptions
     load: LoadOptions
     draft: DraftOptions
+
+    def __post_init__(self) -> None:
+        if self.load.kv_host_cache_gib and not self.options.kv_cache_reuse:
+            raise ArgumentError("--kv-host-cache-gib stores what --no-kv-cache-reuse never finds: leave one out")
 
 
 @dataclass(frozen=True)
