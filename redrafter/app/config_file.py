@@ -103,13 +103,8 @@ class _ReadConfig(argparse.Action):
 
 def _read(path: str, known: dict[str, Option]) -> dict[str, Any]:
     """Read the options of a file, where `known` are those that the command takes."""
-    text = read_text(path)
-    try:
-        document = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path} is not JSON: {error}") from error
     config: dict[str, Any] = {}
-    for key, value in check_object(path, document).items():
+    for key, value in read_object(path).items():
         name = key.replace("-", "_")
         if name not in known:
             raise unknown_key(path, key, known)
@@ -127,15 +122,32 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def read_text(file: str | Path) -> str:
-    """Return the text of a file of options; raise `ArgumentError` if it cannot be read, or holds nothing."""
+def read_object(file: str | Path, *, json5: bool = False) -> dict[str, Any]:
+    """Return the object that a file of options holds, in JSON, or else in JSON5 where that is allowed and installed.
+
+    Raises:
+        ArgumentError: It cannot be read, holds nothing, or something else than an object.
+    """
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # no UTF-8, or a path with a null character
         raise ArgumentError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not text.strip():
         raise ArgumentError(f"{file} is empty; it must hold a JSON object, such as {{}}")
-    return text
+    try:
+        document = json.loads(text, object_pairs_hook=None if json5 else _without_duplicates)
+    except (ValueError, RecursionError) as error:
+        if not json5:
+            raise ArgumentError(f"{file} is not JSON: {error}") from error
+        try:
+            from json5 import loads
+
+            document = loads(text)
+        except ImportError:
+            raise ArgumentError(f"{file} is not JSON; for JSON5: pip install json5") from None
+        except (ValueError, RecursionError) as wrong:
+            raise ArgumentError(f"{file} is neither JSON nor JSON5: {wrong}") from wrong
+    return check_object(file, document)
 
 
 def check_object(file: str | Path, document: Any) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from redrafter.engine.request import Request
 from redrafter.errors import CacheFullError, first_line
 from redrafter.measure.floors import Bandwidth, draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.run import Prompts, Workload, median_ms
-from redrafter.sampling.processors import RowTemperature
-from redrafter.sampling.sampler import Sampler
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.cuda_graphs import capture
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.scheduler import Scheduler
@@ -179,29 +178,20 @@ def make_request(work: Workload, texts: Prompts, new: int, eos: frozenset[int] =
 
     It is made as `generate` does, without its check that texts fit the context: longer ones are timed too.
     """
-    target, device, rows = work.engine.target, work.device, len(texts)
+    device, rows = work.device, len(texts)
     lengths = [len(text) for text in texts]
     limits = [length + new for length in lengths]
-    length = torch.tensor(lengths, device=device)
-    temperatures = torch.full((rows,), work.temperature or 1.0, device=device)
-    seeds = [work.seed + row for row in range(rows)] if work.temperature else None
     return Request(
         prompts=pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device),
-        length=length,
         lengths=lengths,
         limits=limits,
         cut_short=[False] * rows,
         eos=eos,
         pad_token=0,
-        sampler=Sampler(
-            seeds=None if seeds is None else torch.tensor(seeds, device=device),
-            processors=(RowTemperature(temperatures),) if work.temperature else (),
-            temperature=temperatures,
-            prompt=length,
-            limit=torch.tensor(limits, device=device),
-            ids=torch.arange(target.vocab_size, device=device),
-        ),
-        seeds=seeds,
+        params=[
+            SamplingParams(temperature=work.temperature, seed=work.seed + row, stop_token_ids=eos)
+            for row in range(rows)
+        ],
         adapters=[None] * rows,
         criteria=[],
         deadline=float("inf"),

@@ -27,7 +27,7 @@ from redrafter.scheduler.models import Models
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows
 from redrafter.scheduler.row_adapters import any_adapter, slot_of
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
-from redrafter.scheduler.row_sampling import RowSampling
+from redrafter.scheduler.sampling_tensors import SamplingTensors
 from redrafter.scheduler.sequence import TokenSequence
 from redrafter.step import StepOutput, draw_first_tokens
 from redrafter.target.forward_batch import Prompts
@@ -91,7 +91,7 @@ class StepKey(NamedTuple):
     Attributes:
         rows: How many rows.
         window: Positions of each row that it sees.
-        sampling: What sampling depends on; see `RowSampling.kind`.
+        sampling: What sampling depends on; see `SamplingTensors.kind`.
         proposer: Id of the proposer.
         chunks: Chunks of prompts that there is room for.
         keeps_logits: Whether it keeps logits and scores, which are as large as the vocabulary.
@@ -124,7 +124,12 @@ class RunningBatch:
     """
 
     def __init__(
-        self, target: Target, sampling: RowSampling, rows: int, caches: RowCaches, graphs: CUDAGraphRunner | None = None
+        self,
+        target: Target,
+        sampling: SamplingTensors,
+        rows: int,
+        caches: RowCaches,
+        graphs: CUDAGraphRunner | None = None,
     ):
         """Make an empty batch.
 

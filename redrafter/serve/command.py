@@ -93,13 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, load = read_options(ServeOptions, args), read_options(LoadOptions, args)
         draft, replicas = read_options(DraftOptions, args), read_options(ReplicaOptions, args)
         if args.print_config:
-            print(json.dumps(_shown(options) | asdict(load) | asdict(draft) | asdict(replicas), indent=2))
+            shown = asdict(load) | asdict(draft) | asdict(replicas)
+            print(json.dumps(shown | _shown(options), indent=2))
             return 0
+        request = LoadEngine(options, load, draft)  # which refuses what does not go together
         _check_dependencies()
         if replicas.ray:
             return _serve_on_ray(options, load, draft, replicas)
         if process_rank() > 0:
-            return _follow(LoadEngine(options, load, draft))
+            return _follow(request)
         return _serve(options, load, draft)
 
     return run_command(run)

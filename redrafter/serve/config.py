@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from redrafter.app.config_file import check_object, convert_value, options_by_name, read_text, unknown_key
-from redrafter.app.flags import flag, names, option
-from redrafter.engine.options import EngineOptions, check_host_cache
+from redrafter.app.config_file import check_object, convert_value, options_by_name, read_object, unknown_key
+from redrafter.app.flags import flag, names
 from redrafter.errors import ArgumentError, how_to_install
+from redrafter.options import option
 from redrafter.scheduler.limits import Limits
 from redrafter.serve.network.api_keys import KEY_VARIABLE
 
@@ -100,14 +100,10 @@ class ServeOptions:
     max_num_tokens: int = option(Limits.max_num_tokens, "tokens of one forward: drafts, and pieces of prompts")
     max_queue_size: int = option(Limits.max_queue_size, "requests that may wait; 0: any number")
     guaranteed_no_evict: bool = option(False, "take a request on only where its longest text has room in the cache")
-    chunked_context: bool = option(True, "read a prompt whole, however long texts that are being written wait for it")
-    kv_cache_reuse: bool = option(True, "read every prompt from its beginning")
-    kv_host_cache_gib: float = option(
-        EngineOptions.kv_host_cache_gib,
-        "GiB of the host's memory for keys and values that have to leave the GPU, where prompts still find them",
-    )
-    speculate: bool = option(True, "plain decoding")
-    warm_up: bool = option(True, "on a GPU, let first requests wait until kernels are compiled and steps captured")
+    chunked_context: bool = option(True, "read long prompts in pieces, between which other texts continue")
+    kv_cache_reuse: bool = option(True, "reuse cached beginnings of prompts")
+    speculate: bool = option(True, "draft tokens for the model to verify")
+    warm_up: bool = option(True, "compile kernels and capture steps on a GPU before the first request")
     chat_template: str | None = option(
         None, "chat template in Jinja (default: the model's own)", metavar="FILE", path=True
     )
@@ -125,10 +121,6 @@ class ServeOptions:
         'LoRA adapters to serve beside the model, each as a model of its own: name=path, or {"name": "...", "path": '
         '"..."}; the path is a directory that PEFT wrote',
         metavar="NAME=PATH",
-    )
-    max_loras: int = option(EngineOptions.max_loras, "LoRA adapters that may be loaded at once")
-    max_lora_rank: int = option(
-        EngineOptions.max_lora_rank, "most of their ranks; a step with adapters computes as many columns for each"
     )
     allow_runtime_lora_updating: bool = option(
         False,
@@ -150,8 +142,6 @@ class ServeOptions:
             ("max_image_size", 1 << 10, 1 << 30),
             ("max_image_pixels", 1 << 10, 1 << 30),
             ("drain_timeout", 0, 86400),
-            ("max_loras", 1, 1024),
-            ("max_lora_rank", 1, 4096),
         ):
             if getattr(self, name) is not None and not least <= getattr(self, name) <= most:
                 raise ArgumentError(f"{flag(name)} must be from {least} to {most}, got {getattr(self, name)}")
@@ -162,9 +152,6 @@ class ServeOptions:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
         parse_lora_modules(self.lora_modules)
-        check_host_cache(self.kv_host_cache_gib)
-        if self.kv_host_cache_gib and not self.kv_cache_reuse:
-            raise ArgumentError("--kv-host-cache-gib stores what --no-kv-cache-reuse never finds: leave one out")
 
     def limits(self, max_seq_len: int | None) -> Limits:
         """Return the limits of the scheduler. max_seq_len: most tokens of a sequence; None for the model's context."""
@@ -227,25 +214,9 @@ def read_config(files: Sequence[str], options: Sequence[type], only: Collection[
 
 def _entries(file: str) -> list[tuple[str, Any]]:
     """Return the keys and values of a file, those of its `runtime` part among them."""
-    text = read_text(file)
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        document = _json5(file, text)
-    content = check_object(file, document)
+    content = read_object(file, json5=True)
     runtime = check_object(f"{file}: runtime", content.pop("runtime", {}))
     return [*content.items(), *runtime.items()]
-
-
-def _json5(file: str, text: str) -> Any:
-    try:
-        import json5
-    except ImportError:
-        raise ArgumentError(f"{file} is not JSON; for JSON5: pip install json5") from None
-    try:
-        return json5.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{file} is neither JSON nor JSON5: {error}") from error
 
 
 def parse_lora_modules(words: Sequence[str]) -> dict[str, str]:

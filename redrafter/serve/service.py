@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from redrafter.engine.detokenizer import decode_tokens
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
+from redrafter.sampling.params import NEUTRAL, NUMBERS, SamplingParams
 from redrafter.sandbox.process import SandboxedProcess
-from redrafter.scheduler.sequence import SamplingParams
 from redrafter.serve.answers.choice import Choice, StopStrings, summarize
 from redrafter.serve.answers.formats import (
     ChatFormat,
@@ -253,7 +253,7 @@ class Service:
 
         def pick(name: str) -> Any:
             asked = getattr(request, name)
-            return facts.sampling[name] if asked is None else asked
+            return facts.sampling.get(name, getattr(NEUTRAL, name)) if asked is None else asked
 
         temperature = pick("temperature")
         if grammar is not None and request.ignore_eos:
@@ -265,14 +265,10 @@ class Service:
                 raise ApiError(400, what, "logit_bias")
             bias[int(token)] = value
         ends = facts.end_tokens | frozenset(request.stop_token_ids or ())
+        numbers = {name: pick(name) for name in NUMBERS if hasattr(request, name)}
         return SamplingParams(
+            **numbers | {"top_k": max(numbers["top_k"], 0)},
             temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
-            top_k=max(pick("top_k"), 0),
-            top_p=pick("top_p"),
-            min_p=pick("min_p"),
-            repetition_penalty=pick("repetition_penalty"),
-            frequency_penalty=request.frequency_penalty or 0.0,
-            presence_penalty=request.presence_penalty or 0.0,
             logit_bias=bias,
             min_new_tokens=request.min_tokens or 0,
             stop_token_ids=frozenset() if request.ignore_eos else ends,

@@ -7,10 +7,10 @@ from helpers.models import VOCAB, paged, tiny_drafter, tiny_model, with_tree
 from helpers.scheduling import launch_ahead, make_sequence, run, scheduler
 from redrafter.cache.block_manager import BlockManager
 from redrafter.kernels.block_size import BLOCK_SIZE
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler import row_caches
 from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
 from redrafter.scheduler.prefill import Prefiller
-from redrafter.scheduler.sequence import SamplingParams
 from redrafter.target.target import Target
 
 CONTEXT, PROMPT, NEW = 65536, 3000, 40

@@ -18,9 +18,10 @@ from helpers.scheduling import alone, make_sequence, nothing_is_held, scheduler
 from redrafter import Engine
 from redrafter.errors import ArgumentError
 from redrafter.grammar.source import GrammarSource
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.limits import QueueFullError
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta
+from redrafter.scheduler.sequence import SequenceDelta
 from redrafter.serve.engine_process import client as client_module
 from redrafter.serve.engine_process import process
 from redrafter.serve.engine_process import worker as worker_module

@@ -20,7 +20,8 @@ from helpers.scheduling import scheduler
 from helpers.serving import Program
 from redrafter import boxed_pair
 from redrafter.errors import ArgumentError
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+from redrafter.sampling.params import SamplingParams
+from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.config import ServeOptions, parse_lora_modules
 from redrafter.serve.engine_process.messages import Submit
 from redrafter.serve.engine_process.start import EngineFacts

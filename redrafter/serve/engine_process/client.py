@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from redrafter.errors import ReDrafterError
 from redrafter.grammar.source import GrammarSource
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.logprobs import PromptScore
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta, Stats
+from redrafter.scheduler.sequence import SequenceDelta, Stats
 from redrafter.serve.engine_process.messages import (
     Answered,
     Cancel,

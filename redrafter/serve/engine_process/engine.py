@@ -15,11 +15,12 @@ from redrafter.engine.engine import Engine
 from redrafter.errors import ArgumentError
 from redrafter.files.dtype_names import dtype_name
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.cuda_graphs import MOST_ROWS
 from redrafter.scheduler.prefill import ROOMS
 from redrafter.scheduler.running_batch import MIN_POSITIONS
 from redrafter.scheduler.scheduler import Scheduler
-from redrafter.scheduler.sequence import SamplingParams, TokenSequence
+from redrafter.scheduler.sequence import TokenSequence
 from redrafter.serve.config import ServeOptions, parse_lora_modules
 from redrafter.serve.engine_process.start import EngineFacts, LoadEngine
 from redrafter.target.lora import Adapter
@@ -57,12 +58,6 @@ class ServedEngine:
         engine = pair.engine
         if isinstance(engine, DraftTarget) and engine.adaptive:
             raise ArgumentError("a server drafts at one length: leave out --adaptive")
-        engine.options = replace(
-            engine.options,
-            max_loras=options.max_loras,
-            max_lora_rank=options.max_lora_rank,
-            kv_host_cache_gib=options.kv_host_cache_gib,
-        )
         adapters = parse_lora_modules(options.lora_modules)
         engine.load_adapters(adapters)  # before keys and values take what memory is free
         limits = options.limits(load.max_seq_len)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from redrafter.grammar.source import GrammarSource
+from redrafter.sampling.params import SamplingParams
 from redrafter.scheduler.logprobs import PromptScore
-from redrafter.scheduler.sequence import SamplingParams, SequenceDelta
+from redrafter.scheduler.sequence import SequenceDelta
 
 
 @dataclass(frozen=True)

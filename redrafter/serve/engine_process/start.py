@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from redrafter.app.options import DraftOptions, LoadOptions
-from redrafter.errors import ReDrafterError
+from redrafter.errors import ArgumentError, ReDrafterError
 from redrafter.sandbox.frames import receive_frame, send_frame
 from redrafter.serve.config import ServeOptions
 
@@ -37,6 +37,10 @@ class LoadEngine:
     options: ServeOptions
     load: LoadOptions
     draft: DraftOptions
+
+    def __post_init__(self) -> None:
+        if self.load.kv_host_cache_gib and not self.options.kv_cache_reuse:
+            raise ArgumentError("--kv-host-cache-gib stores what --no-kv-cache-reuse never finds: leave one out")
 
 
 @dataclass(frozen=True)
