@@ -19,16 +19,10 @@ def use_color(choice: str, out: TextIO) -> bool:
 
 
 class Printer:
-    """A `StepStreamer` that prints the rows of a batch one below the other.
+    """A `StepStreamer` that prints the rows of a batch one below the other, each under its heading if it has one.
 
     The first row that has not ended is printed while it is generated; later rows wait until it has. If an accepted
     draft and a token of the target share a character, it has the colour of the token that completes it.
-
-    Args:
-        tokenizer: Decodes the tokens.
-        headings: A line to print before each row's text; None for no line.
-        out: Where to print.
-        color: Whether to print accepted drafts in green.
 
     Attributes:
         texts: The text of each row so far, without colours.
