@@ -20,7 +20,7 @@ from redrafter.train.config import TrainConfig
 from redrafter.train.loss import Unroll, total_weight
 from redrafter.train.optimizer import make_optimizer
 from redrafter.train.progress import Clock, LossMeter, Progress
-from redrafter.train.sharded_drafter import ShardedDrafter, gather_tensor
+from redrafter.train.sharding import ShardedDrafter, gather_tensor
 from redrafter.train.teacher import Teacher
 
 __all__ = ["Trainer", "TrainingResult"]

@@ -26,7 +26,6 @@ from redrafter.data.windows import Windows
 from redrafter.errors import ArgumentError
 from redrafter.target.target import Target
 from redrafter.train import progress
-from redrafter.train.bad_rows import describe_bad_rows
 from redrafter.train.config import TrainConfig, parse, shown_command
 from redrafter.train.evaluate.replay import ValidationTexts
 from redrafter.train.evaluate.shapes import Shape
@@ -38,6 +37,7 @@ from redrafter.train.processes import new_accelerator
 from redrafter.train.progress import Clock, LossMeter, Progress, TrainingState
 from redrafter.train.teacher import Teacher
 from redrafter.train.train_drafter import main
+from redrafter.train.training_data import describe_bad_rows
 
 
 def loss_of(model: PreTrainedModel, drafter: RecurrentDrafter, config: TrainConfig, batches: list) -> Tensor:
