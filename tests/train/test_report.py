@@ -166,7 +166,7 @@ def test_trackers_get_loss_rate_accuracy_and_tokens_per_step():
 
 def test_a_tracker_that_is_not_there_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr("redrafter.train.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("redrafter.train.processes.find_spec", lambda name: None)
     for given, said in (("wandb", "pip install wandb"), ("mlflow", "tensorboard, wandb, trackio, got 'mlflow'")):
         assert main(command(tmp_path, "--report-to", given)) == 2
         assert said in capsys.readouterr().err
