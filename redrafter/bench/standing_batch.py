@@ -23,7 +23,7 @@ from redrafter.errors import CacheFullError, first_line
 from redrafter.measure.floors import Bandwidth, draft_bytes, forward_bytes, slot_bytes
 from redrafter.measure.run import Prompts, Workload, median_ms
 from redrafter.sampling.params import SamplingParams
-from redrafter.scheduler.cuda_graphs import capture
+from redrafter.scheduler.captured_step import capture
 from redrafter.scheduler.running_batch import RunningBatch
 from redrafter.scheduler.scheduler import Scheduler
 from redrafter.target.forward_batch import ForwardBatch

@@ -17,10 +17,10 @@ from redrafter.kernels.block_size import BLOCK_SIZE
 from redrafter.kernels.token_counts import TOKENS_PER_CHUNK
 from redrafter.scheduler.limits import Limits
 from redrafter.scheduler.logprobs import score_prompt
+from redrafter.scheduler.paged_memory import tables_of
 from redrafter.scheduler.row_adapters import adapters_of, slot_of
 from redrafter.scheduler.row_caches import CachePair, RowCaches
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.scheduler.sequence_blocks import tables_of
 from redrafter.target.forward_batch import Prompts
 from redrafter.target.target import Target
 
@@ -325,11 +325,11 @@ class Prefiller:
         return PrefilledRows([sequence], tokens, upto, logits, hidden, caches, [0])
 
     @property
-    def can_read_beside(self) -> bool:
+    def can_mix(self) -> bool:
         """Whether steps can read prompts too: not where a draft model must read them as well, or read them whole."""
-        return self._target.reads_beside_trees and self._draft_model is None and self._limits.chunked
+        return self._target.mixes_prefill and self._draft_model is None and self._limits.chunked
 
-    def choose_beside(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
+    def choose_mixed(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
         """Choose what one step reads of prompts beside the rows' trees.
 
         Args:
@@ -337,10 +337,8 @@ class Prefiller:
             step_tokens: Tokens of the trees.
 
         Returns:
-            The chunks; none only if there are no sequences.
+            The chunks.
         """
-        if not sequences:
-            return []
         left = sum(sequence.prefill_length - sequence.prefilled for sequence in sequences)
         room = choose_room(len(sequences), left)
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
@@ -348,7 +346,7 @@ class Prefiller:
         [chunks] = choose_chunks(sequences, budget, padded=False, chunked=True)
         return chunks[:room]
 
-    def finish_beside(self, chunks: Sequence[Chunk], ends: ChunkEnds, row_caches: RowCaches) -> PrefilledRows | None:
+    def finish_mixed(self, chunks: Sequence[Chunk], ends: ChunkEnds, row_caches: RowCaches) -> PrefilledRows | None:
         """Take note of chunks that a step has read, and return the prompts that are complete; None if there are none.
 
         Args:

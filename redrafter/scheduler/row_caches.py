@@ -15,9 +15,8 @@ from redrafter.cache.to_device import to_device
 from redrafter.drafting.proposer import Proposer
 from redrafter.drafting.vocabulary_map import VocabularyMap
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.cuda_graphs import CUDAGraphRunner
+from redrafter.scheduler.paged_memory import PagedMemory, draft_tables_of, tables_of
 from redrafter.scheduler.sequence import TokenSequence
-from redrafter.scheduler.sequence_blocks import draft_tables_of, tables_of
 from redrafter.target.target import Target
 
 
@@ -84,7 +83,7 @@ class PagedRows:
         state_rows: Where the recurrent states of each row are, `[R]` int64; 0 without any.
     """
 
-    def __init__(self, graphs: CUDAGraphRunner, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
+    def __init__(self, graphs: PagedMemory, has_draft_model: bool, vocabulary: VocabularyMap | None = None):
         """Begin without rows.
 
         Args:

@@ -21,9 +21,9 @@ from redrafter.cache.to_device import to_device
 from redrafter.drafting.draft_length import AdaptiveDraftLength, DraftGain
 from redrafter.drafting.proposer import Proposer, SearchProposer, State
 from redrafter.kernels.block_size import BLOCK_SIZE
-from redrafter.scheduler.cuda_graphs import CapturedStep, CUDAGraphRunner, PendingReport, bucket, new_state
-from redrafter.scheduler.launched import LaunchedStep
+from redrafter.scheduler.captured_step import CapturedStep, LaunchedStep, PendingReport, bucket, new_state
 from redrafter.scheduler.models import Models
+from redrafter.scheduler.paged_memory import PagedMemory
 from redrafter.scheduler.prefill import Chunk, ChunkBuffers, PrefilledRows
 from redrafter.scheduler.row_adapters import any_adapter, slot_of
 from redrafter.scheduler.row_caches import CachePair, PagedRows, RowCaches
@@ -129,7 +129,7 @@ class RunningBatch:
         sampling: SamplingTensors,
         rows: int,
         caches: RowCaches,
-        graphs: CUDAGraphRunner | None = None,
+        graphs: PagedMemory | None = None,
     ):
         """Make an empty batch.
 
@@ -373,7 +373,7 @@ class RunningBatch:
         if self._graphs is not None:
             active = state.active.clone()
             state.active.zero_()  # the run that is captured must change nothing
-            self._graphs.capture(step)
+            self._graphs.capturer.capture(step)
             state.active.copy_(active)
         return step
 

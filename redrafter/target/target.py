@@ -399,13 +399,13 @@ class Target:
 
         Nothing is committed.
         """
-        assert batch.chunks is None or self.reads_beside_trees, "the caller reads prompts by `prefill`"
+        assert batch.chunks is None or self.mixes_prefill, "the caller reads prompts by `prefill`"
         forward = self.varlen_forward if isinstance(batch.cache, PagedCache) else self._padded_forward
         tree = batch.tree if self.rope is None else self.rope.drop_past_switch(batch.tree, batch.length)
         return ForwardOutput(tree, *forward(batch))
 
     @property
-    def reads_beside_trees(self) -> bool:
+    def mixes_prefill(self) -> bool:
         """Whether `verify` can read chunks of prompts: on a paged cache.
 
         Recurrent layers read prompts row by row, in a forward of their own.
