@@ -29,10 +29,8 @@ def bucket(rows: int) -> int:
 def capture(run: Callable[[], object], pool: Any = None, *, watched: bool = False) -> torch.cuda.CUDAGraph:
     """Capture `run` in a CUDA graph, after a call that pays for what only first calls pay for.
 
-    Args:
-        run: What is captured.
-        pool: Memory that the graph shares with others; None for memory of its own.
-        watched: Whether another thread asks the device for events meanwhile, as NCCL's does that watches collectives.
+    The graph shares memory with others through `pool`. It is `watched` where another thread asks the device for events
+    meanwhile, as NCCL's does that watches collectives.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -99,12 +99,8 @@ class PagedMemory:
     def follow_changes(self, target: Target, draft_model: Target | None) -> tuple[int, ...]:
         """Forget the prefixes, and prepare the forwards, that were made of weights which are no longer the models'.
 
-        Args:
-            target: The model that verifies, which has followed its changes.
-            draft_model: The same for the model that drafts, if it takes part.
-
-        Returns:
-            The versions of the models' forwards: steps that were captured with others are out of date.
+        The models have followed their changes. Returns the versions of their forwards: steps that were captured with
+        others are out of date.
         """
         models = [(target, self.store)]
         if draft_model is not None and self.draft_store is not None:
@@ -173,13 +169,7 @@ class PagedMemory:
 
 
 def _take_host_memory(target: Target, num_bytes: int, groups: Sequence[Sequence[KVCachePool]]) -> list[HostBlocks]:
-    """Return the blocks on the host of each group of pools whose blocks have the same ids; none where none are wanted.
-
-    Args:
-        target: The model that verifies.
-        num_bytes: Memory of the host.
-        groups: The pools.
-    """
+    """Return the blocks on the host of each group of pools whose blocks have the same ids; none if unwanted."""
     if not num_bytes:
         return []
     if any(store.states is not None for stores in groups for store in stores):
@@ -263,13 +253,7 @@ class SequenceBlocks:
     """
 
     def __init__(self, graphs: PagedMemory, has_draft_model: bool, reuse: bool):
-        """Hand out the blocks of a runner's cache.
-
-        Args:
-            graphs: Owner of the blocks and of their lock.
-            has_draft_model: Whether a draft model reads every prompt and draft into a cache of the same blocks.
-            reuse: Whether sequences share blocks of equal prefixes, unless a model keeps recurrent states.
-        """
+        """Hand out the blocks of a memory; with `reuse`, equal prefixes share them unless a model keeps states."""
         # A state of a prefix is not kept, and its keys and values alone are of no use.
         stores = (graphs.store, graphs.draft_store)
         reuse = reuse and all(store is None or store.states is None for store in stores)
@@ -416,9 +400,7 @@ class SequenceBlocks:
     def release(self, sequence: TokenSequence, keep: bool) -> None:
         """Take the blocks of a sequence back, if it has any.
 
-        Args:
-            sequence: A sequence that decodes, if it has a row, or whose prompt is being read.
-            keep: Whether its keys and values may be found by others, which they may not after an error.
+        Others may find its keys and values if `keep` says so, which they may not after an error.
         """
         if sequence.block_table is None:
             return

@@ -44,12 +44,7 @@ class PrefillPace:
     """
 
     def __init__(self, max_num_tokens: int, device: str = "cpu"):
-        """Begin at `FIRST_FORWARD_TOKENS`.
-
-        Args:
-            max_num_tokens: Tokens of a forward on any machine, however fast.
-            device: Type of the device.
-        """
+        """Begin at `FIRST_FORWARD_TOKENS`."""
         self._max_num_tokens = max_num_tokens
         self.tokens = min(FIRST_FORWARD_TOKENS.get(device, FIRST_FORWARD_TOKENS["cuda"]), max_num_tokens)
 
@@ -92,16 +87,8 @@ def choose_chunks(prefilling: Sequence[TokenSequence], budget: int, padded: bool
     Half of a forward is for the prompts that have the fewest tokens left, so that a short one never waits for the
     chunks of a long one. The rest is for those that were admitted first, so that a long one advances in any case.
 
-    Args:
-        prefilling: Sequences whose prompts are not in the cache yet, in the order of their admission; at least one.
-        budget: Tokens of a forward.
-        padded: Whether each sequence costs as many tokens as the longest one beside it.
-        chunked: Whether a prompt may be read in chunks. If not, the one that was admitted first is read whole however
-            long it is.
-
-    Returns:
-        The chunks of each forward, in the order of arrival: of one forward, or also of a second one for a whole prompt
-        that is longer than `budget`.
+    With `padded`, each sequence costs as many tokens as the longest one beside it. Without `chunked`, prompts are read
+    whole, the one that was admitted first however long it is: in a second forward where it is longer than `budget`.
     """
     plan = _ForwardPlan(padded)
     for sequence in sorted(prefilling, key=lambda sequence: sequence.prefill_length - sequence.prefilled):
@@ -138,14 +125,7 @@ class ChunkBuffers:
         self._blocks, self._target = blocks, target
 
     def load(self, chunks: Sequence[Chunk]) -> PromptChunks:
-        """Write chunks of prompts into the smallest buffers that have room for them.
-
-        Args:
-            chunks: Sequences with blocks, and how many tokens of each are read; at least one.
-
-        Returns:
-            The buffers.
-        """
+        """Write chunks of prompts into the smallest buffers that have room for them."""
         room = choose_room(len(chunks), sum(count for _, count in chunks))
         buffers = self._by_room[room]
         tokens, starts, lengths, adapters, prompts = list[int](), [0], list[int](), list[int](), list[int]()
@@ -228,12 +208,7 @@ class Prefiller:
         Sequences whose prompts are scored are read apart from others, which need the logits of their last tokens alone.
         A prompt with images is read whole, in a forward of its own; where forwards have a pace, one of them a round.
 
-        Args:
-            sequences: Sequences with blocks, in the order of their admission.
-            step_tokens: Tokens that the round's step takes from the budget of one forward.
-
-        Returns:
-            The chunks of each forward.
+        `step_tokens` of the budget of one forward are those of the round's step. Returns the chunks of each forward.
         """
         seeing = [sequence for sequence in sequences if sequence.images is not None]
         whole = [[(sequence, sequence.prefill_length)] for sequence in seeing[: 1 if self._limits.paced else None]]
@@ -252,12 +227,7 @@ class Prefiller:
     def forward(self, chunks: Sequence[Chunk], row_caches: RowCaches) -> PrefilledRows:
         """Launch one forward that reads a chunk of each of some prompts.
 
-        Args:
-            chunks: The chunks.
-            row_caches: Where the rows that they will have find their keys and values.
-
-        Returns:
-            The prompts that are complete then.
+        Returns the prompts that are complete then.
         """
         device = self._target.device
         sequences = [sequence for sequence, _ in chunks]
@@ -330,15 +300,7 @@ class Prefiller:
         return self._target.mixes_prefill and self._draft_model is None and self._limits.chunked
 
     def choose_mixed(self, sequences: Sequence[TokenSequence], step_tokens: int) -> list[Chunk]:
-        """Choose what one step reads of prompts beside the rows' trees.
-
-        Args:
-            sequences: Sequences with blocks that can be read so, in the order of their admission.
-            step_tokens: Tokens of the trees.
-
-        Returns:
-            The chunks.
-        """
+        """Choose what one step reads of prompts beside the rows' trees."""
         left = sum(sequence.prefill_length - sequence.prefilled for sequence in sequences)
         room = choose_room(len(sequences), left)
         # However many tokens the trees have, some of a prompt are read, or it would wait for rows to end.
@@ -347,13 +309,7 @@ class Prefiller:
         return chunks[:room]
 
     def finish_mixed(self, chunks: Sequence[Chunk], ends: ChunkEnds, row_caches: RowCaches) -> PrefilledRows | None:
-        """Take note of chunks that a step has read, and return the prompts that are complete; None if there are none.
-
-        Args:
-            chunks: The chunks.
-            ends: What the target gave at the end of each.
-            row_caches: Where the rows that they will have find their keys and values.
-        """
+        """Take note of chunks that a step has read; return the prompts that are complete, None if there are none."""
         device, done = self._target.device, _take_note(chunks)
         if not done:
             return None
@@ -395,10 +351,7 @@ def _stack_tokens(sequences: Sequence[TokenSequence], counts: Sequence[int]) -> 
 def _stack(texts: Sequence[Sequence[int]], counts: Sequence[int], first: Sequence[int] | None = None) -> Tensor:
     """Return the first tokens of texts, padded with one 0 at least, `[B, T]` int64 on the host.
 
-    Args:
-        texts: The texts.
-        counts: How many tokens of each.
-        first: How many of these are left at 0, since nobody reads them; None for none.
+    The first `first` tokens of each are left at 0, since nobody reads them.
     """
     padded = torch.zeros(len(texts), max(counts, default=0) + 1, dtype=torch.long)
     for row, (text, start, count) in enumerate(zip(texts, first or [0] * len(texts), counts, strict=True)):

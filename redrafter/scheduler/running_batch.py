@@ -40,9 +40,8 @@ class DraftPauses:
     def __init__(self, cost_of: Callable[[int], float | None]):
         """Begin with drafts.
 
-        Args:
-            cost_of: Returns the time of a step of so many rows with drafts, in steps without; None where every step
-                drafts.
+        `cost_of` returns the time of a step of so many rows with drafts, in steps without; None where every step
+        drafts.
         """
         self._cost_of = cost_of
         self._gains: dict[float, DraftGain] = {}  # by cost: batches of many sizes may share one
@@ -57,13 +56,7 @@ class DraftPauses:
         return gain is None or gain.should_draft()
 
     def observe(self, rows: int, drafted_rows: int, tokens: int) -> None:
-        """Take note of a step with drafts.
-
-        Args:
-            rows: Its rows.
-            drafted_rows: Those that took drafts, at least 1.
-            tokens: Tokens that these gained.
-        """
+        """Take note of a step with drafts, of whose rows `drafted_rows` took drafts, which gained `tokens`."""
         if (gain := self._gain(rows)) is not None:
             gain.observe(drafted_rows, tokens)
 
@@ -131,15 +124,7 @@ class RunningBatch:
         caches: RowCaches,
         graphs: PagedMemory | None = None,
     ):
-        """Make an empty batch.
-
-        Args:
-            target: The model that verifies.
-            sampling: How the rows draw.
-            rows: Rows that there are buffers for.
-            caches: Keys and values of the rows.
-            graphs: What captures steps; None where they run as they are.
-        """
+        """Make an empty batch of at most `rows` rows. Without `graphs`, its steps run as they are."""
         self.target, self.sampling, self.caches, self._all_rows = target, sampling, caches, rows
         self._graphs = graphs
         self.rows: list[TokenSequence] = []
@@ -151,13 +136,7 @@ class RunningBatch:
         self._chunk_buffers: ChunkBuffers | None = None
 
     def draft_with(self, models: Models, rows: int, *, speculate: bool) -> None:
-        """Set what drafts in later steps, while there are no sequences.
-
-        Args:
-            models: Gives the proposer for a number of rows.
-            rows: Most sequences at once.
-            speculate: Whether any row takes drafts.
-        """
+        """Set what drafts in later steps, while there are no sequences."""
         assert not self.rows, "rows are drafted for already"
         self._plain, self._rejection_sampling, self.draft_lengths = models.plain, models.rejection_sampling, None
         sizes = {self._size(count) for count in range(1, rows + 1)}
@@ -201,11 +180,7 @@ class RunningBatch:
 
         A preempted sequence has its pending token already.
 
-        Args:
-            read: The sequences, whose committed tokens are in the cache.
-
-        Returns:
-            The draws; None where there are none.
+        Returns the draws; None where there are none.
         """
         pending = read.lengths.clone()  # [B]
         new = [row for row, sequence in enumerate(read.sequences) if not sequence.written]
@@ -226,11 +201,9 @@ class RunningBatch:
         return draw_first_tokens(*prompts, window, sampler, self.target.ranks)[1]
 
     def add(self, read: PrefilledRows, pending: Tensor) -> None:
-        """Add rows for sequences whose committed tokens are in the cache.
+        """Add rows for R sequences whose committed tokens are in the cache.
 
-        Args:
-            read: The sequences, R of them.
-            pending: The pending token of each, which the host may not know yet, `[R]` int64.
+        The host may not know yet the pending token of each, `[R]` int64.
         """
         sequences, first = read.sequences, len(self.rows)
         if not sequences:
@@ -288,11 +261,7 @@ class RunningBatch:
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the graphs.
 
-        Args:
-            chunks: What the same forward reads of prompts.
-
-        Returns:
-            The step, and its output, which the next step may overwrite.
+        Returns the step, and its output, which the next step may overwrite.
         """
         step = self.prepare_step(chunks)
         report = step.replay()

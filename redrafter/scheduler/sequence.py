@@ -49,13 +49,7 @@ class Stats:
         return self.emitted / self.steps if self.steps else 0.0
 
     def count(self, drafted: int | None, accepted: int, emitted: int) -> None:
-        """Add one step.
-
-        Args:
-            drafted: Drafts verified; None for a plain step.
-            accepted: Drafts that became output, after a stop cut the step.
-            emitted: Tokens that became output, likewise.
-        """
+        """Add a step: drafts verified, None where nothing was drafted, and what became output after a stop cut it."""
         self.steps += 1
         self.plain_steps += drafted is None
         self.drafted += drafted or 0
@@ -267,13 +261,7 @@ def not_finite(count: int) -> NotFiniteError:
 
 
 def cut(new: Sequence[int], max_new_tokens: int, eos: Collection[int]) -> tuple[list[int], bool]:
-    """Return which of a step's tokens become output, and whether the row ends with the last of them.
-
-    Args:
-        new: Tokens of the step.
-        max_new_tokens: How many tokens the row may still gain, at least 1.
-        eos: Ids that end a row.
-    """
+    """Return which of a step's tokens become output, and whether the row ends with the last of them."""
     for index, token in enumerate(new):
         if token in eos or index + 1 == max_new_tokens:
             return list(new[: index + 1]), True

@@ -46,13 +46,8 @@ class CacheSupport:
     ):
         """Run the self-test on dense caches, in the fastest way that the model is right in.
 
-        Args:
-            target: What is being bound.
-            probe: What its layers showed of their attention.
-            kinds: What each layer attends to.
-            mixers: Its modules that keep recurrent states.
-            reader: Its reader of prompts, which is set to that way.
-            reads_slots: Whether its attention masks slots, or biases them, in code of its own.
+        Prompts are read so by `reader` then. `reads_slots`: whether its attention masks slots, or biases them, in code
+        of its own.
 
         Raises:
             UnsupportedError: The model is right on no cache.

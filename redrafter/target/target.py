@@ -233,11 +233,7 @@ class Target:
         return self._varlen
 
     def refuse_varlen(self, reason: str) -> None:
-        """Decode by the padded forward from now on.
-
-        Args:
-            reason: Why, as the end of a sentence.
-        """
+        """Decode by the padded forward from now on, for a reason that is the end of a sentence."""
         self._varlen = Support(reason)
 
     def allow_varlen(self) -> None:
