@@ -253,11 +253,6 @@ class RunningBatch:
         self.state.length[last] = 0
         self.caches.clear(last)
 
-    @property
-    def asks_host(self) -> bool:
-        """Whether a step runs Python code of a processor."""
-        return self.sampling.asks_host(self.rows)
-
     def step(self, chunks: Sequence[Chunk] = ()) -> tuple[LaunchedStep, StepOutput]:
         """Launch one step of all rows, without drafts if no row takes any. The caller holds the lock of the graphs.
 
@@ -271,36 +266,37 @@ class RunningBatch:
         """Return the next step of all rows, which is captured if it is the first of its kind."""
         if chunks:
             self.reserve(max(sequence.max_length for sequence, _ in chunks))
-        rows, proposer, longest = self._size(len(self.rows)), self._proposer(), self._longest()
+        rows, proposer = self._size(len(self.rows)), self._proposer()
+        ahead = self.depth + 1  # tokens by which each step that was launched may advance a row
+        # The most committed tokens that a row can have, and those of them as the draft model reads them.
+        longest = max(len(row.tokens) - 1 + ahead * row.launched for row in self.rows)
+        longest_draft = max(row.draft_bound(len(row.tokens) + ahead * row.launched) - 1 for row in self.rows)
         window = min(self._round_up(longest + self.overshoot), self._positions)
-        caches = self.caches.of_step(rows, window, longest, self._longest_draft(), proposer)
+        caches = self.caches.of_step(rows, window, longest, longest_draft, proposer)
         adapted = any_adapter([*self.rows, *(sequence for sequence, _ in chunks)])
-        state = self._first(rows, window, adapted=adapted)
+        first = self.state.at(slice(rows))  # shares memory with `state`
+        state = replace(first, tokens=first.tokens[:, :window], adapters=first.adapters if adapted else None)
         prompts = Prompts(state.tokens, state.length, caches.target, adapters=state.adapters)
         self.target.reread(longest, prompts, state.active)
         self.sampling.load_texts(self.rows)
-        beside = self._load(chunks)
+        room: PromptChunks | None = None
+        if chunks:
+            if self._chunk_buffers is None:
+                self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
+            room = self._chunk_buffers.load(chunks)
         stacks = self.target.adapters.stacks
         version = stacks.version if adapted and stacks is not None else 0
         kind, keeps_logits = self.sampling.kind(self.rows), any(sequence.keeps_logits for sequence in self.rows)
-        key = StepKey(rows, window, kind, id(proposer), 0 if beside is None else beside.count, keeps_logits, version)
+        key = StepKey(rows, window, kind, id(proposer), 0 if room is None else room.count, keeps_logits, version)
         step = self.captured_steps.pop(key, None)
         if step is None:
             for old in [old for old in self.captured_steps if 0 < old.adapters < version]:
                 del self.captured_steps[old]  # no forward has those layers alone any more
             while len(self.captured_steps) >= MAX_CAPTURED_STEPS:
                 del self.captured_steps[next(iter(self.captured_steps))]
-            step = self._capture(key, state, proposer, caches, beside)
+            step = self._capture(key, state, proposer, caches, room)
         self.captured_steps[key] = step
         return step
-
-    def _load(self, chunks: Sequence[Chunk]) -> PromptChunks | None:
-        """Write chunks of prompts where a step reads them; None for no chunks."""
-        if not chunks:
-            return None
-        if self._chunk_buffers is None:
-            self._chunk_buffers = ChunkBuffers(self._positions // BLOCK_SIZE, self.target)
-        return self._chunk_buffers.load(chunks)
 
     def _proposer(self) -> Proposer:
         """Return the proposer of the next step."""
@@ -313,21 +309,6 @@ class RunningBatch:
         if proposer.depth and pauses is not None and not pauses.should_draft(len(self.rows)):
             return self._plain
         return proposer
-
-    def _longest(self) -> int:
-        """Return the most committed tokens that a row can have."""
-        ahead = self.depth + 1  # tokens by which a step may advance a row
-        return max(len(sequence.tokens) - 1 + ahead * sequence.launched for sequence in self.rows)
-
-    def _longest_draft(self) -> int:
-        """Return the most committed tokens that a row can have as the draft model reads it."""
-        ahead = self.depth + 1
-        return max(sequence.draft_bound(len(sequence.tokens) + ahead * sequence.launched) - 1 for sequence in self.rows)
-
-    def _first(self, rows: int, window: int, *, adapted: bool) -> State:
-        """Return the state of the first rows and positions, which shares memory with `state`."""
-        first = self.state.at(slice(rows))
-        return replace(first, tokens=first.tokens[:, :window], adapters=first.adapters if adapted else None)
 
     def _capture(
         self, key: StepKey, state: State, proposer: Proposer, caches: CachePair, chunks: PromptChunks | None

@@ -208,7 +208,9 @@ class Scheduler:
                 self.batch.update_block_tables(grown)
             # The host's processors must know the texts; and each forward that was launched adds a token at least. So
             # what is launched already may end all rows.
-            if self.batch.asks_host or all(s.written + s.launched >= s.max_new_tokens for s in self.batch.rows):
+            if self.batch.sampling.asks_host(self.batch.rows) or all(
+                s.written + s.launched >= s.max_new_tokens for s in self.batch.rows
+            ):
                 self.settle()
             older = len(self._launched)
             if self.batch.rows:
